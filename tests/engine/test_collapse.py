@@ -17,8 +17,11 @@ from safetensors.torch import load_file, save_file
 from paceline import LLM, SamplingParams
 from paceline.core.batch import Commit, Plan
 from paceline.core.costs import CostCurve, TargetCosts
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
+from paceline.draft.heads.block import BlockDrafter
 from paceline.draft.heads.eagle import EagleDrafter
+from paceline.draft.origin import Origin
 from paceline.lab.bench.prompts import load_prompts
 from paceline.model.names import fetched
 
@@ -200,3 +203,27 @@ def test_healthy_heads(
     with caplog.at_level(logging.WARNING):
         assert tokens_until_collapse(llm, 10**6, temperature) is None
     assert not caplog.records
+
+
+def test_examining_a_block_head(target: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that draft in one pass take one for all positions of a text and each choice of layers,
+    and choices that are seen to be worse are left out."""
+    looks: list[int] = []  # passes of the heads that each examination built
+    examine, run = Origin.examine, BlockDrafter._run
+    passes = [0]
+
+    def counted(self: BlockDrafter, trees: Any) -> Any:
+        passes[0] += bool(trees)
+        return run(self, trees)
+
+    def looked(self: Origin, seq: SequenceState) -> Any:
+        passes[0] = 0
+        found = examine(self, seq)
+        looks.append(passes[0])
+        return found
+
+    monkeypatch.setattr(Origin, "examine", looked)
+    llm = target.beside("dspark:paceline/tiny-dspark", draft_length=4)
+    monkeypatch.setattr(BlockDrafter, "_run", counted)
+    assert tokens_until_collapse(llm, TOKENS) is None
+    assert looks[0] == 3 and looks == sorted(looks, reverse=True) and looks[-1] < 3

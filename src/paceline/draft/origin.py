@@ -26,9 +26,10 @@ from paceline.model.precision import usual_bits
 # Of a card's table of acceptance (train/card.py): the first position, over all tasks.
 _STATED = re.compile(r"^\| all \| [\d.]+ \| ([\d.]+)", re.M)
 _TEXT, _READ = 128, 24  # last tokens of a text on which layers are compared, and those only read
-_APART = 4  # positions from one that is drafted from to the next, where each takes a pass
+_APART = 8  # positions from one that is drafted from to the next, where each has its own rows
 _BLOCK = 16
-_SURE, _FEWEST = 3.5, 48  # standard errors, and positions
+_SURE, _FEWEST = 3.5, 48  # standard errors from which layers are wrong, and positions
+_UNLIKELY, _FEW = 1.5, 24  # and from which those that it reads are right
 _HEALTHY = 0.3  # share of first tokens that are right, from which nothing else is looked for
 _FOREIGN = 0.25  # share of tokens, or of letters, from which a text is of another kind
 
@@ -81,7 +82,7 @@ class Origin:
         if not given or len(tokens) <= _READ or elsewhere or target.state_bytes:
             return [], ""
         others = (-1, 1) if len(given) > 1 else ()
-        shifts = (0, *(shift for shift in others if self._errors(shift) > -_SURE))
+        shifts = (0, *(shift for shift in others if self._errors(shift, _FEW) > -_UNLIKELY))
         if len(shifts) == 1 and fmean(self.gains.get(0, (0,))) > _HEALTHY:
             return [], ""  # nothing is wrong
         choices = {shift: tuple(layer + shift for layer in given) for shift in shifts}
@@ -95,7 +96,7 @@ class Origin:
             gains = self.gains.setdefault(shift, [])
             pairs = zip(drafts[shift], drafts[0], strict=True)
             gains += [chance - usual for (_, chance), (_, usual) in pairs]
-            if self._errors(shift) > _SURE:
+            if self._errors(shift, _FEWEST) > _SURE:
                 right = replace(self.spec, layers=layers[shift])  # type: ignore[call-arg]
                 return outcomes, (
                     f"it reads the inputs of layers {list(given)}, but sampled drafts would be "
@@ -104,16 +105,17 @@ class Origin:
                 )
         return outcomes, ""
 
-    def _errors(self, shift: int) -> float:
-        """By how many standard errors the texts' tokens are likelier with other layers."""
+    def _errors(self, shift: int, fewest: int) -> float:
+        """By how many standard errors the texts' tokens are likelier with other layers; 0 with no
+        more positions than ``fewest``."""
         gains = self.gains.get(shift, ())
-        if len(gains) <= _FEWEST:
+        if len(gains) <= fewest:
             return 0.0
         return float(fmean(gains) / max(stdev(gains) / len(gains) ** 0.5, 1e-9))
 
-    def _rebuilt(self) -> Drafter:
+    def _rebuilt(self, blocks: int = 2 * -(-_TEXT // _BLOCK)) -> Drafter:
         target = self.loading.target
-        cache = target.new_cache(2 * -(-_TEXT // _BLOCK), _BLOCK, False)
+        cache = target.new_cache(max(blocks, 2 * -(-_TEXT // _BLOCK)), _BLOCK, False)
         return self.prepared.build(DraftContext(target, cache, torch.Generator(target.device)))
 
     def _forward(self, tokens: list[int], features: Sequence[int]) -> ModelOutput:
@@ -131,28 +133,27 @@ class Origin:
     ) -> list[tuple[bool, float]]:
         """At each position behind the first ``_READ``, with these features: whether the likeliest
         token is right, and the probability of the one that is, which tells more by far."""
-        drafter: Any = self._rebuilt()
+        ends = range(_READ, len(tokens), _APART)
+        drafter: Any = self._rebuilt(sum(-(-end // _BLOCK) + 2 for end in ends))
         drafter.features = layers
         if hasattr(drafter, "first_logits"):
             return _judged(drafter.first_logits(tokens, out)[_READ - 2 :], tokens[_READ:])
-        # A pass for each position: of some.
+        # Else it drafts behind some positions at once, each as a sequence of its own.
         params = SamplingParams(temperature=1.0, max_tokens=_TEXT)
-        seq = SequenceState(next(SEQUENCE_IDS), tokens[:_READ], 1, params)
-        drafter.propose(Plan((Slice(seq.view(), _READ - 1),)))  # it knows the sequence
+        seqs = [SequenceState(next(SEQUENCE_IDS), tokens[:end], 1, params) for end in ends]
+        drafter.propose(Plan(tuple(Slice(seq.view(), len(seq.tokens) - 1) for seq in seqs)))
+        read = [Commit(seq.seq_id, (), scheduled=len(seq.tokens) - 1, position=0) for seq in seqs]
+        drafter.observe(read, out)
+        for seq in seqs:
+            seq.cached = len(seq.tokens) - 1
         first: list[tuple[bool, float]] = []
-        for number, token in enumerate(tokens[_READ:]):
-            position, seen = seq.cached, len(seq.tokens) - 1 - seq.cached
-            commit = Commit(seq.seq_id, (), scheduled=seen, position=position, row=position)
-            drafter.observe([commit], out)
-            seq.cached += seen
-            if number % _APART == 0:
-                (tree,) = drafter.propose(Plan((Slice(seq.view(), 1, 1),)))
-                if tree.q is None:  # the likeliest, whatever the temperature
-                    right = tree.tokens[:1].tolist() == [token]
-                    first.append((right, float(right)))
-                else:
-                    first += _judged(tree.q[:1].log(), [token])
-            seq.tokens.append(token)
+        trees = drafter.propose(Plan(tuple(Slice(seq.view(), 1, 1) for seq in seqs)))
+        for tree, token in zip(trees, tokens[_READ::_APART], strict=True):
+            if tree.q is None:  # the likeliest, whatever the temperature
+                right = tree.tokens[:1].tolist() == [token]
+                first.append((right, float(right)))
+            else:
+                first += _judged(tree.q[:1].log(), [token])
         return first
 
     # -- what else can be told -------------------------------------------------------------------
