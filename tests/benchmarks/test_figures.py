@@ -51,6 +51,6 @@ def test_cells_are_read() -> None:
 
 
 def test_an_old_table_in_the_page_is_replaced() -> None:
-    page = "a\n<!-- figures: single -->\nold\n<!-- end -->\nb"
+    page = "a\n<!-- figures: drafters -->\nold\n<!-- end -->\nb"
     new = figures.page(page)
     assert "old" not in new and "`suffix`" in new and figures.page(new) == new
