@@ -66,11 +66,13 @@ class GrammarChain(Growing):
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         assert weights is not None
-        token = int(tokens[0, 0])  # a grammar is followed on the host
+        chance = weights.gather(1, tokens).log() if self.samples else weights
+        # A grammar is followed on the host: both in one copy, which doubles hold exactly.
+        number, log_chance = torch.stack([tokens[0, 0].double(), chance[0, 0].double()]).tolist()
+        token = int(number)
         if self.samples:
             self._probs[len(self._path)] = weights
-            weights = weights[:, token : token + 1].log()
-        score = sum(self._scores[-1:]) + float(weights[0, 0])
+        score = sum(self._scores[-1:]) + log_chance
         self._path.append(token)
         goes_on = self._force(self._length, score)
         return goes_on and len(self._path) < self._length and score >= self._least
