@@ -79,9 +79,10 @@ UNBUILT = {
 WHOLE = {"llama:longrope", "minicpm3", "phi3", "phi4_multimodal", "phimoe"}
 KERNELS = {
     *("cwm", "gemma2", "gemma3_text", "granite", "internlm3", "iquestcoder", "llama", "ministral"),
-    *("mistral", "mixtral", "qwen2", "qwen3", "seed_oss"),
+    *("mistral", "mixtral", "qwen2", "qwen3", "seed_oss", "granite:3"),
     *("gemma2:27B", "gemma3_text:4B", "llama:3.1", "llama:linear", "llama:yarn", "llama:biased"),
     *("llama:tied", "mistral:0.3", "mixtral:window", "qwen2:yarn", "qwen2:window", "qwen3:yarn"),
+    *("qwen3_moe:yarn", "qwen3_moe:dense"),
 }
 
 

@@ -247,7 +247,10 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     },
     "qwen2_moe": {"normed": {"norm_topk_prob": True, "mlp_only_layers": [0]}},
     "qwen3": {"yarn": {"rope_parameters": _YARN}},
-    "qwen3_moe": {"yarn": {"rope_parameters": _YARN, "norm_topk_prob": True}},
+    "qwen3_moe": {
+        "yarn": {"rope_parameters": _YARN, "norm_topk_prob": True},
+        "dense": {"mlp_only_layers": [1], "norm_topk_prob": True},
+    },
     "smollm3": {"yarn": {"rope_parameters": _YARN, "no_rope_layers": [1, 0]}},
     "starcoder2": {"window": {"sliding_window": WINDOW}},
 }

@@ -28,6 +28,7 @@ from paceline.model.precision import (
 from paceline.model.probe import ATTENTION, register
 from paceline.model.quantised.formats import check_fields
 from paceline.model.tensorfile import check_sizes, read_table, verify
+from paceline.model.text_part import key_mapping, text_part
 from paceline.model.tokenizer import load_tokenizer as load_tokenizer
 
 Dtype = str | torch.dtype
@@ -162,9 +163,6 @@ def cpu_has_bf16() -> bool:
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
-# -- before any weight is read ---------------------------------------------------------------
-
-
 def check_folder(name: str, folder: Path) -> dict[str, Any]:
     """The options in a model folder's config.json. Raises ModelLoadError if there are none."""
     if not folder.exists():
@@ -230,7 +228,7 @@ def read_config(name: str, path: str) -> Any:
     if not is_path(path):
         check_hub_name(name)
     try:
-        config = AutoConfig.from_pretrained(source, **options)
+        config = text_part(AutoConfig.from_pretrained(source, **options))
         if options:
             check_architecture(config)  # its message is the more useful one
             config = completed(config, read_gguf(Path(source, options["gguf_file"])))
@@ -344,6 +342,7 @@ def _weights(
     has_tensors = tensors is not None  # which the automatic class cannot be told
     mapped = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not has_tensors
     loader: Any = AutoModelForCausalLM if mapped else causal_class(config)
+    placement["key_mapping"] = key_mapping(causal_class(config))
     try:
         module, info = loader.from_pretrained(
             None if has_tensors else source,

@@ -24,6 +24,7 @@ from paceline.model.quantised.weights import (
     is_plain,
 )
 from paceline.model.tensorfile import load_tensors
+from paceline.model.text_part import plain_name
 
 _LIBRARIES = {"fp8": "kernels", "quanto": "optimum-quanto"}  # others have their format's name
 
@@ -62,7 +63,8 @@ def dense_tensors(
 def restore_quantised(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None:
     """Put quantised weights into a plain model; a line says how many layers do not take them."""
     left, modules = 0, dict(hf.named_modules(remove_duplicate=False))
-    for layer, weight in weights.items():
+    for stated, weight in weights.items():
+        layer = stated if stated in modules else plain_name(stated)
         module = modules.get(layer)
         if type(module) is not nn.Linear or not weight.fits:
             left += 1

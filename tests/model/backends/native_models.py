@@ -49,7 +49,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
         },
     ),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            **{"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True},
+            **{"mlp_only_layers": [0], "moe_intermediate_size": 88},
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            **{"logits_scaling": 6.0, "attention_multiplier": 0.25},
+            **{"residual_multiplier": 0.22, "embedding_multiplier": 12.0},
+        },
+    ),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 300, "layer_types": LAYERS}),
 }
 

@@ -102,6 +102,21 @@ def test_int4_is_one_model_written_or_made_when_loaded(
         assert torch.equal(one.offsets, other.offsets), name
 
 
+def test_the_text_part_of_a_model_with_images(written: dict[str, Path], tmp_path: Path) -> None:
+    text = json.loads((written["int4"] / "config.json").read_text(encoding="utf-8"))
+    whole = {key: text.pop(key) for key in ("quantization_config", "tie_word_embeddings")}
+    whole |= {"model_type": "llava", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    tensors = load_file(written["int4"] / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    wanted = layers(load_module(str(written["int4"]), "float32", "cpu"))
+    read = layers(load_module(str(tmp_path), "float32", "cpu"))
+    assert [*read] == [*wanted]
+    for name, layer in read.items():
+        assert torch.equal(layer.weight, wanted[name].weight), name
+
+
 def test_the_library_of_the_layout_reads_the_same_numbers(written: dict[str, Path]) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig

@@ -283,14 +283,18 @@ void Forward::attention(long index, int thread, int threads) {
   }
 }
 
-// x += the product, or its norm.
+// x += the product, by the model's scale, or its norm.
 void Forward::add_product(const pl_weight& w, const Rows& x, const pl_norm& after, long pair, int thread, int threads) {
   const float* const* added = adapt(pair, x, thread, threads);
-  multiply(w, x, b_.rows, after.weight ? STORE : ADD, after.weight ? product_ : x_, thread, threads, 0, added);
+  bool at_once = !after.weight && !m_.residual_scale;
+  multiply(w, x, b_.rows, at_once ? ADD : STORE, at_once ? x_ : product_, thread, threads, 0, added);
   team_.meet();
-  if (!after.weight) return;
+  if (at_once) return;
   Share share(b_.rows, thread, threads);
-  for (long r = share.from; r < share.to; r++) k_.add_normalised(m_, after, x_.at(r), product_.at(r));
+  for (long r = share.from; r < share.to; r++) {
+    if (after.weight) k_.add_normalised(m_, after, x_.at(r), product_.at(r));
+    else k_.add_scaled(x_.at(r), product_.at(r), m_.residual_scale, m_.hidden);
+  }
 }
 
 void Forward::normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread, int threads) {
@@ -375,7 +379,7 @@ void Forward::logits(int thread, int threads) {
   long bytes = m_.hidden * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
   for (long r = share.from; r < share.to; r++) {
     const float* x = x_.at(b_.wanted ? b_.wanted[r] : r);
-    k_.normalise(m_, m_.final_norm, x, last_.at(r), m_.hidden);
+    k_.normalise(m_, m_.head_norm.weight ? m_.head_norm : m_.final_norm, x, last_.at(r), m_.hidden);
     if (b_.outputs) k_.give(m_.dtype, x, m_.hidden, static_cast<char*>(b_.outputs) + r * bytes);
   }
   team_.meet();

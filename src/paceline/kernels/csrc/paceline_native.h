@@ -48,9 +48,10 @@ typedef struct {
 typedef struct {
   int64_t dtype, hidden, vocab, words, layers, heads, kv_heads, head_dim, ffn, activation;
   float embedding_scale, scaling, attention_cap, logit_cap;  // caps: 0 is none
+  float residual_scale;  // of what attention and MLP add (Granite); 0: 1
   const void* embedding;  // [words, hidden] in dtype
   const pl_layer* layer;
-  pl_norm final_norm;
+  pl_norm final_norm, head_norm;  // head_norm: with the scale of logits; NULL: final_norm
   pl_weight head;
   // Of an EAGLE head, whose rows are made of an embedding and a hidden state; fuse.data NULL: of a
   // decoder. Version 3 fuses features to a hidden state, and attends from both, normalised; version

@@ -28,6 +28,7 @@ from paceline.model.paged.cache import bytes_per_token
 from paceline.model.paged.states import bytes_per_state
 from paceline.model.target import UNLIMITED_POSITIONS
 from paceline.model.tensorfile import verify
+from paceline.model.text_part import key_mapping
 from paceline.model.tokenizer import TOKENIZER_FILES
 
 _TIE = (
@@ -266,6 +267,7 @@ def check_tensors(model: Model) -> Iterator[Finding]:
             device_map={"": "meta"},
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below
+            key_mapping=key_mapping(kind),
         )
     missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     wrong = sorted(info["mismatched_keys"])
@@ -281,7 +283,7 @@ def check_tensors(model: Model) -> Iterator[Finding]:
         names, shapes, due = zip(*wrong, strict=True)
         first, shape = _some(names), list(shapes[0])
         yield finding("tensors-misshapen", names=first, held=shape, due=list(due[0]))
-    if extra:
+    if extra and "vision_config" not in model.files.config:  # whose tower is not read
         yield finding("tensors-extra", names=_some(extra))
     if not (missing or wrong):
         count = len(module.state_dict()) - len(module.all_tied_weights_keys or {})

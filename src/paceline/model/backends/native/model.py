@@ -87,6 +87,7 @@ class NativeModel(Backend):
             embedding=self.embedding.data_ptr(),
             layer=layers,
             final_norm=packing.norm(decoder.final_norm),
+            head_norm=packing.norm(decoder.head_norm),
             head=packing.weight(self.lm_head, None),
         )
         trim()
@@ -146,6 +147,7 @@ class NativeModel(Backend):
         self.adapters.check(adapter)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden * self.decoder.logit_scale
         return self.lm_head.product(hidden, self.decoder.logit_cap)
 
     def eagle(self, head: Any, model: Adapted) -> EagleStep:

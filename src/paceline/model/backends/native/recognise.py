@@ -1,4 +1,4 @@
-"""Which models the kernels run: decoders like Llama's, Gemma 2's and 3's, and Mixtral's.
+"""Which models the kernels run: decoders like Llama's, Gemma 2's and 3's, Mixtral's and Granite's.
 
 Known are classes of transformers by name. Norms and activations are recognised by what they
 compute, all else by its name. A described model must also give the reference's logits before it is
@@ -23,16 +23,11 @@ from paceline.model.quantised.weights import QuantisedLinear, is_plain
 
 _GEMMA = {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
 _LLAMA = """
-    Llama Mistral Ministral Ministral3 Mixtral Qwen2 Qwen3 Granite Cwm SeedOss
+    Llama Mistral Ministral Ministral3 Mixtral Qwen2 Qwen3 Qwen3Moe Granite Cwm SeedOss
 """
 _KNOWN = _GEMMA | {f"{name}ForCausalLM" for name in _LLAMA.split()}
 # Options of these classes that the kernels do not have, and the values that change nothing.
-_NEUTRAL = {
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "llama_4_scaling_beta": 0.0,
-}
+_NEUTRAL = {"llama_4_scaling_beta": 0.0, "norm_topk_prob": True}
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 # The kernels' names of norms, and those of a layer's modules.
 _NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -69,6 +64,8 @@ class DecoderShape:
     embedding_scale: float
     attention_cap: float  # 0: none
     logit_cap: float
+    residual_scale: float  # 0: none
+    logit_scale: float
     norms: tuple[Mapping[str, RMSNorm], ...]  # of each layer, by the kernels' names
     final_norm: RMSNorm
     windows: tuple[int, ...]  # 0: none
@@ -79,6 +76,13 @@ class DecoderShape:
         """Those of CModel but the norm."""
         names = {field[0] for field in CModel._fields_} & vars(self).keys()
         return {name: getattr(self, name) for name in names - {"final_norm"}}
+
+    @property
+    def head_norm(self) -> RMSNorm | None:
+        """The final norm with the scale of logits, if they have one."""
+        if self.logit_scale == 1:
+            return None
+        return RMSNorm(self.final_norm.weight.float() * self.logit_scale, self.final_norm.eps)
 
 
 @torch.inference_mode()
@@ -119,8 +123,7 @@ def _described(
     if final is None or len(known) < len(norms):
         return "a norm is not an RMS norm"
     attention, mlp = base.layers[0].self_attn, base.layers[0].mlp
-    experts = getattr(mlp, "experts", None)
-    function = (experts or mlp).act_fn
+    function = getattr(mlp, "experts", mlp).act_fn
     activation = _activation(function)
     if activation is None:
         return f"the activation {type(function).__name__} is not known"
@@ -144,18 +147,30 @@ def _described(
         heads=attention.q_proj.out_features // shape[1],
         kv_heads=shape[0],
         head_dim=shape[1],
-        ffn=mlp.gate_proj.out_features if experts is None else experts.down_proj.shape[-1],
+        ffn=max(map(_ffn, base.layers)),
         activation=activation,
         scaling=float(attention.scaling),
-        embedding_scale=1.0 if scale is None else float(scale.to(hf.dtype)),
+        embedding_scale=float(
+            getattr(config, "embedding_multiplier", 1.0) if scale is None else scale.to(hf.dtype)
+        ),
         attention_cap=caps[0],
         logit_cap=caps[1],
+        residual_scale=float(getattr(config, "residual_multiplier", 0.0)),
+        logit_scale=1 / getattr(config, "logits_scaling", 1.0),
         norms=known,
         final_norm=final,
         windows=tuple(pattern.window or 0 for pattern in patterns),
         ropes=tuple(rope_kinds.index(kind) for kind in of_layer),
         rope_kinds=rope_kinds,
     )
+
+
+def _ffn(layer: Any) -> int:
+    """The width of a layer's MLP, or of each of its experts."""
+    experts = getattr(layer.mlp, "experts", None)
+    if experts is not None:
+        return int(experts.down_proj.shape[-1])
+    return int(layer.mlp.gate_proj.out_features)
 
 
 def _products(hf: Any) -> list[Any]:
