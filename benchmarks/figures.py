@@ -33,11 +33,13 @@ WIDTH, LABELS, BAR = 720, 190, 13  # pixels: of a chart, of the words at its lef
 
 
 def markdown(table: dict[str, Any]) -> str:
-    """The table, and in a line below it what it was measured on, when, and how to repeat it."""
+    """The table, and in a line below it what it was measured on, when, and how to repeat it (by
+    ``command``, or ``how`` else)."""
     head, align = table["columns"], ["---", *["---:"] * (len(table["columns"]) - 1)]
     lines = [f"| {' | '.join(cells)} |" for cells in (head, align, *table["rows"])]
     lines = [re.sub(r"\|  (?=\|)", "| ", line) for line in lines]
-    return "\n".join([*lines, "", f"*{table['machine']}; {table['date']}.* `{table['command']}`"])
+    how = f"{table.get('how', '').capitalize()}`{table['command']}`"
+    return "\n".join([*lines, "", f"*{table['machine']}; {table['date']}.* {how}"])
 
 
 def number(cell: str) -> float | None:
@@ -61,7 +63,10 @@ def svg(chart: dict[str, Any]) -> str:
         f"@media(prefers-color-scheme:dark){{text{{fill:#ddd}}{fills[1]}.l{{fill:none}}}}"
     )
     title, about = escape(chart["title"]), f"{table['machine']}; {table['date']}"
-    body += [words(0, height + 20, about, "s"), words(0, height + 34, table["command"], "s")]
+    body += [
+        words(0, height + 20, about, "s"),
+        words(0, height + 34, table.get("how", "") + table["command"], "s"),
+    ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height + 42:g}" role="img">'
         f"<title>{title}</title><style>{style}</style>\n"
