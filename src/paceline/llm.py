@@ -9,7 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
+from paceline.build import (
+    EngineOptions,
+    build_engine,
+    load_draft,
+    load_target,
+    positions_of,
+    seeded_generator,
+)
 from paceline.control.controller import Controller
 from paceline.core.batch import Commit
 from paceline.core.keywords import forgiving
@@ -184,6 +191,7 @@ class LLM:
         self,
         draft: DraftLike | Sequence[DraftLike] | None = None,
         *,
+        max_model_len: int | None = None,
         kv_cache_memory: int | str | None = None,
         draft_length: int | str | None = None,
         max_draft_length: int | None = None,
@@ -231,7 +239,8 @@ class LLM:
         ranks = self._ranks
         self.owner = EngineOwner(engine) if ranks is None else EngineOwner(engine, ranks.close)
         self.context_budget = ContextBudget(
-            target.name, target.max_positions, self.engine.cache.num_blocks * BLOCK_SIZE
+            *(target.name, positions_of(options, target)),
+            self.engine.cache.num_blocks * BLOCK_SIZE,
         )
         eos = tokenizer.eos_token_id
         self.end_tokens = target.eos_token_ids | ({eos} if isinstance(eos, int) else set())

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from paceline.cli.bench import _length_and_rule
 from paceline.cli.options import ModelOptions
 from paceline.lab.bench.engines import Starter
 from paceline.lab.bench.runner import Ask, BenchEngine, Method, TimedRun
@@ -79,7 +78,7 @@ HEADS = ("eagle3:paceline/tiny-eagle3", "model:paceline/tiny-draft")
 
 
 def test_without_methods_those_at_hand_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(self: Starter, method: Method, clients: int) -> BenchEngine:
+    def busy(self: Starter, method: Method, clients: int, **_: object) -> BenchEngine:
         return Fake(method.name, drafted=2, accepted=1)
 
     monkeypatch.setattr(Starter, "open", busy)
@@ -103,7 +102,7 @@ def test_a_profile_gives_what_the_options_leave_open(monkeypatch: pytest.MonkeyP
         (ModelOptions(profile="p", draft_length=2, rule="token"), (2, "token")),
         (ModelOptions(), ("auto", "auto")),
     ):
-        assert _length_and_rule(options) == expected
+        assert options.length_and_rule == expected
 
 
 class Liar:

@@ -17,7 +17,6 @@ from paceline.errors import ConfigError, PromptError
 from paceline.lab.bench import BenchOptions, PromptOptions
 from paceline.model.names import DEFAULT_DRAFT, default_drafts
 from paceline.settings import changed, under
-from paceline.settings.tuned import TunedProfile
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -94,7 +93,7 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
         raise ConfigError("bench has as many sequences together as --concurrency says; use that")
     from paceline.lab.bench.engines import parse_methods
 
-    length, rule = _length_and_rule(engine)
+    length, rule = engine.length_and_rule
     draft = engine.resolved_draft
     sweep = options.sweep(rule)
     names = options.method or _default_methods(engine.model, draft)
@@ -113,17 +112,6 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
     return _Plan(methods, sweep, prompts, settings)
 
 
-def _length_and_rule(engine: ModelOptions) -> tuple[Any, str]:
-    """Asked for, else the profile's (its length only with its draft), else auto."""
-    length, rule = engine.draft_length, engine.rule
-    if engine.profile is not None:
-        profile = TunedProfile.read(engine.profile)
-        rule = rule or profile.engine.rule
-        if length is None and engine.draft is None:
-            length = profile.draft.length
-    return ("auto" if length is None else length), rule or "auto"
-
-
 def _default_methods(model: str, draft: str | None) -> list[str]:
     others = default_drafts(model)[1:] if draft == DEFAULT_DRAFT else ()
     return ["plain", *(["draft"] if draft is not None else []), *(others or ["ngram"])]
@@ -135,7 +123,7 @@ def _measured(
     """Measure into ``record``: whether Ctrl-C came, and other fields of BenchResult. Raises
     PromptError if no prompt leaves room for an answer."""
     from paceline.lab.bench.engines import Starter
-    from paceline.lab.bench.prompts import fit
+    from paceline.lab.bench.prompts import fit, tokens_needed
     from paceline.lab.bench.runner import spending_of
 
     methods, sweep = plan.methods, plan.sweep
@@ -146,8 +134,10 @@ def _measured(
             f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
         )
     rule, memory = plan.settings["rule"], engine.kv_cache_memory
-    starter = Starter(llm, kv_cache_memory=memory, rule=rule, lossy=engine.lossy)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
+    needed = tokens_needed(llm, (ids for _, ids in prompts), sweep.max_tokens)
+    sizes = {"max_model_len": needed, "kv_cache_memory": memory}
+    starter = Starter(llm, rule=rule, lossy=engine.lossy, **sizes)
     runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
     with Interruption() as interrupted, spending("measuring", budget, runs) as note:
         sweep.run(prompts, methods, starter.open, record, note, budget)

@@ -135,11 +135,14 @@ def certify(
     _check(engine)
     params, chosen = sampling.params(), _prompts(prompts, effort.texts)
     batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
-    llm = replace(engine, max_batch_size=batch).open(engine.resolved_draft)
+    base = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
+    from paceline.lab.bench.prompts import tokens_needed
     from paceline.lab.certify.run import Certifier
     from paceline.model.precision import is_few
 
-    encoded = [(prompt.name, prompt.encode(llm)) for prompt in chosen]
+    encoded = [(prompt.name, prompt.encode(base)) for prompt in chosen]
+    needed = tokens_needed(base, (ids for _, ids in encoded), effort.max_tokens)
+    llm = engine.beside(base, max_batch_size=batch, max_model_len=needed)
     certifier = Certifier(llm, encoded, params, effort, budget=budget)
     interrupted = _run(certifier)
     with stage("judging what was drawn"):

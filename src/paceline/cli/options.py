@@ -327,6 +327,26 @@ class ModelOptions(EngineSettings, _PairNames):
         draft = "none" if draft is None else draft
         return load_llm(self, self.model, draft, self.profile, **more)
 
+    @property
+    def length_and_rule(self) -> tuple[Any, str]:
+        """Asked for, else the profile's (its length only with its draft), else auto."""
+        length, rule = self.draft_length, self.rule
+        if self.profile is not None:
+            profile = TunedProfile.read(self.profile)
+            rule = rule or profile.engine.rule
+            if length is None and self.resolved_draft == profile.draft.spec:
+                length = profile.draft.length
+        return ("auto" if length is None else length), rule or "auto"
+
+    def beside(self, llm: LLM, **sizes: int) -> LLM:
+        """The draft over the weights of one that was opened, as ``open`` has it."""
+        length, rule = self.length_and_rule
+        how = explicit({**vars(self), "draft_length": length, "rule": rule}, "beside")
+        other = llm.beside(self.resolved_draft, **how | sizes)
+        for note in other.notes:
+            info(f"note: {note}")
+        return other
+
     def speculation(self) -> dict[str, Any]:
         """What of these is said to another engine: the keywords of ``export``."""
         names = ("draft_length", "rule", "max_batch_size", "lossy", "profile")

@@ -7,9 +7,8 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,12 +133,17 @@ def trim() -> None:
             give_back(0)
 
 
-def held_memory() -> int | None:
-    """Bytes of main memory that this process uses; None if unknown. Without mapped weight files:
-    how many of their pages one touch maps is up to the kernel's page cache."""
-    words, pages, weights = words_of(Path("/proc/self/smaps")), 0, False
-    for word, number in pairwise(words):
-        weights = weights or word.endswith((".safetensors", ".gguf"))
-        if word == "Rss:":  # of the mapping whose file was named before
-            pages, weights = pages + (0 if weights else int(number)), False
-    return pages * 1024 if words else None
+def held_memory(but: Collection[str] = ()) -> int | None:
+    """Bytes of main memory that this process uses; None if unknown. ``but``: mapped files (real
+    paths) whose pages are not counted."""
+    try:
+        lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    pages, left_out = 0, False
+    for line in lines:
+        if not line[0].isupper():  # addresses, and the file: a mapping begins
+            left_out = line.split(maxsplit=5)[-1] in but
+        elif line.startswith("Rss:") and not left_out:
+            pages += int(line.split()[1])
+    return pages * 1024

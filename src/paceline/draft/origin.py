@@ -113,9 +113,10 @@ class Origin:
             return 0.0
         return float(fmean(gains) / max(stdev(gains) / len(gains) ** 0.5, 1e-9))
 
-    def _rebuilt(self, blocks: int = 2 * -(-_TEXT // _BLOCK)) -> Drafter:
+    def _rebuilt(self, blocks: int = -(-_TEXT // _BLOCK)) -> Drafter:
+        """Over a cache that by default has room for one text."""
         target = self.loading.target
-        cache = target.new_cache(max(blocks, 2 * -(-_TEXT // _BLOCK)), _BLOCK, False)
+        cache = target.new_cache(blocks, _BLOCK, False)
         return self.prepared.build(DraftContext(target, cache, torch.Generator(target.device)))
 
     def _forward(self, tokens: list[int], features: Sequence[int]) -> ModelOutput:
@@ -133,12 +134,14 @@ class Origin:
     ) -> list[tuple[bool, float]]:
         """At each position behind the first ``_READ``, with these features: whether the likeliest
         token is right, and the probability of the one that is, which tells more by far."""
-        ends = range(_READ, len(tokens), _APART)
-        drafter: Any = self._rebuilt(sum(-(-end // _BLOCK) + 2 for end in ends))
+        drafter: Any = self._rebuilt()
         drafter.features = layers
         if hasattr(drafter, "first_logits"):
             return _judged(drafter.first_logits(tokens, out)[_READ - 2 :], tokens[_READ:])
         # Else it drafts behind some positions at once, each as a sequence of its own.
+        ends = range(_READ, len(tokens), _APART)
+        drafter = self._rebuilt(sum(-(-end // _BLOCK) + 2 for end in ends))
+        drafter.features = layers
         params = SamplingParams(temperature=1.0, max_tokens=_TEXT)
         seqs = [SequenceState(next(SEQUENCE_IDS), tokens[:end], 1, params) for end in ends]
         drafter.propose(Plan(tuple(Slice(seq.view(), len(seq.tokens) - 1) for seq in seqs)))

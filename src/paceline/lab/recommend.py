@@ -145,9 +145,9 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
     model = _model(name)
     options = (EngineOptions(device="cpu", quantize=precision) for precision in (None, *BITS))
     setting, *rounding = map(Setting.of, options)
-    process = held_memory() or 0
-    budget = memory or process + free_memory(setting.device)
     plain = Needs.of_model(model, setting, setting.cache_dtype)
+    process = held_memory(plain.files) or 0
+    budget = memory or process + free_memory(setting.device)
     composed = compose_auto(model, setting, budget - process - plain.weights)
     drafts = [(spec, folder_of(spec)) for spec, _ in composed.taken]
     _, drafted = check_drafts(drafts, model, setting, plain)

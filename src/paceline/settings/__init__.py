@@ -287,7 +287,7 @@ class EngineSettings(LoadSettings):
     log_decisions: bool = _model(
         False, "Log who drafts for a request, how far and why, when that changes.", but=("command",)
     )
-    max_model_len: int | None = _load(
+    max_model_len: int | None = _engine(
         None, "Most tokens of a sequence, prompt and answer.", low=2, shown="the model's"
     )
     strict: bool = _engine(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
 from paceline.engine.driver import StepSums
+from paceline.lab.bench.engines import Starter
 from paceline.lab.bench.prompts import BenchPrompt
-from paceline.lab.bench.runner import BenchJob, Heat, HeatRecord
+from paceline.lab.bench.runner import BenchJob, Heat, HeatRecord, Method
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.measure import PLAIN as NO_DRAFT
@@ -207,9 +209,7 @@ def test_what_rounds_disagree_on_is_not_chosen() -> None:
         ([0.05, 1.9, 0.9, 0.9], 4),  # slower, or faster?
     ],
 )
-def test_rounds_that_disagree_are_followed_by_more(
-    rates: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_that_disagree_are_followed_by_more(rates: list[float], rounds: int) -> None:
     finalists, record = [Finalist("plain", NO_DRAFT, 0, 8), of_spec("ngram", 4)], HeatRecord()
 
     class Engine:
@@ -226,12 +226,14 @@ def test_rounds_that_disagree_are_followed_by_more(
                 1 / rates[self.rounds - 2] if drafts and self.rounds > 1 else 1.0, drafted=9
             )
 
-    monkeypatch.setattr(
-        "paceline.lab.tune.measure.Starter.open", lambda self, method, clients: Engine(method.name)
-    )
-    monkeypatch.setattr("paceline.lab.tune.measure.Starter.__init__", lambda *a, **k: None)
+    class Engines(Starter):
+        def __init__(self) -> None: ...
+
+        def open(self, method: Method, *_: object, **__: object) -> Any:
+            return Engine(method.name)
+
     jobs, _ = rounds_of([[1]], 1, 1, 1, SamplingParams(max_tokens=4))
-    confirm(None, finalists, jobs, 2, record, lambda what: None, Budget())  # type: ignore[arg-type]
+    confirm(Engines(), finalists, jobs, 2, record, lambda what: None, Budget())
     assert len(record.heats) == rounds
 
 

@@ -126,7 +126,9 @@ class Starter:
         self._options = {"seed": 0, "prefix_sharing": False, **options}
         self.unequal: dict[str, dict[str, str]] = {}  # of other engines, see served.py
 
-    def open(self, method: Method, clients: int) -> BenchEngine:
+    def open(
+        self, method: Method, clients: int, max_draft_length: int | None = None
+    ) -> BenchEngine:
         """Raises what loading a drafter or asking another engine raises."""
         if method.url is not None:
             served = open_served(method.name, method.url, clients, self._llm)
@@ -134,7 +136,8 @@ class Starter:
             served.different = self.unequal.setdefault(method.name, served.different)
             return served
         length = method.length if method.draft is not None else 0
-        sizes: dict[str, Any] = {"draft_length": length, "max_batch_size": clients}
+        sizes: dict[str, Any] = {"draft_length": length, "max_draft_length": max_draft_length}
+        sizes["max_batch_size"] = clients
         build = partial(self._llm.beside, method.draft, **sizes, **self._options)
         return Paceline(method, build, clients)
 

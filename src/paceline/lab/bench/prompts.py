@@ -18,6 +18,7 @@ from paceline.errors import ConfigError, DataError
 from paceline.llm import LLM
 
 Element = TypeVar("Element")
+_DRAFTED = 96  # tokens of a draft; more than start-up measures steps of
 _TEXT = (".txt", ".md", ".text")
 _SEPARATOR = re.compile(r"^[^\S\n]*---[^\S\n]*$", re.MULTILINE)
 
@@ -159,6 +160,12 @@ def fit(
     room = llm.max_model_len - max_tokens
     fitting = [(prompt, ids) for prompt, ids in encoded if 0 < len(ids) <= room]
     return fitting, [prompt for prompt, ids in encoded if not 0 < len(ids) <= room]
+
+
+def tokens_needed(llm: LLM, prompts: Iterable[Sequence[int]], max_tokens: int) -> int:
+    """``max_model_len`` of an engine for these prompts: the longest with its answer and drafts. To
+    zero a cache for full contexts takes seconds and gigabytes."""
+    return min(llm.max_model_len, max(map(len, prompts)) + max_tokens + _DRAFTED)
 
 
 def _prompt(file: Path, number: int, where: str, record: dict[str, Any]) -> BenchPrompt:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product, zip_longest
+from operator import itemgetter
 from typing import cast
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
 from paceline.draft.base import Drafter
+from paceline.lab.bench.prompts import tokens_needed
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
     LEAST_PREFIXES,
@@ -150,7 +152,11 @@ def certify(
     Raises ConfigError for an engine without a drafter or with a lossy rule, PromptError, and what
     LLM raises.
     """
-    llm = LLM(model, draft, max_batch_size=32) if isinstance(model, str) else model
+    effort, llm = effort or Effort(), model
+    if isinstance(llm, str):
+        base = LLM(llm, "none", max_batch_size=1)
+        needed = tokens_needed(base, map(itemgetter(1), prompts), effort.max_tokens)
+        llm = base.beside(draft, max_batch_size=32, max_model_len=needed)
     certifier = Certifier(llm, prompts, params, effort, budget=Budget(seconds))
     certifier.run(advance)
     return certifier.certificate()

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
+from operator import itemgetter
 from typing import Any
 
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
 from paceline.errors import ConfigError, PacelineError, PromptError
+from paceline.lab.bench.prompts import tokens_needed
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
     Evidence,
@@ -30,7 +32,6 @@ Pair = tuple[Start, String]  # and plain decoding's output
 _NEIGHBOURS = 3  # at least, of the texts in a mixed batch
 _SHARE = 0.025  # of what is left of a budget, that one text at one setting may take
 _SHORTEST = 16
-_FURTHEST = 64  # tokens drawn behind a text, and drafted
 _TIMED = 4  # tokens that are decoded to see how fast that is
 OnProgress = Callable[[str], None]  # is told what comes next
 
@@ -63,7 +64,7 @@ class Subject:
         self.plain = llm.beside(
             max_batch_size=llm.engine.scheduler.config.max_batch_size,
             seed=self.effort.seed + 1,
-            kv_cache_memory=_room(llm, self.prompts, self.effort),
+            max_model_len=tokens_needed(llm, map(itemgetter(1), prompts), self.effort.max_tokens),
         ).engine
         asked = params or SamplingParams(temperature=1.0)
         unused: dict[str, Any] = {"stop": (), "stop_token_ids": (), "min_tokens": 0}
@@ -247,18 +248,6 @@ def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
     if not length:
         raise ConfigError("draft length 0 drafts nothing, so there is nothing to certify")
     return tuple(sorted({1, length})), False
-
-
-def _room(llm: LLM, prompts: Sequence[tuple[str, String]], effort: Effort) -> int:
-    """Bytes of a cache for a batch of the longest texts, no more than that of ``llm``: to write a
-    cache for full contexts takes longer than a hurried certification has."""
-    cache = llm.engine.cache
-    whole = sum(t.nbytes for n in range(llm.target.num_layers) for t in cache.kv(n))
-    if llm.target.state_bytes:
-        return whole
-    longest = max(len(prompt) for _, prompt in prompts) + effort.max_tokens + _FURTHEST
-    blocks = llm.engine.scheduler.config.max_batch_size * (longest // cache.block_size + 2)
-    return min(whole, blocks * (whole // cache.num_blocks))
 
 
 def _checked(

@@ -212,7 +212,8 @@ def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Sett
         yield from starmap(finding, head.notes)
         counts = head.parameters, head.cache_values, head.feature_values
         weights, cached, features = (setting.width * count for count in counts)
-        yield Needs(weights, cached, features, files.stored_bytes + weights)
+        loading, mapped = files.stored_bytes + weights, tuple(files.mapped)
+        yield Needs(weights, cached, features, loading, files=mapped)
     except ModelLoadError as error:
         other_kind = "; use --draft" in str(error)
         yield refusal("draft-of-another-kind" if other_kind else "head-refused", error)

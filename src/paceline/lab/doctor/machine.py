@@ -81,13 +81,14 @@ def has_kernels(device: torch.device, backend: str) -> bool:
 class Needs:
     """Bytes that models and heads take: ``weights``, of cache and features for every token, and of
     a ``state`` of recurrent layers. ``loading``: at the most while they are read, the pages of
-    their files included."""
+    their ``files`` (real paths) included."""
 
     weights: int = 0
     cache_bytes: int = 0
     feature_bytes: int = 0
     loading: int = 0
     state: int = 0
+    files: tuple[str, ...] = ()
 
     @classmethod
     def of_model(cls, model: Model, setting: Setting, cached: torch.dtype | None) -> Needs:
@@ -95,7 +96,8 @@ class Needs:
         loading = model.files.stored_bytes + _unrounded_bytes(model, setting)
         cache_bytes = model.cache_bytes(cached or torch.bfloat16)
         state = model.state_bytes(setting.loaded)
-        return cls(weight_bytes(model, setting), cache_bytes, 0, loading, state)
+        files = tuple(model.files.mapped)
+        return cls(weight_bytes(model, setting), cache_bytes, 0, loading, state, files)
 
     def __add__(self, other: Needs) -> Needs:
         """With another one, which is loaded after it."""
@@ -105,6 +107,7 @@ class Needs:
             self.feature_bytes + other.feature_bytes,
             max(self.loading, self.weights + other.loading),
             self.state + other.state,
+            self.files + other.files,
         )
 
     def shared(self, ranks: int) -> Needs:
@@ -265,7 +268,8 @@ def check_memory(setting: Setting, needs: Needs, context: int) -> Finding:
     if states:
         cost += f", {size(states * needs.state)} for {states} states of recurrent layers"
     text = f"{cost}, {size(free)} free: the cache holds {tokens:,} tokens"
-    process = held_memory() if setting.device.type == "cpu" else None
+    # The pages of the files that the doctor has looked into are counted as weights.
+    process = held_memory(needs.files) if setting.device.type == "cpu" else None
     if process is not None:  # there Python and the libraries count, which this process has as well
         wanted = batch * (-(-context // BLOCK_SIZE) + 1) * BLOCK_SIZE
         cache = min(tokens, wanted) * needs.cache_bytes + states * needs.state

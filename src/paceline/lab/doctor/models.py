@@ -45,7 +45,7 @@ class ModelFiles:
     """A folder, or what of it could be fetched. ``tensors`` by their names in the files; on the
     meta device if the weights are on the hub (``remote``). ``absent``: files that an index names
     and the folder lacks. ``damaged``: what is wrong with which file. ``pickled``: weights that
-    cannot be looked into."""
+    cannot be looked into. ``mapped``: real paths of those that are."""
 
     name: str
     folder: Path
@@ -54,6 +54,7 @@ class ModelFiles:
     absent: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     pickled: list[str] = field(default_factory=list)
+    mapped: list[str] = field(default_factory=list)
     remote: bool = False
     gguf: GgufFile | None = None  # then ``folder`` is that file, and ``tensors`` are not named
 
@@ -81,7 +82,8 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
     path = located(name)
     if (gguf := gguf_file(path)) is not None:
         file = read_gguf(gguf)
-        return ModelFiles(name, gguf, {"model_type": file.architecture}, gguf=file)
+        config = {"model_type": file.architecture}
+        return ModelFiles(name, gguf, config, mapped=[str(gguf.resolve())], gguf=file)
     folder = Path(path) if is_path(path) else _fetch(name)
     files = ModelFiles(name, folder, loading.check_folder(name, folder))
     for weight in _weights(files, tuple(weights)):
@@ -92,6 +94,7 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
         else:
             try:
                 verify(weight)
+                files.mapped.append(str(weight.resolve()))
                 with safe_open(weight, framework="pt") as opened:
                     names = opened.keys()
                     files.tensors.update({key: opened.get_tensor(key) for key in names})

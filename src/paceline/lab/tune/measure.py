@@ -309,7 +309,7 @@ def rounds_of(
 
 
 def confirm(
-    llm: LLM,
+    starter: Starter,
     finalists: Sequence[Finalist],
     jobs: Sequence[BenchJob],
     turns: int,
@@ -323,7 +323,7 @@ def confirm(
     for finalist in finalists:
         spec = None if finalist.spec == PLAIN else finalist.spec
         method = Method(finalist.key, spec, finalist.length)
-        engines.append(Starter(llm, max_draft_length=finalist.max_length).open(method, clients))
+        engines.append(starter.open(method, clients, max_draft_length=finalist.max_length))
     warm_up(jobs[:1], engines)
     take_turns(jobs, engines, turns, record, advance, budget)
     for _ in range((_MORE - 1) * turns):

@@ -10,7 +10,8 @@ from typing import Any
 from paceline.core.costs import TargetCosts
 from paceline.drafters import parse_draft
 from paceline.errors import DataError, PacelineError
-from paceline.lab.bench.prompts import BenchPrompt, fit, in_turn
+from paceline.lab.bench.engines import Starter
+from paceline.lab.bench.prompts import BenchPrompt, fit, in_turn, tokens_needed
 from paceline.lab.bench.runner import HeatRecord
 from paceline.lab.budget import Budget, Spending
 from paceline.lab.tune import TuneOptions, measure
@@ -180,9 +181,15 @@ class _Tuning:
     prompts: list[list[int]]
     sample: measure.Sample
 
+    @property
+    def needed(self) -> int:
+        """Tokens of the longest sequence."""
+        return tokens_needed(self.llm, self.prompts, self.outcome.options.max_tokens)
+
     def beside(self, spec: str | None, batch: int | None = None) -> LLM:
         """With a drafter loaded, for fixed draft lengths; room for the sample or a ``batch``."""
         how: dict[str, Any] = {"draft_length": 0, "prefix_sharing": False, "seed": 0}
+        how["max_model_len"] = self.needed
         return self.llm.beside(spec, max_batch_size=batch or self.sample.wide, **how)
 
     def loaded(self, candidate: DrafterCandidate) -> LLM | None:
@@ -283,8 +290,9 @@ class _Tuning:
         jobs, repeats = measure.rounds_of(
             self.prompts, options.rounds, outcome.size, options.concurrency, self.sample.params()
         )
+        starter = Starter(self.llm, max_model_len=self.needed)
         measure.confirm(
-            self.llm, outcome.finalists, jobs, repeats, outcome.heats, self.advance, budget
+            starter, outcome.finalists, jobs, repeats, outcome.heats, self.advance, budget
         )
         outcome.unrest = max(outcome.unrest, measure.unrest_between(outcome.heats))
 
