@@ -83,6 +83,17 @@ class EngineOptions(EngineSettings):
             if written and not in_bytes and not (typical and entry.name == "rule"):
                 object.__setattr__(self, entry.name, entry.read(value, entry.name))
 
+    def positions(self, target: CausalModel) -> int:
+        """Most tokens of a sequence: ``max_model_len``, else all that the target sees. Raises
+        ConfigError if those are fewer."""
+        asked, seen = self.max_model_len, target.max_positions
+        if asked is not None and asked > seen:
+            raise ConfigError(
+                f"max_model_len is {asked}, but {target.name} sees {seen} tokens; lower it or "
+                "leave it out"
+            )
+        return asked or seen
+
 
 def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
     """Randomness of requests without a seed; ``seed`` None takes it from the system."""
@@ -153,7 +164,7 @@ def cache_blocks(
     blocks = blocks_within(affordable_bytes, per_token, feature_bytes, kept, BLOCK_SIZE)
     if memory is None:
         # One spare block a sequence, for drafts.
-        full_context = -(-positions_of(options, target) // BLOCK_SIZE) + 1
+        full_context = -(-options.positions(target) // BLOCK_SIZE) + 1
         blocks = min(blocks, options.max_batch_size * full_context)
     if blocks < 2:
         per_block = BLOCK_SIZE * (per_token + feature_bytes)
@@ -185,20 +196,8 @@ def load_target(name: str, options: EngineOptions) -> CausalModel:
         )
     target.quantize = options.quantize
     target.cache_dtype = cache_dtype(options.kv_cache_dtype, target.dtype)
-    target.max_positions = positions_of(options, target)
+    target.max_positions = options.positions(target)
     return target
-
-
-def positions_of(options: EngineOptions, target: CausalModel) -> int:
-    """Most tokens of a sequence: ``max_model_len``, else all that the target sees. Raises
-    ConfigError if those are fewer."""
-    asked, seen = options.max_model_len, target.max_positions
-    if asked is not None and asked > seen:
-        raise ConfigError(
-            f"max_model_len is {asked}, but {target.name} sees {seen} tokens; lower it or leave it "
-            "out"
-        )
-    return asked or seen
 
 
 def load_draft(
@@ -248,7 +247,7 @@ def build_engine(
         max_batch_size=options.max_batch_size,
         prefill_chunk=options.prefill_chunk,
         max_step_tokens=_step_tokens(options.prefill_chunk),
-        max_positions=min(positions_of(options, target), blocks * BLOCK_SIZE),
+        max_positions=min(options.positions(target), blocks * BLOCK_SIZE),
         max_scored_rows=most_rows(target.vocab_size),
     )
     verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)

@@ -9,14 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.build import (
-    EngineOptions,
-    build_engine,
-    load_draft,
-    load_target,
-    positions_of,
-    seeded_generator,
-)
+from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
 from paceline.control.controller import Controller
 from paceline.core.batch import Commit
 from paceline.core.keywords import forgiving
@@ -238,10 +231,8 @@ class LLM:
             engine = build_engine(target, prepared, options, self._generator)
         ranks = self._ranks
         self.owner = EngineOwner(engine) if ranks is None else EngineOwner(engine, ranks.close)
-        self.context_budget = ContextBudget(
-            *(target.name, positions_of(options, target)),
-            self.engine.cache.num_blocks * BLOCK_SIZE,
-        )
+        cached = engine.cache.num_blocks * BLOCK_SIZE
+        self.context_budget = ContextBudget(target.name, options.positions(target), cached)
         eos = tokenizer.eos_token_id
         self.end_tokens = target.eos_token_ids | ({eos} if isinstance(eos, int) else set())
         self._width = max(len(self.tokenizer), 1)
