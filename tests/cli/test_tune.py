@@ -82,7 +82,9 @@ def test_an_interruption_shows_what_there_is_and_writes_nothing(
     --prompts nowhere.jsonl | nowhere.jsonl
     --category poetry | no category poetry
     --report r.pdf | end its name in .md or .html
+    --report /dev/null/r.md | cannot write the report /dev/null/r.md: Not a directory
     --out . | --out . is a folder
+    --out /dev/null/p.toml | cannot write the profile /dev/null/p.toml: Not a directory
     --model nowhere/at/all | model folder nowhere/at/all does not exist
     """),
 )

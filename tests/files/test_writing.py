@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError, DataError, WriteError
-from paceline.files import LongRecord, folder_aside, replace_files, replace_text, write_aside
+from paceline.files import (
+    LongRecord,
+    check_place,
+    folder_aside,
+    replace_files,
+    replace_text,
+    write_aside,
+)
 from paceline.files.ownership import MANIFEST
 from support.full_disk import PLACES, content_of, full_disk, no_space, small_files
 
@@ -204,6 +211,15 @@ def test_places_that_cannot_be_written(place: Path) -> None:
     with pytest.raises(WriteError, match="Not a directory"):
         (place / "file").touch()
         replace_text(place / "file" / "x", "x", "the file", None)
+
+
+def test_a_place_is_tried_before_the_work(place: Path) -> None:
+    check_place(place / "no" / "model", "the model")
+    check_place("/dev/null", "the report")
+    (place / "file").touch()
+    with pytest.raises(WriteError, match="Not a directory"):
+        check_place(place / "file" / "no" / "x", "the file")
+    assert content_of(place) == {"file": b""}
 
 
 def test_the_error_is_one_that_callers_knew(place: Path) -> None:

@@ -81,6 +81,8 @@ def test_unknown_nulls_are_as_good_as_left_out(server: Running) -> None:
         ({"audio": {"voice": "x"}}, "audio: answers are text; audio is not supported"),
         ({"use_beam_search": True}, "use_beam_search: beam search is not supported; sample n"),
         ({"length_penalty": 2.0}, "unknown or unsupported field 'length_penalty'; leave it out"),
+        ({"drafter": "ngram"}, 'drafter: write "speculation": {"drafter": ...}'),
+        ({"tokens": True}, "unknown or unsupported field 'tokens'"),
         ({"max_token": 3}, "unknown or unsupported field 'max_token'; did you mean max_tokens?"),
         ({"bad_words": ["x"]}, "bad_words: words cannot be banned; use logit_bias"),
     ],

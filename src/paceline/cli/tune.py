@@ -9,6 +9,7 @@ from paceline.cli.measuring import NOT_ENOUGH, Interruption, RunOptions, spendin
 from paceline.cli.options import TargetName, expand, load_llm
 from paceline.core.stages import info
 from paceline.errors import ConfigError
+from paceline.files import check_place
 from paceline.files.ownership import check_file
 from paceline.lab.bench import PromptOptions
 from paceline.lab.tune import TuneOptions
@@ -48,6 +49,7 @@ class TuneRun(RunOptions):
                 f"{out} exists already; give --force to overwrite it, or another --out"
             )
         check_file(path, "the profile", is_profile)
+        check_place(path, "the profile")
 
 
 @expand

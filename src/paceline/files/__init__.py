@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any, cast
 
 from paceline.errors import ConfigError, PacelineError, WriteError
@@ -198,6 +199,16 @@ def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
         if Path(path).exists():
             advice += ", what was there before is unchanged"
         raise WriteError(f"cannot write {what} {path}: {reason}; {advice}{more}") from None
+
+
+def check_place(path: str | Path, what: str) -> None:
+    """Raises WriteError if no such file or folder can be made, before the work whose result it is.
+    Folders above it may be missing."""
+    path, shown = Path(path).absolute(), path
+    if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe or a device
+        return
+    with telling(what, shown), TemporaryFile(dir=next(p for p in path.parents if p.exists())):
+        pass
 
 
 class LongRecord:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPResponse
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -97,5 +97,7 @@ def _failing() -> Iterator[None]:
         body = " ".join(error.read().decode("utf-8", errors="replace").split())[:_MOST_SHOWN]
         kind = RequestRefusedError if 400 <= error.code < 500 else ServerFailedError
         raise kind(f"{error.code} {body}") from None
+    except URLError as error:
+        raise ServerFailedError(str(getattr(error.reason, "strerror", error.reason))) from None
     except (OSError, HTTPException, ValueError, TypeError) as error:
         raise ServerFailedError(f"{type(error).__name__}: {error}") from None

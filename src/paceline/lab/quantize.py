@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
-from paceline.files import folder_aside
+from paceline.files import check_place, folder_aside
 from paceline.files.ownership import check_folder
 from paceline.lab.perplexity import EVALUATED, Perplexity, perplexity, read_windows, shipped_windows
 from paceline.lab.report.document import Table
@@ -93,6 +93,7 @@ def quantize(
     PacelineError: an unknown model, one that is quantised already, text without use, a folder that
     cannot be written or holds files that Paceline did not write."""
     check_folder(out, "the quantised model")  # before the minutes of work
+    check_place(out, "the quantised model")
     with stage(f"loading {name}"):
         hf = load_module(name, torch.float32, "cpu", attention="sdpa")
         tokenizer = load_tokenizer(name)

@@ -132,7 +132,8 @@ def invalid(
     param = ".".join(names)
     if unknown:
         reason = REFUSED.get(names[-1])
-        advice = did_you_mean(names[-1], known_fields(), "leave it out", _LIKE)
+        others = known_fields() - {names[-1]}  # a field of another part is none here
+        advice = did_you_mean(names[-1], others, "leave it out", _LIKE)
         message = f"unknown or unsupported field {param!r}; {advice}"
         message = message if reason is None else f"{param}: {reason}"
         return APIError(message, param=param, code="unknown_field")

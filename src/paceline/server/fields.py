@@ -53,6 +53,8 @@ REFUSED: Mapping[str, str] = {
     "container": "there are no containers here",
     "conversation": "conversations are not kept; use previous_response_id, or send the input again",
     "documents": "documents are not supported; put their text into a message",
+    "draft_length": 'write "speculation": {"draft_length": ...}',
+    "drafter": 'write "speculation": {"drafter": ...}',
     "guided_whitespace_pattern": "JSON is written on one line, which cannot be changed",
     "logits_processors": "code from requests is not run; use logit_bias or a grammar",
     "mcp_servers": "MCP servers are not called from here; offer their tools as functions",

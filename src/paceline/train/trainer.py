@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, DataError
+from paceline.files import check_place
 from paceline.files.ownership import check_folder
 from paceline.model.loading import resolve_device, weight_files
 from paceline.model.tensorfile import seal
@@ -97,6 +98,7 @@ class Trainer(ABC):
         self.history: list[dict[str, Any]] = []
         saved = self._read_checkpoint()
         check_folder(self.out / self.result, f"the {self.noun}")  # before the hours of training
+        check_place(self.out / self.result, f"the {self.noun}")
         self.prepare()
         self.optimizers = self.new_optimizers()  # the first is that of ``learner``
         if saved is not None:

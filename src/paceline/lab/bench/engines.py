@@ -298,9 +298,9 @@ def open_served(name: str, url: str, clients: int, llm: LLM) -> ServedEngine:
             f"the server at {url} refuses completions ({error}); bench needs /v1/completions"
         ) from None
     except _FAILURES as error:
-        what = f"{type(error).__name__}: {error}"
+        what = "" if isinstance(error, ServerFailedError) else f"{type(error).__name__}: "
         raise BaselineFailedError(
-            f"no server of OpenAI's protocol answers at {url} ({what}); start it first"
+            f"no server of OpenAI's protocol answers at {url} ({what}{error}); start it first"
         ) from None
     return engine
 

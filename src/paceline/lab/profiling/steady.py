@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
 from paceline.errors import ConfigError, DataError
-from paceline.files import replace_files, telling
+from paceline.files import check_place, replace_files, telling
 from paceline.files.ownership import check_file
 from paceline.lab.profiling.limits import is_kernel
 from paceline.llm import LLM
@@ -168,6 +168,7 @@ def check_path(path: str | Path) -> None:
     check_file(path, "the trace", is_trace)
     if not str(path).endswith((".json", ".json.gz")):
         raise ConfigError(f"trace {str(path)!r}: end its name in .json or .json.gz")
+    check_place(path, "the trace")
 
 
 def is_trace(file: Path) -> bool:

@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
 from paceline.errors import ConfigError
-from paceline.files import replace_files, telling
+from paceline.files import check_place, replace_files, telling
 from paceline.files.ownership import check_file, is_signed, signed
 from paceline.lab.report.document import Block, Report, Table, is_number, show
 
@@ -27,6 +27,7 @@ def check_path(path: str | Path) -> None:
     if Path(path).suffix not in (".md", ".html"):
         raise ConfigError(f"report {str(path)!r}: end its name in .md or .html")
     check_file(path, "the report", is_signed)
+    check_place(path, "the report")
 
 
 def write(report: Report, path: str | Path) -> None:
