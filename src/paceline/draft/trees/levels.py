@@ -50,12 +50,18 @@ class LevelDrafter(ABC):
     def passes(self, length: int) -> int:
         return self._policy.depth(length)
 
-    @torch.inference_mode()
     def propose(self, plan: Plan) -> list[TokenTree]:
+        spans = [self._span(item) for item in plan.slices]
+        if not any(spans):  # then nothing of torch is touched
+            return [self._empty] * len(spans)
+        return self._proposed(plan, spans)
+
+    @torch.inference_mode()
+    def _proposed(self, plan: Plan, known: Sequence[Span | None]) -> list[TokenTree]:
+        """Run what each slice's span says, and grow the trees of those that draft."""
         trees, spans = list[Growing](), list[Span]()
         sequences = sum(item.decodes for item in plan.slices)
-        for item in plan.slices:
-            span = self._span(item)
+        for item, span in zip(plan.slices, known, strict=True):
             if span is not None and span.wants_logits:
                 base = span.context + span.pending
                 forced = self._least(item.seq) if self.takes_forced else None
@@ -63,10 +69,9 @@ class LevelDrafter(ABC):
                 span = trees[-1].first(span)
             if span is not None:
                 spans.append(span)
-        finished = self._grow(trees, spans) if spans else []
         grown = {
             tree.item.seq.seq_id: self._finish(tree.item, done)
-            for tree, done in zip(trees, finished, strict=True)
+            for tree, done in zip(trees, self._grow(trees, spans), strict=True)
         }
         return [grown.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
