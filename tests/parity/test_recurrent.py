@@ -3,8 +3,8 @@ what plain decoding does, and that is what transformers' ``generate`` does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,36 +12,38 @@ import torch
 
 from embedded_target import train_tokenizer
 from paceline.core.batch import Batch, Span
+from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
-from paceline.errors import ConfigError
+from paceline.drafters import DRAFTERS
+from paceline.errors import ConfigError, ModelLoadError
 from paceline.llm import LLM
 from paceline.model.backends.reference.recurrent import _Mixer
+from paceline.model.loading import read_config
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion
 from support.cache_invariants import check_cache
 from support.engine_models import random_llama, random_recurrent
+from support.every_drafter import write_texts
 from support.faults import STAGES, Fault
 from support.made_adapters import write_adapter, write_merged
 from support.medusa_models import write_medusa
+from support.mtp_models import write_mtp
 from support.random_heads import write_block, write_eagle
 from support.recurrent_models import RECURRENT
 from support.tiny_models import SENTENCES
 
 TREE = "tree:{draft}"
-DRAFTS = (
-    *("ngram", "suffix", "model:{draft}", "model:{draft},nodes=6,width=3"),
-    *("hybrid:ngram+model:{draft}", "recycling", "lookahead", "model:{llama}"),
-)
-HEADS: tuple[Callable[[Path, str], str], ...] = (
-    lambda root, target: write_eagle(root, target, 1),
-    lambda root, target: write_eagle(root, target, 3),
-    lambda root, target: write_medusa(root / "medusa", target, steps=5),
-    lambda root, target: write_block(root, target, "dflash"),
-    lambda root, target: write_block(root, target, "dspark"),
-)
-SELF = ("quantized", "early_exit", "layer_skip")
+EXAMPLES = ["model:{llama}"]
+EXAMPLES += [one for kind in DRAFTERS if kind != "none" for one in DRAFTERS[kind].examples]
 KINDS = sorted(RECURRENT)  # those with the same recurrence stand next to each other
+# Every example of every drafter meets a family in each run, and all of them in the slow tests.
+CASES = [
+    pytest.param(kind, example, marks=[pytest.mark.slow] if (row - column) % len(KINDS) else [])
+    for row, example in enumerate(EXAMPLES)
+    for column, kind in enumerate(KINDS)
+]
+_WITH_MTP = "qwen3"  # families whose checkpoints hold MTP layers of a form that is read
 WORDS = [7, 3, 9, 11, 2, 5, 6, 1, 13, 17, 19, 23, 4, 8, 15, 16, 7, 3, 9, 11, 2, 5, 6, 1]
 _HEADS_FOLLOW = ("bamba", "granitemoehybrid")  # heads times their width are twice the hidden size
 PROMPTS = [WORDS * 2, WORDS[:11], [*WORDS[:17], 3, 3], [5]]
@@ -76,6 +78,33 @@ def plain(folders: dict[str, str]) -> LLM:
     return LLM(folders["target"], draft="none", dtype="float32")
 
 
+@pytest.fixture(scope="module")
+def weights(
+    folders: dict[str, str], expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> Weights:
+    return Weights(folders, expected, tmp_path_factory.mktemp("weights"))
+
+
+class Weights(dict[str, str]):
+    """Folders by the names in drafters' examples; those of heads are made when asked for."""
+
+    def __init__(self, folders: dict[str, str], texts: list[list[int]], root: Path) -> None:
+        super().__init__(folders)
+        self._texts, self._root = texts, root
+
+    def __missing__(self, name: str) -> str:
+        root, target = self._root, self["target"]
+        makers = {
+            "datastore": lambda: write_texts(root, target, PROMPTS + self._texts),
+            "medusa": lambda: write_medusa(root / "medusa", target, steps=5),
+            "mtp": lambda: write_mtp(root / "mtp", read_config(target, target), "qwen3_next"),
+            "eagle": lambda: write_eagle(root, target, 1),
+            "eagle3": lambda: write_eagle(root, target, 3),
+        }
+        self[name] = makers.get(name, lambda: write_block(root, target, name))()
+        return self[name]
+
+
 def answers(llm: LLM, *asked: SamplingParams) -> list[Completion]:
     """Behind them the cache is whole, and nothing is kept."""
     scheduler = llm.engine.scheduler
@@ -86,51 +115,49 @@ def answers(llm: LLM, *asked: SamplingParams) -> list[Completion]:
     return made
 
 
-def texts(llm: LLM) -> list[list[int]]:
-    return [out.token_ids for out in answers(llm, GREEDY, SEEDED)]
-
-
 @pytest.fixture(scope="module")
 def expected(plain: LLM) -> list[list[int]]:
-    return texts(plain)
+    return [out.token_ids for out in answers(plain, GREEDY, SEEDED)]
 
 
 def test_plain_text_is_that_of_generate(plain: LLM, expected: list[list[int]]) -> None:
+    """Greedy, and with our noise on transformers' logits."""
     hf = type(plain.target.hf).from_pretrained(plain.target.name, dtype=torch.float32)
     hf.generation_config.eos_token_id = None  # Bamba names one, and ours ignores it
-    for prompt, ours in zip(PROMPTS, expected, strict=False):
+
+    def noisy(seed: int, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        noise = gumbel([seed], [ids.shape[1]], logits.shape[1])
+        return logits / SEEDED.temperature + noise
+
+    copies = [(prompt, copy) for prompt in PROMPTS for copy in range(SEEDED.n)]
+    seeded = [(prompt, [partial(noisy, SEEDED.seed + copy)]) for prompt, copy in copies]
+    for (prompt, chosen), ours in zip(
+        [*((prompt, []) for prompt in PROMPTS), *seeded], expected, strict=True
+    ):
         theirs = hf.generate(
-            torch.tensor([prompt]), max_new_tokens=GREEDY.max_tokens, do_sample=False
+            torch.tensor([prompt]),
+            max_new_tokens=GREEDY.max_tokens,
+            do_sample=False,
+            logits_processor=chosen,
         )
         assert ours == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("turn", range(5))
+@pytest.mark.parametrize(("kind", "example"), CASES, indirect=["kind"])
 def test_drafted_text_is_plain_text(
-    plain: LLM, folders: dict[str, str], expected: list[list[int]], kind: str, turn: int
+    plain: LLM, weights: Weights, expected: list[list[int]], kind: str, example: str
 ) -> None:
-    """A tree with every kind, three of the other drafts, and one by a part of the target: so Mamba
-    2 and the delta rule, of which there are several kinds, meet all of them."""
-    number = KINDS.index(kind)
-    drafts = [DRAFTS[(3 * number + n) % len(DRAFTS)] for n in range(3)]
-    draft = [*drafts, TREE, SELF[number % len(SELF)]][turn]
-    llm = plain.beside(draft.format(**folders), draft_length=4)
-    assert texts(llm) == expected
+    if "{mtp}" in example and _WITH_MTP not in kind:
+        with pytest.raises(ModelLoadError, match="has no MTP layer: its files hold neither"):
+            plain.beside("mtp")
+        return
+    llm = plain.beside(example.format_map(weights), draft_length=4)
+    made = answers(llm, GREEDY, SEEDED)
+    assert [out.token_ids for out in made] == expected
     again = answers(llm, GREEDY)
     assert [out.token_ids for out in again] == expected[: len(PROMPTS)]
     assert again[0].stats.cached_tokens == 32  # a prefix is found again, with its state
-    assert sum(out.stats.drafted_tokens for out in again) > 0
-
-
-def test_heads_read_its_features(
-    plain: LLM, folders: dict[str, str], expected: list[list[int]], tmp_path: Path, kind: str
-) -> None:
-    """Each kind of head with two families."""
-    folder = HEADS[KINDS.index(kind) % len(HEADS)](tmp_path, folders["target"])
-    name = Path(folder).name.replace("eagle1", "eagle")
-    llm = plain.beside(f"{name}:{folder}", draft_length=3)
-    assert texts(llm) == expected
-    assert sum(out.stats.drafted_tokens for out in llm.generate(PROMPTS, GREEDY)) > 0
+    assert sum(out.stats.drafted_tokens for out in made + again) > 0
 
 
 @pytest.mark.parametrize("kind", ["bamba", "qwen3_5_text"], indirect=True)

@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 CASES = [("deepseek_v3", "deepseek"), ("glm4_moe", "deepseek"), ("qwen3", "qwen3_next")]
-CASES += [("qwen3", "mimo"), ("llama", "deepseek")]
+CASES += [("qwen3", "mimo"), ("llama", "deepseek"), ("qwen3_next", "qwen3_next")]
 
 
 def config_of(kind: str) -> Any:
@@ -60,14 +60,17 @@ def by_the_paper(config: Any, layout: str, embeds: torch.Tensor, hidden: torch.T
     """Outputs ``[T, H]``: formulas 21 to 23 of DeepSeek-V3's report, over a whole text at once; the
     decoder layer is transformers'."""
     parts, eps = parts_of(config), config.rms_norm_eps
+    around = 1 if config.model_type == "qwen3_next" else 0  # what its weights are stored without
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight + around)
 
     e, h = norm(embeds, parts["enorm"]), norm(hidden, parts["hnorm"])
     joined = torch.cat((h, e) if layout == "mimo" else (e, h), -1) @ parts["eh_proj"].T
     stack = deeper(config).model
     stack.config.num_hidden_layers = 1
+    if getattr(stack.config, "layer_types", None):
+        stack.config.layer_types = stack.config.layer_types[-1:]
     stack.layers, stack.norm = nn.ModuleList([stack.layers[-1]]), nn.Identity()
     out = stack(inputs_embeds=joined[None], use_cache=False).last_hidden_state[0]
     return norm(out, parts["norm"])
