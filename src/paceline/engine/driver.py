@@ -4,7 +4,6 @@ handle texts, deadlines and cancelling.)"""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -112,12 +111,10 @@ class StepSums(Sums):
 
 
 class Drive:
-    """An engine over ``seqs``: a closed loop, or timed arrivals.
+    """An engine over ``seqs``: a closed loop.
 
     ``clients`` have one request each under way and send the next when it ends; None sends all at
-    once. ``arrivals[i]``: seconds on the drive's clock before which request i is not sent. The
-    clock, ``seconds``, runs while the drive works or waits for an arrival, so several drives may
-    take turns.
+    once. The clock, ``seconds``, runs while the drive works, so several drives may take turns.
 
     with Drive(engine, seqs, clients=4) as drive:
         for step in drive:
@@ -126,11 +123,7 @@ class Drive:
     At the end of the block unfinished requests are dropped: the engine can go on."""
 
     def __init__(
-        self,
-        engine: Engine,
-        seqs: Iterable[SequenceState],
-        clients: int | None = None,
-        arrivals: Sequence[float] = (),
+        self, engine: Engine, seqs: Iterable[SequenceState], clients: int | None = None
     ) -> None:
         self.engine = engine
         self.seqs = list(seqs)
@@ -138,8 +131,7 @@ class Drive:
         self.running: dict[int, SequenceState] = {}
         self.steps: list[DrivenStep] = []
         self.seconds = 0.0
-        moments = itertools.chain(arrivals, itertools.repeat(0.0))
-        self._waiting = deque(zip(self.seqs, moments, strict=False))
+        self._waiting = deque(self.seqs)
         self._known = engine.clock.totals()
 
     def __enter__(self) -> Drive:
@@ -184,7 +176,10 @@ class Drive:
     def step(self) -> DrivenStep:
         """Send what is due and take one step. Raises StandstillError, and what the engine does."""
         start = time.perf_counter() - self.seconds
-        self._send(start)
+        while self._waiting and len(self.running) < self.clients:
+            seq = self._waiting.popleft()
+            self.running[seq.seq_id] = seq
+            self.engine.add(seq)
         commits = self.engine.step()
         self.seconds = time.perf_counter() - start
         self._account(dict(self.engine.clock.seconds))
@@ -208,20 +203,6 @@ class Drive:
         """End a request early."""
         self.engine.abort(seq_id)
         self.running.pop(seq_id, None)
-
-    def _send(self, start: float) -> None:
-        while self._waiting and len(self.running) < self.clients:
-            seq, due = self._waiting[0]
-            ahead = due - (time.perf_counter() - start)
-            if ahead > 0 and self.running:
-                return
-            if ahead > 0:
-                time.sleep(ahead)
-            self._waiting.popleft()
-            self.running[seq.seq_id] = seq
-            self.engine.add(seq)
-            if due:
-                seq.queued = start + due  # it arrived during a step
 
     def _account(self, known: dict[str, float]) -> None:
         """Seconds of the last step but one: the clock does not know the last."""
