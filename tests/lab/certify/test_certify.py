@@ -38,6 +38,14 @@ def test_a_right_engine_is_certified(llm: LLM, prompts: Named, params: SamplingP
     assert 0 < certificate.facts["smallest_bias"] < 0.25
 
 
+def test_a_model_by_its_name(folders: tuple[str, str], prompts: Named) -> None:
+    short = SamplingParams(), Effort(2, 16, 1, 100)
+    certificate = certify(folders[0], prompts, short[0], draft=folders[1], effort=short[1])
+    assert certificate.lossless, certificate.verdict
+    with pytest.raises(PromptError, match="no prompt was given"):
+        certify(folders[0], [], draft=folders[1])
+
+
 def test_trees_without_replacement(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:
     tree = llm.beside(f"tree:{folders[1]},branching=2x2", draft_length=2, max_batch_size=64, seed=1)
     certificate = certify(tree, prompts, effort=SMALL)
@@ -74,6 +82,10 @@ def test_plain_decoding_takes_no_more_memory_than_the_engine(llm: LLM, prompts: 
     small = llm.beside("ngram", max_batch_size=8, draft_length=2, kv_cache_memory=2 << 20)
     certifier = Certifier(small, prompts, None, SMALL)
     assert certifier.plain.cache.num_blocks <= small.engine.cache.num_blocks
+    sizes = {"max_batch_size": 2, "max_model_len": 40}
+    assert llm.beside("ngram", **sizes).engine.cache.num_blocks == 2 * 4  # one spare each
+    with pytest.raises(ConfigError, match="max_model_len is 9999"):
+        llm.beside("ngram", max_model_len=9999)
 
 
 def test_greedy_only(llm: LLM, prompts: Named) -> None:
