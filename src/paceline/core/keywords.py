@@ -45,6 +45,10 @@ OTHER_NAMES = {
     "logits_processors": "give them to requests: SamplingParams(logits_processors=[f])",
     "structured_outputs": "use grammar=Grammar.json(schema), regex or lark",
     "guided_decoding": "use grammar=Grammar.json(schema), regex or lark",
+    **dict.fromkeys(
+        ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed"),
+        "give it as SamplingParams(max_tokens=64, temperature=0.8), the second argument",
+    ),
     "best_of": "use n=N and choose among the completions",
     "bad_words": "use logit_bias={token_id: -100}, or logits_processors",
     "allowed_token_ids": "use grammar, or logits_processors",

@@ -123,7 +123,10 @@ def choose(name: str) -> bool:
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
     """The address of its first number; None without a tensor."""
-    return None if tensor is None else tensor.data_ptr()
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "the kernels read numbers in the order of indexes"
+    return tensor.data_ptr()
 
 
 def check(status: int, work: str = "a forward of this size") -> None:

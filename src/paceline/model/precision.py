@@ -14,6 +14,7 @@ from torch import nn
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
 from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_module
+from paceline.model.quantised.experts import split_experts
 from paceline.model.quantised.formats import is_supported, quantised_weights, tensor_suffixes
 from paceline.model.quantised.weights import (
     ROW_GROUP,
@@ -62,7 +63,7 @@ def dense_tensors(
 
 def restore_quantised(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None:
     """Put quantised weights into a plain model; a line says how many layers do not take them."""
-    left, modules = 0, dict(hf.named_modules(remove_duplicate=False))
+    left, modules = 0, dict(split_experts(hf).named_modules(remove_duplicate=False))
     for stated, weight in weights.items():
         layer = stated if stated in modules else plain_name(stated)
         module = modules.get(layer)

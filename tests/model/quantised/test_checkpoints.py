@@ -242,6 +242,18 @@ def test_gptq_checkpoints_keep_their_codes(plain_folder: Path, tmp_path: Path) -
     assert kept[LAYER].quantised.offsets is None
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq", "int8", "int4", "w4a16"])
+def test_every_layout_runs_on_the_kernels(
+    plain_folder: Path, tmp_path: Path, written: dict[str, Path], kind: str
+) -> None:
+    """Numbers in memory lie otherwise in each."""
+    made = {"gptq": (GPTQ, as_gptq), "awq": (AWQ, as_awq)}
+    if kind in made:
+        written = {kind: rewritten(plain_folder, tmp_path / kind, *made[kind])}
+    target = CausalModel.load(str(written[kind]), dtype="float32", device="cpu")
+    assert target.backend.name == "native", target.refused
+
+
 def test_awq_checkpoints_keep_their_codes_and_zero_points(
     plain_folder: Path, tmp_path: Path
 ) -> None:

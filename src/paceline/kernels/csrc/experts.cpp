@@ -33,9 +33,10 @@ void Forward::experts(const pl_layer& l, int thread, int threads) {
     std::memcpy(sorted_.at(choices_[i].place), normed_.at(i / l.chosen), static_cast<size_t>(m_.hidden) * sizeof(float));
   team_.meet();
   auto every = [&](const pl_weight* of_expert, const Rows& x, Ending ending, Rows& y) {
+    QuantisedRows codes = coded(of_expert[0], x, b_.rows * l.chosen, thread, threads);
     for (long e = 0; e < l.experts; e++) {
       long rows = begin_[e + 1] - begin_[e];
-      if (rows) multiply(of_expert[e], x, rows, ending, y, thread, threads, begin_[e]);
+      if (rows) multiply_coded(of_expert[e], x, codes.from(begin_[e]), rows, ending, y, thread, threads, begin_[e]);
     }
     team_.meet();
   };

@@ -179,7 +179,7 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   }
   long widest = std::max({hidden, inner, static_cast<long>(m_.ffn)});
   if (m_.fuse.data) widest = std::max({widest, 2 * hidden, static_cast<long>(m_.fuse.inputs)});
-  codes_.shape(std::max<long>(b_.rows, b_.logit_rows), widest);
+  codes_.shape(std::max<long>(b_.rows * most, b_.logit_rows), widest);
   for (long r = 0; r < b_.runs; r++)
     for (long n = 0; n <= 4 * m_.layers; n++) widest = std::max<long>(widest, b_.run[r].pair[n].b.inputs);
   scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows * most, widest)));
@@ -305,7 +305,12 @@ void Forward::normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread,
 // Rows first .. first + rows.
 void Forward::multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads,
                        long first, const float* const* added) {
-  QuantisedRows codes = coded(w, x, rows, thread, threads);
+  multiply_coded(w, x, coded(w, x, rows, thread, threads), rows, ending, y, thread, threads, first, added);
+}
+
+// `codes` are of the row `first` and those behind it.
+void Forward::multiply_coded(const pl_weight& w, const Rows& x, const QuantisedRows& codes, long rows, Ending ending,
+                             Rows& y, int thread, int threads, long first, const float* const* added) {
   Product p{&w,   m_.dtype, x.at(first), rows, x.ld, ending, y.at(first), y.ld, static_cast<int>(m_.activation), 0.0f,
             quantised_, codes, added};
   k_.product(p, thread, threads, scratch_.at(thread));

@@ -97,6 +97,8 @@ class Forward {
   void logits(int thread, int threads);
   void multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads,
                 long first = 0, const float* const* added = nullptr);
+  void multiply_coded(const pl_weight& w, const Rows& x, const QuantisedRows& codes, long rows, Ending ending, Rows& y,
+                      int thread, int threads, long first, const float* const* added = nullptr);
   void make_room();
   const float* const* adapt(long pair, const Rows& x, int thread, int threads);
   QuantisedRows coded(const pl_weight& w, const Rows& x, long rows, int thread, int threads);

@@ -32,6 +32,11 @@ struct QuantisedRows {
   float* scales;  // [rows, groups] or [rows]
   long inputs;
   bool wide;
+  // Those from this row on.
+  QuantisedRows from(long row) const {
+    if (!codes) return *this;
+    return {static_cast<char*>(codes) + row * inputs * (wide ? 2 : 1), scales + row * (wide ? 1 : inputs / GROUP), inputs, wide};
+  }
 };
 
 // The kernels of quantised.cpp for one instruction set.

@@ -42,7 +42,7 @@ typedef struct {
   // Of a layer with experts, of which each row goes through `chosen`; 0: gate_up and down are there.
   int64_t experts, chosen;
   pl_weight router;
-  const pl_weight *expert_gate_up, *expert_down;  // [experts], plain numbers
+  const pl_weight *expert_gate_up, *expert_down;  // [experts]; all are read with activations of one kind
 } pl_layer;
 
 typedef struct {

@@ -26,6 +26,7 @@ from paceline.model.gguf_weights import check_taken
 from paceline.model.names import SMALL, check_hub_name, hub_message, is_path, located
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.paged.states import bytes_per_state
+from paceline.model.quantised.experts import split_experts
 from paceline.model.target import UNLIMITED_POSITIONS
 from paceline.model.tensorfile import verify
 from paceline.model.text_part import key_mapping
@@ -204,7 +205,7 @@ class Model(TargetShape):
 
     @cached_property
     def skeleton(self) -> Any:
-        return skeleton_of(self.whole_config)
+        return split_experts(skeleton_of(self.whole_config))
 
 
 def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
+from paceline.model.quantised.experts import split_experts
 from paceline.model.quantised.rounding import Zero, gptq, round_to_nearest
 from paceline.model.quantised.weights import BITS, ROW_GROUP, LinearBase, QuantisedLinear
 
@@ -93,6 +94,7 @@ def quantise_module(
     texts, which GPTQ needs; without them rounding is to the nearest code. Layers that do not divide
     into groups stay and are named in ``left``."""
     result = Quantised()
+    split_experts(hf)
     head = hf.get_output_embeddings() if hasattr(hf, "get_output_embeddings") else None
     codes: dict[str, Code] = {}
     for name, module in hf.named_modules():
@@ -112,7 +114,7 @@ def quantise_module(
                 module, code = hf.get_submodule(name), codes[name]
                 dense = resident_parameter(module, "weight").detach()
                 bias = resident_parameter(module, "bias")
-                if hessians:
+                if name in hessians:  # else no calibration text reached it: an expert
                     weight = gptq(dense, hessians[name], *code)
                 else:
                     weight = round_to_nearest(dense, *code)
@@ -144,7 +146,7 @@ def observe(
     hf: Any, names: Sequence[str], texts: Sequence[Sequence[int]]
 ) -> dict[str, torch.Tensor]:
     """``X^T X`` of the inputs of the named linear modules over the texts, ``[in, in]`` float32.
-    Modules with the same input tensor share one matrix."""
+    Modules with the same input tensor share one matrix; those that no text reaches have none."""
     sums: dict[str, torch.Tensor] = {}
     shared: dict[str, str] = {}
     last: list[Any] = [None, ""]
@@ -170,7 +172,8 @@ def observe(
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: sums[shared.get(name, name)] for name in names}
+    found = {name: shared.get(name, name) for name in names}
+    return {name: sums[one] for name, one in found.items() if one in sums}
 
 
 def copy_beside(

@@ -247,7 +247,8 @@ def _offsets(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor |
     """Offsets of whole zero points ``[out, groups]``; None if all are 0."""
     if zeros is None or not zeros.any():
         return None
-    return -zeros.float() * scales if zeros.shape == scales.shape else zeros.float()
+    zeros = zeros.float().contiguous()  # as the kernels read them
+    return -zeros * scales if zeros.shape == scales.shape else zeros
 
 
 _Reader = Callable[[str, Tensors, Mapping[str, Any]], QuantisedWeight]

@@ -43,7 +43,6 @@ from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.copies import rounded_copy
 from paceline.model.backends.native.handle import ModelHandle, rows_of_logits
 from paceline.model.backends.native.packing import (
-    PackedExperts,
     PackedLinear,
     Packing,
     pack_children,
@@ -52,6 +51,7 @@ from paceline.model.backends.native.recognise import STATIC_ROPE, DecoderShape, 
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import KeyValueStore
 from paceline.model.quantised.convert import children
+from paceline.model.quantised.experts import Experts
 
 _PARTIAL_BYTES = 32 << 20  # of attention (csrc/forward.cpp)
 _LEFT_OUT = torch.empty(0, 0)  # logits
@@ -319,5 +319,8 @@ def _limit(model: Adapted) -> float:
 def unpack_modules(hf: Any) -> None:
     """Replace the packed modules of a model by plain ones."""
     for parent, name, child in children(hf):
-        if isinstance(child, PackedLinear | PackedExperts):
+        if isinstance(child, PackedLinear):
             setattr(parent, name, child.plain())
+    for parent, name, child in children(hf):
+        if isinstance(child, Experts):
+            setattr(parent, name, child.whole())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +31,7 @@ from paceline.kernels.library import (
 )
 from paceline.kernels.pages import zeros
 from paceline.model.backends.counters import NativeWork, WeightRead, count_work
+from paceline.model.quantised.experts import Experts
 from paceline.model.quantised.weights import (
     ROW_GROUP,
     LinearBase,
@@ -228,40 +228,6 @@ class PackedLinear(LinearBase):
         return plain_linear(self.weight, self.bias)
 
 
-class PackedExperts(nn.Module):
-    """The experts of a layer, whose weights are packed, expert by expert."""
-
-    _emptied: Any
-
-    def __init__(self, experts: Any, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.__dict__["_emptied"] = experts  # not a submodule: it has no weights
-        self.gate_up: list[Packed] = []
-        self.down: list[Packed] = []
-        for both, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
-            parts = [plain_linear(part) for part in both.chunk(2)]
-            self.gate_up.append(Packed.of(parts, dtype, True))
-            self.down.append(Packed.of([plain_linear(down)], dtype))
-        experts.gate_up_proj = experts.down_proj = None
-
-    def plain(self) -> nn.Module:
-        """The module that this one replaces, with its weights."""
-        ffn, hidden = self.gate_up[0].outputs, self.gate_up[0].inputs
-        gate_up = [[p.dense(part, 0, ffn) for part in (GATE, UP)] for p in self.gate_up]
-        module = copy.copy(self._emptied)
-        weights = {
-            "gate_up_proj": torch.stack([torch.cat(both) for both in gate_up]),
-            "down_proj": torch.stack([p.dense(PLAIN, 0, hidden) for p in self.down]),
-        }
-        module._parameters = {
-            name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()
-        }
-        return module  # type: ignore[no-any-return]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.plain()(*args, **kwargs)
-
-
 def pack_children(
     parent: nn.Module, names: Sequence[str], dtype: torch.dtype, gated: bool = False
 ) -> Packed:
@@ -304,12 +270,17 @@ class Packing:
             fields["gate_up"] = weight(pack_children(mlp, GATED, dtype, gated=True))
             fields["down"] = weight(pack_children(mlp, ("down_proj",), dtype))
             return fields
-        if not isinstance(mlp.experts, PackedExperts):
-            mlp.experts = PackedExperts(mlp.experts, dtype)
-        chosen, count = mlp.gate.top_k, len(mlp.experts.down)
+        if not isinstance(mlp.experts, Experts):
+            mlp.experts = Experts(mlp.experts)
+        chosen, count = mlp.gate.top_k, len(mlp.experts)
         gate_up, down = (
-            (CWeight * count)(*(weight(one, chosen / count) for one in experts))
-            for experts in (mlp.experts.gate_up, mlp.experts.down)
+            (CWeight * count)(
+                *(
+                    weight(pack_children(e, names, dtype, gated), chosen / count)
+                    for e in mlp.experts
+                )
+            )
+            for names, gated in ((GATED, True), (("down_proj",), False))
         )
         self.alive += (gate_up, down)
         router = weight(Packed.of([plain_linear(mlp.gate.weight)], dtype))

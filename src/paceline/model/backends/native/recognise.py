@@ -19,6 +19,7 @@ from paceline.kernels.library import DTYPES, GELU_TANH, SILU, CModel
 from paceline.model.backends.native.packing import GATED, PROJECTIONS, same_form
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.segments import Pattern
+from paceline.model.quantised.experts import Experts
 from paceline.model.quantised.weights import QuantisedLinear, is_plain
 
 _GEMMA = {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
@@ -122,8 +123,9 @@ def _described(
     final = as_rms_norm(base.norm)
     if final is None or len(known) < len(norms):
         return "a norm is not an RMS norm"
-    attention, mlp = base.layers[0].self_attn, base.layers[0].mlp
-    function = getattr(mlp, "experts", mlp).act_fn
+    first = base.layers[0]
+    attention, mlps = first.self_attn, _mlps(first)
+    function = (mlps[0] if mlps else first.mlp.experts).act_fn
     activation = _activation(function)
     if activation is None:
         return f"the activation {type(function).__name__} is not known"
@@ -167,10 +169,10 @@ def _described(
 
 def _ffn(layer: Any) -> int:
     """The width of a layer's MLP, or of each of its experts."""
-    experts = getattr(layer.mlp, "experts", None)
-    if experts is not None:
-        return int(experts.down_proj.shape[-1])
-    return int(layer.mlp.gate_proj.out_features)
+    mlps = _mlps(layer)
+    if mlps:
+        return int(mlps[0].gate_proj.out_features)
+    return int(layer.mlp.experts.down_proj.shape[-1])
 
 
 def _products(hf: Any) -> list[Any]:
@@ -180,8 +182,8 @@ def _products(hf: Any) -> list[Any]:
         products += [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
         if hasattr(layer.mlp, "experts"):
             products += layer.mlp.parameters()
-        else:
-            products += [getattr(layer.mlp, name, None) for name in (*GATED, "down_proj")]
+        for mlp in _mlps(layer):
+            products += [getattr(mlp, name, None) for name in (*GATED, "down_proj")]
     return products
 
 
@@ -194,9 +196,24 @@ def _is_product(matrix: Any) -> bool:
 def _packs(layer: Any) -> bool:
     """Whether the matrices that share an input can be packed into one."""
     groups = [[getattr(layer.self_attn, name) for name in PROJECTIONS]]
-    if not hasattr(layer.mlp, "experts"):
-        groups.append([getattr(layer.mlp, name) for name in GATED])
-    return all(map(same_form, groups))
+    mlps = _mlps(layer)
+    groups += [[getattr(mlp, name) for name in GATED] for mlp in mlps]
+    experts = [[getattr(mlp, name) for mlp in mlps] for name in (*GATED, "down_proj")]
+    return all(map(same_form, groups)) and all(map(_read_alike, experts))
+
+
+def _read_alike(linears: Sequence[Any]) -> bool:
+    """Whether these take rows in the same codes, which are made once for all experts."""
+    forms = {linear.quantised.wide for linear in linears if isinstance(linear, QuantisedLinear)}
+    return same_form(linears) and len(forms) < 2
+
+
+def _mlps(layer: Any) -> list[Any]:
+    """The layer's MLP, or its experts; none if these are no modules."""
+    experts = getattr(layer.mlp, "experts", None)
+    if isinstance(experts, Experts):
+        return list(experts)
+    return [layer.mlp] if experts is None else []
 
 
 def as_rms_norm(module: nn.Module) -> RMSNorm | None:

@@ -1,0 +1,114 @@
+"""Layers of experts in 8 and 4 bits: kept, rounded, written and read again, on both backends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from paceline import LLM, SamplingParams
+from paceline.lab.quantize import quantize
+from paceline.model.backends.base import NATIVE, REFERENCE, relative_error, trial_logits
+from paceline.model.copies import quantised_copy
+from paceline.model.loading import load_tokenizer
+from paceline.model.quantised.convert import scheme_named
+from paceline.model.quantised.experts import Experts, split_experts
+from paceline.model.quantised.weights import QuantisedLinear
+from paceline.model.target import CausalModel
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense layer, and one of six experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    tokenizer = load_tokenizer("paceline/tiny")
+    config = Qwen3MoeConfig(
+        **{"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"head_dim": 16, "max_position_embeddings": 512, "moe_intermediate_size": 64},
+        **{"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        mlp_only_layers=[0],
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, backend: str, **options: Any) -> CausalModel:
+    return CausalModel.load(str(folder), dtype="float32", device="cpu", backend=backend, **options)
+
+
+@torch.inference_mode()
+def logits(model: CausalModel) -> torch.Tensor:
+    return torch.cat(trial_logits(model))
+
+
+def check_alike(native: CausalModel, reference: CausalModel) -> None:
+    """Up to codes of activations that rounding changes."""
+    assert native.backend.name == NATIVE, native.refused
+    pairs = zip(logits(native), logits(reference), strict=True)
+    assert median(relative_error(ours, theirs) for ours, theirs in pairs) < 0.03
+
+
+def of_experts(model: CausalModel) -> list[QuantisedLinear]:
+    named = model.hf.named_modules()
+    return [m for name, m in named if ".experts." in name and isinstance(m, QuantisedLinear)]
+
+
+def test_they_compute_what_they_were_made_from(folder: Path) -> None:
+    model = load(folder, REFERENCE)
+    wanted = logits(model)
+    split_experts(model.hf)
+    mlp = model.hf.model.layers[1].mlp
+    assert isinstance(mlp.experts, Experts)
+    assert torch.allclose(logits(model), wanted, atol=1e-4)
+    mlp.experts = mlp.experts.whole()
+    assert torch.equal(logits(model), wanted)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_the_kernels_multiply_the_same_codes(folder: Path, precision: str) -> None:
+    reference = load(folder, REFERENCE, quantize=precision)
+    assert len(of_experts(reference)) == 18
+    check_alike(load(folder, NATIVE, quantize=precision), reference)
+
+
+def test_drafted_text_is_plain_text(folder: Path) -> None:
+    """Rows that share experts have the bits that they have alone."""
+    prompts = ["Once upon a time", "The quick brown fox. The quick brown", "Two pigs"]
+    asked = SamplingParams(max_tokens=24, ignore_eos=True)
+    options = {"dtype": "float32", "quantize": "int4", "draft_length": 5}
+    alone = LLM(str(folder), draft="none", **options)
+    wanted = [alone.generate(prompt, asked)[0].token_ids for prompt in prompts]
+    drafted = LLM(str(folder), draft="ngram", **options).generate(prompts, asked)
+    assert [one.token_ids for one in drafted] == wanted
+    assert sum(one.stats.drafted_tokens for one in drafted) > 0
+
+
+def test_the_form_of_four_bits_has_them_in_four_bits(folder: Path) -> None:
+    reference = quantised_copy(load(folder, REFERENCE), "int4")
+    assert len(of_experts(reference)) == 18
+    check_alike(quantised_copy(load(folder, NATIVE), "int4"), reference)
+
+
+@pytest.mark.parametrize("calibrated", [False, True], ids=["nearest", "GPTQ"])
+def test_what_was_written_is_read_again(folder: Path, tmp_path: Path, calibrated: bool) -> None:
+    text = tmp_path / "text.jsonl"
+    lines = (
+        json.dumps({"text": f"Once there were {n} pigs and {7 * n} wolves."}) for n in range(40)
+    )
+    text.write_text("\n".join(lines), encoding="utf-8")
+    scheme = scheme_named("w4a16")
+    report = quantize(str(folder), tmp_path / "out", scheme, text if calibrated else None, 600)
+    assert report.rounded.layers == 2 * 4 + 3 + 18
+    read = load(tmp_path / "out", REFERENCE)
+    assert len(of_experts(read)) == 18 and {m.quantised.bits for m in of_experts(read)} == {4}
+    check_alike(load(tmp_path / "out", NATIVE), read)
