@@ -162,16 +162,6 @@ def test_both_take_turns_on_clocks_of_their_own(
     assert result.plain.whole + result.fast.whole < time.perf_counter() - start - 0.05
 
 
-def test_a_standstill_of_the_machine_is_told() -> None:
-    def drive(*steps: float) -> Any:
-        listed = [SimpleNamespace(seconds={"draft": 0.0, "forward": step}) for step in steps]
-        return SimpleNamespace(steps=listed, seconds=sum(steps))
-
-    assert demo_module._standstill(drive(0.1, 0.01, 76.0, 0.01)) == 76.0
-    assert demo_module._standstill(drive(76.0, 0.01, 0.01)) == 0  # a long prompt
-    assert demo_module._standstill(drive(0.1, 2.0, 2.0, 2.0)) == 0  # a slow model
-
-
 @pytest.mark.parametrize(
     ("difference", "word"), [(TIE, "rounding step"), (BUG, "report it as a bug")]
 )

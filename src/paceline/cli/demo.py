@@ -80,16 +80,7 @@ def measure(
     console.print(Text(measured.in_words, style="dim"))
     if difference is not None:
         console.print(_difference_in_words(plain, difference, left, right))
-    for drive in drives:
-        if seconds := _standstill(drive):
-            console.print(f"The machine stood still for {seconds:.0f} s: run the demo again.")
     return measured
-
-
-def _standstill(drive: Drive) -> float:
-    """Seconds of a step behind the prompt's that took most of an answer's time, else 0."""
-    slowest = max((sum(step.seconds.values()) for step in drive.steps[1:]), default=0.0)
-    return slowest if slowest > max(1.0, drive.seconds / 2) else 0.0
 
 
 def _bars(plain: Drive, fast: Drive) -> rich_tables.Table:

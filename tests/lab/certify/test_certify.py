@@ -38,14 +38,6 @@ def test_a_right_engine_is_certified(llm: LLM, prompts: Named, params: SamplingP
     assert 0 < certificate.facts["smallest_bias"] < 0.25
 
 
-def test_a_model_by_its_name(folders: tuple[str, str], prompts: Named) -> None:
-    short = SamplingParams(), Effort(2, 16, 1, 100)
-    certificate = certify(folders[0], prompts, short[0], draft=folders[1], effort=short[1])
-    assert certificate.lossless, certificate.verdict
-    with pytest.raises(PromptError, match="no prompt was given"):
-        certify(folders[0], [], draft=folders[1])
-
-
 def test_trees_without_replacement(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:
     tree = llm.beside(f"tree:{folders[1]},branching=2x2", draft_length=2, max_batch_size=64, seed=1)
     certificate = certify(tree, prompts, effort=SMALL)

@@ -267,9 +267,7 @@ def test_what_has_no_equivalent_is_refused_by_name(to: str, draft: str, named: s
     assert "\n" not in str(caught.value) and "; " in str(caught.value)
 
 
-def test_tgi_is_archived() -> None:
-    with pytest.raises(ConfigError, match="archived"):
-        exported("tgi")
+def test_an_engine_that_is_not_known() -> None:
     with pytest.raises(ConfigError, match="vllm, sglang"):
         exported("vlm")
 

@@ -103,14 +103,5 @@ def test_prompt_lookup_where_output_copies() -> None:
     assert item.holds is True
 
 
-def test_trees_against_chains() -> None:
-    tree = replace(chain(0.9, 0.1), shape="2x2x1", label="tree")
-    item = rule(advise(outcome(tree, chain(0.6, 0.1))), "trees")
-    assert item.holds is True
-    wide = replace(tree, costs=replace(tree.costs, nodes=tuple(4.0 * n for n in range(9))))
-    item = rule(advise(outcome(wide, chain(0.85, 0.1), costs=target(4))), "trees")
-    assert item.holds is False
-
-
 def test_nothing_is_said_of_nothing() -> None:
     assert not list(advise(TuningOutcome(TuneOptions(), "m", 1000)))

@@ -165,7 +165,7 @@ def fit(
 def tokens_needed(llm: LLM, prompts: Iterable[Sequence[int]], max_tokens: int) -> int:
     """``max_model_len`` of an engine for these prompts: the longest with its answer and drafts. To
     zero a cache for full contexts takes seconds and gigabytes."""
-    return min(llm.max_model_len, max(map(len, prompts), default=0) + max_tokens + _DRAFTED)
+    return min(llm.max_model_len, max(map(len, prompts)) + max_tokens + _DRAFTED)
 
 
 def _prompt(file: Path, number: int, where: str, record: dict[str, Any]) -> BenchPrompt:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product, zip_longest
-from operator import itemgetter
 from typing import cast
 
 import torch
@@ -17,7 +16,6 @@ import torch
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
 from paceline.draft.base import Drafter
-from paceline.lab.bench.prompts import tokens_needed
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
     LEAST_PREFIXES,
@@ -132,31 +130,23 @@ _ENDING = 0.1  # of the budget, kept for the tests at the end
 
 
 def certify(
-    model: LLM | str,
+    llm: LLM,
     prompts: Sequence[tuple[str, Sequence[int]]],
     params: SamplingParams | None = None,
     *,
-    draft: str | None = "auto",
     effort: Effort | None = None,
     advance: OnProgress = lambda what: None,
     seconds: float | None = None,
 ) -> Certificate:
     """Compare an LLM's speculative decoding with plain decoding of the same target.
 
-    ``model``: an LLM with a drafter, or the name of a target, with ``draft`` as for LLM.
-    ``prompts``: (name, token ids). ``params``: sampling parameters to certify, by default
-    temperature 1, but for seed, stop conditions and token limits; greedy decoding is tested in any
-    case, with their penalties and bias. ``advance(what comes next)`` is called before each piece of
-    work. After ``seconds`` it ends.
+    ``llm`` has a drafter. ``prompts``: (name, token ids). ``params``: sampling parameters to
+    certify, by default temperature 1, but for seed, stop conditions and token limits; greedy
+    decoding is tested in any case, with their penalties and bias. ``advance(what comes next)`` is
+    called before each piece of work. After ``seconds`` it ends.
 
-    Raises ConfigError for an engine without a drafter or with a lossy rule, PromptError, and what
-    LLM raises.
+    Raises ConfigError for an engine without a drafter or with a lossy rule, and PromptError.
     """
-    effort, llm = effort or Effort(), model
-    if isinstance(llm, str):
-        base = LLM(llm, "none", max_batch_size=1)
-        needed = tokens_needed(base, map(itemgetter(1), prompts), effort.max_tokens)
-        llm = base.beside(draft, max_batch_size=32, max_model_len=needed)
     certifier = Certifier(llm, prompts, params, effort, budget=Budget(seconds))
     certifier.run(advance)
     return certifier.certificate()

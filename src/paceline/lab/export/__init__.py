@@ -13,11 +13,6 @@ from paceline.lab.export.dialects import DIALECTS as DIALECTS
 from paceline.lab.export.speculation import Export, note_usual
 from paceline.settings.tuned import TunedProfile
 
-_ARCHIVED = {
-    "tgi": "Text Generation Inference is archived and takes no new models; its users moved to "
-    "vllm or sglang, which can be exported to"
-}
-
 _LOST = "the other drafts of it are lost; what this one gains alone: `paceline bench --draft` it"
 
 
@@ -42,8 +37,7 @@ def export(
     Raises ConfigError for what the engine has no equivalent of, ModelLoadError and WriteError.
     """
     if to not in DIALECTS:
-        known = ", ".join(DIALECTS)
-        raise ConfigError(_ARCHIVED.get(to.lower(), f"cannot export to {to!r}; use one of {known}"))
+        raise ConfigError(f"cannot export to {to!r}; use one of {', '.join(DIALECTS)}")
     tuned = None if profile is None else TunedProfile.read(profile)
     measured = tuned.draft if tuned is not None and draft in (None, tuned.draft.spec) else None
     spec = parse_draft(draft if measured is None else measured.spec)

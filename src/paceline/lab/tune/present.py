@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -86,13 +86,6 @@ def advise(outcome: TuningOutcome) -> Iterator[Advice]:
             f"{method.costs.longest} for one sequence",
             (acceptance > 0.8) == (length > _LONG),
         )
-    yield from _advice_on_kinds(outcome, settings, shown)
-
-
-def _advice_on_kinds(
-    outcome: TuningOutcome, settings: list[PredictedSetting], shown: Callable[..., str]
-) -> Iterator[Advice]:
-    """Lookups beside models, trees beside chains."""
     kinds = {kind for kind, record in DRAFTERS.items() if record.looks_up}
     lookup = next((s for s in settings if s.method.family in kinds), None)
     model = next((s for s in settings if s.method.family not in kinds), None)
@@ -104,17 +97,6 @@ def _advice_on_kinds(
             f"{outcome.copied:.0%} of the output ends a run of four tokens seen before; {compared}",
             (outcome.copied >= _COPIES) == (outcome.speedup_of(lookup) >= bound),
         )
-    for family in dict.fromkeys(s.method.family for s in settings):
-        of_family = [s for s in settings if s.method.family == family]
-        chain = next((s for s in of_family if s.method.shape == "chain"), None)
-        tree = next((s for s in of_family if s.method.shape not in ("chain", "")), None)
-        if chain is not None and tree is not None:
-            yield Advice(
-                "trees are accepted further than chains",
-                f"{shown(tree, chain)}; {tree.tokens_per_step:.2f} and "
-                f"{chain.tokens_per_step:.2f} tokens a step",
-                outcome.speedup_of(tree) >= outcome.speedup_of(chain),
-            )
 
 
 _BATCH = 8  # of a profile at least: requests that were not expected may join
