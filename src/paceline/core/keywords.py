@@ -46,7 +46,7 @@ OTHER_NAMES = {
     "structured_outputs": "use grammar=Grammar.json(schema), regex or lark",
     "guided_decoding": "use grammar=Grammar.json(schema), regex or lark",
     **dict.fromkeys(
-        ("max_tokens", "temperature", "top_p", "top_k", "stop", "seed"),
+        ("max_tokens", "temperature", "seed"),
         "give it as SamplingParams(max_tokens=64, temperature=0.8), the second argument",
     ),
     "best_of": "use n=N and choose among the completions",

@@ -41,7 +41,6 @@ def key_mapping(kind: Any) -> dict[str, str] | None:
 def plain_name(name: str) -> str:
     """A layer's or tensor's name in the decoder; one that is no part of it keeps its own."""
     for pattern, plain in _NAMES.items():
-        name, found = re.subn(pattern, plain, name)
-        if found:
-            break
+        if re.match(pattern, name):
+            return re.sub(pattern, plain, name)
     return name

@@ -172,8 +172,8 @@ def observe(
     finally:
         for hook in hooks:
             hook.remove()
-    found = {name: shared.get(name, name) for name in names}
-    return {name: sums[one] for name, one in found.items() if one in sums}
+    owners = {name: shared.get(name, name) for name in names}
+    return {name: sums[owner] for name, owner in owners.items() if owner in sums}
 
 
 def copy_beside(
