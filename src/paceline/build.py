@@ -306,7 +306,10 @@ def adaptive_controller(
             seconds = measure(member.warm_up, batches, device, budget=_WARM_UP_SECONDS)
         kind = DRAFTERS.get(member.name, DraftSpec)
         longest = max(options.max_draft_length, kind.deepest)
-        known = DrafterCosts.of(member, longest, seconds, _COSTLESS, kind.acceptance)
+        origin: Origin | None = getattr(member, "origin", None)
+        stated = origin.stated if origin and member.passes(1) else None
+        prior = kind.acceptance or (() if stated is None else (stated,))
+        known = DrafterCosts.of(member, longest, seconds, _COSTLESS, prior)
         cost.add(name, known)
         if isinstance(member, LookupDrafter) and member.offers:
             lookups[name] = member

@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
-from paceline.control.choice import choose, fixed_length, pays
+from paceline.control.choice import choose, fixed_length
 from paceline.control.controller import (
     MEASURING,
     NOT_ASKED,
@@ -30,14 +30,13 @@ from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter
 from paceline.draft.collapse import CollapseWatch
 
-_HOLD = 4  # steps for which drafts of the same batch keep their lengths
+_HOLD = 4  # steps for which models' drafts of the same batch keep their lengths
 _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
 _LEARN = 4  # steps that are learnt from at once
-_YOUNG = 64  # steps after which that begins
+_YOUNG = 64  # steps after which that begins, and in which nothing is held
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
 _WARM = 16  # plain steps after passes, from which the target's weights are in the caches again
-_DOUBT = 2.0  # times what is foreseen, that first drafts of several sequences may add
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of several sequences' drafts, and what a lookup found
 
 
@@ -78,7 +77,6 @@ class AdaptiveController(Controller):
         self._lookups = LookupFollower(lookups or {}, cost)
         self._step = 0
         self._until, self._hold = 0, 1  # the step of the next decision; steps that the last holds
-        self._plain_until = 0  # the step up to which no model's draft pays
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
@@ -128,8 +126,7 @@ class AdaptiveController(Controller):
         batch, same = len(seqs), ids == self._ids
         self._measures, self._explores = self.cost.wants_plain(batch), False
         self._fixed = any(seq.params.draft_length is not None for seq in seqs)
-        models = self._fixed or not same or self._step >= self._plain_until
-        names = dict.fromkeys(name for seq in seqs for name in self._models(seq) if models)
+        names = dict.fromkeys(name for seq in seqs for name in self._models(seq))
         may = {name for name in names if self.cost.may_pay(name, batch)}
         self._ids, self._choices = ids, [Decision(0, None, NOT_ASKED)] * batch
         none = DraftOption(None, 0, 0.0, 1.0, self.cost.rest(batch) / batch)
@@ -152,10 +149,7 @@ class AdaptiveController(Controller):
             self._choices[index] = self._decision(draft, none, draftable)
         self._made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
         self._hold = self._holds(same)
-        if models and not self._made and not self._measures:
-            self._plain_until = self._step + self._hold
-        plain = not self._made and not self._measures and self._plain_until > self._step
-        self._until = self._plain_until if plain else self._step + self._hold
+        self._until = self._step + self._hold
 
     def _runs_model(self, draft: DraftOption) -> bool:
         return not self.cost.drafters[draft.name].costless
@@ -172,7 +166,8 @@ class AdaptiveController(Controller):
         """Steps for which a decision stands, where no lookup finds anything: 1, 2, 4."""
         if not self._made:
             return 1 if self._measures else _HOLD_PLAIN
-        if self._explores or not all(map(self._runs_model, self._made.values())):
+        lookups = not all(map(self._runs_model, self._made.values()))
+        if self._explores or lookups or self._step <= _YOUNG:
             return 1
         return min(2 * self._hold, _HOLD) if same else 1
 
@@ -253,18 +248,11 @@ class AdaptiveController(Controller):
         models: Iterable[Hashable],
     ) -> list[DraftOption]:
         """The options with the most goodput, or, where that is no draft, drafts to learn from.
-        Start-up measures one sequence best: the first drafts of several are exploration, but for a
-        lookup's that pay even if they take some times as long as foreseen."""
+        Start-up measures one sequence best: a model's first drafts for several are exploration."""
         best = choose(self.cost, batch, options, self._fair)
         names = dict.fromkeys(draft.name for draft in best if draft.length)
-        unseen = [n for n in names if batch > 1 and not self.cost.longest_seen(n, batch)]
-        if unseen and not any(map(self._runs_model, (draft for draft in best if draft.length))):
-            first = [
-                next((d for d in ways if d.length and d.name == draft.name), draft)
-                for ways, draft in zip(options, best, strict=True)
-            ]
-            if pays(self.cost, batch, first, _DOUBT, self._fair):
-                return first
+        models_in_use = [name for name in names if not self.cost.drafters[name].costless]
+        unseen = [n for n in models_in_use if batch > 1 and not self.cost.longest_seen(n, batch)]
         for name in (unseen if names else models) if self.budget.seconds > 0 else ():
             if drafts := self._exploration(name, batch, options, seqs):
                 self._explores = True
@@ -283,12 +271,7 @@ class AdaptiveController(Controller):
     ) -> list[DraftOption]:
         """Drafts to learn from, if the budget pays for them should none of them be right: one level
         for each of the drafter's sequences that have nothing to be read first, or for the one that
-        has least. Empty if it does not pay, or if not even drafts that are always right would gain.
-        """
-        plain, table = self.cost.rest(batch), self.cost.table(name, batch)
-        pays = any((1 + n) * table[0] > 1.02 * table[n] for n in range(1, len(table)))
-        if not pays:
-            return []
+        has least. Empty if it does not pay for them."""
         drafts: dict[int, DraftOption] = {}
         for index, (seq, ways) in enumerate(zip(seqs, options, strict=True)):
             if seq.remaining <= 1:
@@ -303,7 +286,7 @@ class AdaptiveController(Controller):
         least = min(drafts, key=lambda index: drafts[index].first)
         reading = drafts[least].first
         drafts = {i: draft for i, draft in drafts.items() if i == least or not draft.first}
-        expense = self.cost.step(batch, drafts.values()) - plain + reading
+        expense = self.cost.step(batch, drafts.values()) - self.cost.rest(batch) + reading
         if expense > self.budget.seconds:
             return []
         return [drafts.get(index, ways[0]) for index, ways in enumerate(options)]
@@ -328,11 +311,10 @@ class AdaptiveController(Controller):
             self._seen.append(step)
             return
         self.budget.earn(seconds, self.cost.rest(batch), batch)
-        due = self._step % 4 == 0 or self._measures
-        if due and not self._fixed and all(commit.scheduled == 1 for commit in commits):
-            self.cost.learn_plain(batch, seconds, self._since_passes < _WARM)
-        elif self._measures:
-            self.cost.miss_plain(batch)
+        if self._step % 4 == 0 or self._measures:
+            is_measure = not self._fixed and all(commit.scheduled == 1 for commit in commits)
+            cold = self._since_passes < _WARM
+            self.cost.learn_plain(batch, seconds if is_measure else None, cold)
 
     def _learn_all(self) -> None:
         while self._seen:

@@ -53,22 +53,11 @@ def fixed_length(length: int, options: Sequence[DraftOption]) -> Decision:
     return Decision(length, best.name if best is not None and len(longest) > 1 else None)
 
 
-def pays(
-    cost: CostModel, batch: int, drafts: Sequence[DraftOption], doubt: float, fair: bool = True
-) -> bool:
-    """Whether drafts pay that add ``doubt`` times as much to a step as is foreseen."""
-    none = [DraftOption(None, 0, 0.0, 1.0, 0.0)] * len(drafts)
-    return _score(cost, batch, drafts, fair, doubt) < WORTH * _score(cost, batch, none, fair)
-
-
-def _score(
-    cost: CostModel, batch: int, drafts: Sequence[DraftOption], fair: bool, doubt: float = 1.0
-) -> float:
+def _score(cost: CostModel, batch: int, drafts: Sequence[DraftOption], fair: bool) -> float:
     """Seconds of a token, summed over the sequences, infinite if any is slowed down. Not ``fair``:
     seconds by tokens of the whole batch."""
     plain = cost.rest(batch)
-    seconds = plain + doubt * (cost.step(batch, drafts) - plain)
-    seconds += sum(draft.reading for draft in drafts)
+    seconds = cost.step(batch, drafts) + sum(draft.reading for draft in drafts)
     if not fair:
         return seconds / (sum(draft.gain for draft in drafts) + batch - len(drafts))
     # Others in the batch gain nothing.

@@ -81,7 +81,6 @@ class CostModel:
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and group
         self._learnt = 0
         self._since_plain = _LONG_AGO  # steps since one without drafts
-        self._missed: set[int] = set()  # groups whose first plain step was no measure
         for name, costs in (drafters or {}).items():
             self.add(name, costs)
 
@@ -188,13 +187,11 @@ class CostModel:
         return max((n for (of, at), n in made if of == name and at >= group), default=0)
 
     def wants_plain(self, batch: int) -> bool:
-        """Whether a plain step is needed to tell drafting from the rest: the first at a new
-        concurrency, soon some more, then one now and then. After one in vain not before a step with
-        drafts could be measured."""
-        group = group_of(batch)
-        seen = sum(self._rest.seen(group, cell) for cell in (0, COLD))
-        wait = 4 ** (seen + 1) if seen else group in self._missed
-        return self._since_plain >= min(_LONG_AGO, wait)
+        """Whether a plain step is needed to tell drafting from the rest: of one sequence the first,
+        soon some more, then one now and then. Several are drafted for by what was measured."""
+        seen = sum(self._rest.seen(group_of(batch), cell) for cell in (0, COLD))
+        wait = min(_LONG_AGO, 4 ** (seen + 1)) if seen else 1
+        return batch == 1 and self._since_plain >= wait
 
     def coldness(self, batch: int) -> float:
         """Seconds by which a plain step soon after a drafter's passes is longer than others."""
@@ -235,17 +232,15 @@ class CostModel:
         seconds = min(max(seconds, 0.0), limit)
         self._reading[name] = (keep * (before + seconds), keep * (count + rows))
 
-    def learn_plain(self, batch: int, seconds: float, cold: bool = False) -> None:
-        """A step without drafts took so long; ``cold``: soon after a drafter's passes."""
+    def learn_plain(self, batch: int, seconds: float | None, cold: bool = False) -> None:
+        """A step without drafts took so long (None: it is no measure); ``cold``: soon after a
+        drafter's passes."""
         self._since_plain = 0
+        if seconds is None:
+            return
         cell = COLD if cold else 0
         self._rest.observe(group_of(batch), cell, seconds / self.verify(batch, 0.0))
         self._age()
-
-    def miss_plain(self, batch: int) -> None:
-        """A plain step was made to be measured, but it prefilled, or a request drafted."""
-        self._since_plain = 0
-        self._missed.add(group_of(batch))
 
     def learn_drafts(
         self,
