@@ -71,7 +71,9 @@ def _convolution(
         window[..., -1:] = x[level.span]
         states[level.behind] = window
     out = conv1d(windows, weight[:, None], bias, groups=len(weight))
-    return out if activation is None else ACT2FN[activation](out)
+    out = out if activation is None else ACT2FN[activation](out)
+    # Strides of [rows, 1, C]: by others torch copies the next layer's weight for each row.
+    return out.reshape(len(x), 1, -1).mT
 
 
 def _scaled(states: Tensor, by: Tensor) -> Iterator[tuple[slice, Tensor]]:
