@@ -143,15 +143,16 @@ def test_threads_beyond_a_quota_take_turns_at_barriers(tmp_path: Path) -> None:
 
 def test_many_threads_on_few_processors() -> None:
     """Who waits at a barrier lets the others run."""
-    from paceline import LLM
+    from paceline import LLM, SamplingParams
 
+    asked = SamplingParams(max_tokens=12)  # hundreds of barriers each
     few, many = processors(), 16 * (os.cpu_count() or 1)
     assert library().pl_patience(few) > 0 == library().pl_patience(few + 1)
     llm = LLM("paceline/tiny", draft="none", dtype="float32")
-    wanted = llm.generate("Once upon a time")[0].token_ids
+    wanted = llm.generate("Once upon a time", asked)[0].token_ids
     before = torch.get_num_threads()
     torch.set_num_threads(many)
     try:
-        assert llm.generate("Once upon a time")[0].token_ids == wanted
+        assert llm.generate("Once upon a time", asked)[0].token_ids == wanted
     finally:
         torch.set_num_threads(before)
