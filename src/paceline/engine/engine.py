@@ -164,8 +164,7 @@ class Engine:
             part = Plan(tuple(item for item in plan.slices if item.drafts))
             if not part.slices:
                 return [self._empty] * len(plan.slices)
-        runs = any(item.draft_length or item.scheduled > 1 for item in part.slices)
-        with self._inferring(runs and self.drafter.passes(1) > 0):
+        with self._inferring(self.drafter.passes(1) > 0):
             trees = self.predictions.beside(self.drafter, part)
         if self.strict:
             check_trees(self.drafter, part, trees, self.target.vocab_size)
@@ -302,11 +301,10 @@ class Engine:
         pairs = zip(plan.slices, commits, strict=True)
         seen = [commit for item, commit in pairs if item.drafts and commit.error is None]
         if seen:
-            ran = any(commit.drafted or commit.scheduled > 1 for commit in seen)
-            with self._inferring(ran and self.drafter.passes(1) > 0):
+            with self._inferring(self.drafter.passes(1) > 0):
                 self.drafter.observe(seen, out)
 
     def _inferring(self, computes: bool) -> AbstractContextManager[object]:
-        """Torch's inference mode if torch ``computes``; entering it takes 10 to 40 us, which steps
+        """Torch's inference mode if torch ``computes``; entering it takes 10 to 35 us, which steps
         of the native kernels with lookups or without drafts do not need."""
         return self._inference if computes else _NOTHING
