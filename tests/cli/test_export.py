@@ -44,7 +44,7 @@ def test_json() -> None:
     assert record["engine"] == "tensorrt-llm"
 
 
-@pytest.mark.parametrize(("to", "named"), [("tgi", "archived"), ("llm", "cannot export")])
+@pytest.mark.parametrize(("to", "named"), [("tgi", "cannot export"), ("llm", "cannot export")])
 def test_engines_that_cannot_be_exported_to(to: str, named: str) -> None:
     _, said = run("--to", to, *PAIR, code=1)
     assert named in said and len(said.splitlines()) == 1

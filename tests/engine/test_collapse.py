@@ -205,6 +205,7 @@ def test_healthy_heads(
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_examining_a_block_head(target: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads that draft in one pass take one for all positions of a text and each choice of layers,
     and choices that are seen to be worse are left out."""

@@ -55,7 +55,9 @@ def serve(llm: LLM, count: int, chooser: random.Random) -> Counter[str]:
     return held
 
 
-@pytest.mark.parametrize("draft", ["suffix:max_tokens=400", "model"])
+@pytest.mark.parametrize(
+    "draft", ["suffix:max_tokens=400", pytest.param("model", marks=pytest.mark.slow)]
+)
 def test_nothing_grows_with_the_requests(folders: tuple[str, str], draft: str) -> None:
     how: dict[str, Any] = {"max_batch_size": 16, "kv_cache_memory": 1 << 19}
     llm = scripted(folders[0]).beside(folders[1] if draft == "model" else draft, **how)

@@ -26,7 +26,7 @@ from paceline.model.precision import usual_bits
 # Of a card's table of acceptance (train/card.py): the first position, over all tasks.
 _STATED = re.compile(r"^\| all \| [\d.]+ \| ([\d.]+)", re.M)
 _TEXT, _READ = 128, 24  # last tokens of a text on which layers are compared, and those only read
-_APART = 8  # positions from one that is drafted from to the next, where each has its own rows
+_APART = 4  # positions from one that is drafted from to the next, where each has its own rows
 _BLOCK = 16
 _SURE, _FEWEST = 3.5, 48  # standard errors from which layers are wrong, and positions
 _UNLIKELY, _FEW = 1.5, 24  # and from which those that it reads are right

@@ -42,11 +42,12 @@ def scaled(beta: float) -> CausalModel:
     [
         (built("Llama"), None),
         (built("Mistral", rope_parameters=YARN), None),
-        (built("Granite", residual_multiplier=0.5), "residual_multiplier = 0.5"),
+        (built("Granite", residual_multiplier=0.5, logits_scaling=6.0), None),
+        (built("Qwen3Moe", norm_topk_prob=False), "norm_topk_prob = False"),
         (scaled(0.0), None),
         (scaled(1e-6), "llama_4_scaling_beta = 1e-06"),  # so little that no result shows it
     ],
-    ids=["llama", "yarn", "granite", "without scale", "scale"],
+    ids=["llama", "yarn", "granite", "experts", "without scale", "scale"],
 )
 def test_options_that_the_kernels_do_not_have(model: CausalModel, option: str | None) -> None:
     assert unsupported_option(model.hf) == option
