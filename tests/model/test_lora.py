@@ -42,6 +42,20 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+def test_one_made_for_a_model_that_also_reads_images(model: CausalModel, folder: Path) -> None:
+    wanted = read_adapter("one", str(folder), model).pairs
+
+    def renamed(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "lm_head" not in name]:
+            whole = name.replace(
+                "base_model.model.model.", "base_model.model.model.language_model."
+            )
+            tensors[whole] = tensors.pop(name)
+
+    changed(folder, renamed)
+    assert read_adapter("one", str(folder), model).pairs.keys() == wanted.keys()
+
+
 @pytest.mark.parametrize(
     ("config", "scale"),
     [

@@ -17,6 +17,7 @@ from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.quantised.weights import LinearBase
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import check_finite, load_tensors, read_table
+from paceline.model.text_part import plain_name
 
 MAX_RANK = 64
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -95,7 +96,8 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
                 f"{where} holds {key}, which is no LoRA weight of a linear module; only those are "
                 "served, so merge it into the model (peft's merge_and_unload)"
             )
-        parts.setdefault(match[1], {})[match[2]] = tensor
+        module = match[1] if _sizes_of(match[1], model.hf) else plain_name(match[1])
+        parts.setdefault(module, {})[match[2]] = tensor
     if not parts:
         raise ModelLoadError(f"{where} holds no weights; save it again")
     pairs = {module: _pair(where, module, pair, config, model) for module, pair in parts.items()}
