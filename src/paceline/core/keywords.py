@@ -47,7 +47,7 @@ OTHER_NAMES = {
     "guided_decoding": "use grammar=Grammar.json(schema), regex or lark",
     **dict.fromkeys(
         ("max_tokens", "temperature", "seed"),
-        "give it as SamplingParams(max_tokens=64, temperature=0.8), the second argument",
+        "give it to a request: generate(prompt, SamplingParams(max_tokens=64, temperature=0.8))",
     ),
     "best_of": "use n=N and choose among the completions",
     "bad_words": "use logit_bias={token_id: -100}, or logits_processors",

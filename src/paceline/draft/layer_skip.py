@@ -214,7 +214,6 @@ class SwiftDrafter(SelfDrafter):
             self._search.learn_scores(list(zip(sets, scores, strict=True)))
             self.view = _without(self.view, self._search.best)
 
-    @torch.inference_mode()
     def _scores(self, sets: Sequence[Layers], seq: SequenceView) -> list[float]:
         """Shares of the last cached tokens predicted without each set; [] without cache room. Keys
         and values go to separate blocks. Waits for the device once."""

@@ -42,8 +42,7 @@ class Matrix:
     are would take a synchronisation."""
 
     def __init__(self, vocab: int, k: int, device: torch.device | str) -> None:
-        with torch.inference_mode(False):  # steps without drafts write into it outside that mode
-            self.candidates = torch.zeros(vocab, k, dtype=torch.int32, device=device)
+        self.candidates = torch.zeros(vocab, k, dtype=torch.int32, device=device)
         self.known: set[int] = set()
 
     def grow(self, roots: Sequence[int], shape: Shape) -> torch.Tensor:

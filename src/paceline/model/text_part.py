@@ -16,7 +16,7 @@ _NAMES = {
     r"^language_model\.lm_head\.": "lm_head.",
     r"^model\.language_model\.": "model.",
 }
-_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "architectures", "_name_or_path")
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "architectures")
 
 
 def text_part(config: Any) -> Any:

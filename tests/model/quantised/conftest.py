@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,25 +17,29 @@ from paceline.model.quantised.convert import scheme_named
 
 
 @pytest.fixture(scope="session")
-def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plain")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a random model of a config class, and what differs from these sizes."""
     tokenizer = load_tokenizer("paceline/tiny")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.1,
-    )
-    torch.manual_seed(5)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    common: dict[str, Any] = {
+        **{"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"max_position_embeddings": 1024, "initializer_range": 0.1},
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+    def saved(config: Callable[..., Any], **changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        torch.manual_seed(5)
+        AutoModelForCausalLM.from_config(config(**common | changes)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return saved
+
+
+@pytest.fixture(scope="session")
+def plain_folder(save: Callable[..., Path]) -> Path:
+    return save(LlamaConfig, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")

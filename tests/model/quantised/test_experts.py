@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import Qwen3MoeConfig
 
 from paceline import LLM, SamplingParams
 from paceline.lab.quantize import quantize
 from paceline.model.backends.base import NATIVE, REFERENCE, relative_error, trial_logits
 from paceline.model.copies import quantised_copy
-from paceline.model.loading import load_tokenizer
 from paceline.model.quantised.convert import scheme_named
 from paceline.model.quantised.experts import Experts, split_experts
 from paceline.model.quantised.weights import QuantisedLinear
@@ -23,23 +23,11 @@ from paceline.model.target import CausalModel
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(save: Callable[..., Path]) -> Path:
     """A dense layer, and one of six experts."""
-    folder = tmp_path_factory.mktemp("experts")
-    tokenizer = load_tokenizer("paceline/tiny")
-    config = Qwen3MoeConfig(
-        **{"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96},
-        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"head_dim": 16, "max_position_embeddings": 512, "moe_intermediate_size": 64},
-        **{"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
-        mlp_only_layers=[0],
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.1,
-    )
-    torch.manual_seed(5)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    sizes = {"head_dim": 16, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
+    return save(Qwen3MoeConfig, **experts, **sizes)
 
 
 def load(folder: Path, backend: str, **options: Any) -> CausalModel:

@@ -47,7 +47,12 @@ from paceline.model.backends.native.packing import (
     Packing,
     pack_children,
 )
-from paceline.model.backends.native.recognise import STATIC_ROPE, DecoderShape, describe
+from paceline.model.backends.native.recognise import (
+    STATIC_ROPE,
+    DecoderShape,
+    describe,
+    scaled,
+)
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import KeyValueStore
 from paceline.model.quantised.convert import children
@@ -87,7 +92,7 @@ class NativeModel(Backend):
             embedding=self.embedding.data_ptr(),
             layer=layers,
             final_norm=packing.norm(decoder.final_norm),
-            head_norm=packing.norm(decoder.head_norm),
+            head_norm=packing.norm(scaled(decoder.final_norm, decoder.logit_scale)),
             head=packing.weight(self.lm_head, None),
         )
         trim()
@@ -147,7 +152,8 @@ class NativeModel(Backend):
         self.adapters.check(adapter)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden * self.decoder.logit_scale
+        scale = self.decoder.logit_scale
+        hidden = hidden if scale == 1 else hidden * scale
         return self.lm_head.product(hidden, self.decoder.logit_cap)
 
     def eagle(self, head: Any, model: Adapted) -> EagleStep:
@@ -216,6 +222,9 @@ class NativeEagle(EagleStep):
             embedding=embedding.data_ptr(),
             layer=(CLayer * len(layers))(*layers),
             final_norm=packing.norm(head.norm if third else None),
+            head_norm=packing.norm(
+                scaled(head.norm, target.decoder.logit_scale) if third and not has_head else None
+            ),
             head=packing.weight(lm_head, None),
             fuse=packing.weight(pack_children(head, ("fc",), self._dtype)),
             hidden_norm=packing.norm(head.midlayer.hidden_norm if third else None),

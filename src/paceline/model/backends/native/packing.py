@@ -272,16 +272,11 @@ class Packing:
             return fields
         if not isinstance(mlp.experts, Experts):
             mlp.experts = Experts(mlp.experts)
-        chosen, count = mlp.gate.top_k, len(mlp.experts)
-        gate_up, down = (
-            (CWeight * count)(
-                *(
-                    weight(pack_children(e, names, dtype, gated), chosen / count)
-                    for e in mlp.experts
-                )
-            )
-            for names, gated in ((GATED, True), (("down_proj",), False))
-        )
+        experts = mlp.experts
+        chosen, count = mlp.gate.top_k, len(experts)
+        share, structs = chosen / count, CWeight * count
+        gate_up = structs(*(weight(pack_children(e, GATED, dtype, True), share) for e in experts))
+        down = structs(*(weight(pack_children(e, ("down_proj",), dtype), share) for e in experts))
         self.alive += (gate_up, down)
         router = weight(Packed.of([plain_linear(mlp.gate.weight)], dtype))
         fields |= {"experts": count, "chosen": chosen, "router": router}

@@ -78,12 +78,10 @@ class DecoderShape:
         names = {field[0] for field in CModel._fields_} & vars(self).keys()
         return {name: getattr(self, name) for name in names - {"final_norm"}}
 
-    @property
-    def head_norm(self) -> RMSNorm | None:
-        """The final norm with the scale of logits, if they have one."""
-        if self.logit_scale == 1:
-            return None
-        return RMSNorm(self.final_norm.weight.float() * self.logit_scale, self.final_norm.eps)
+
+def scaled(norm: Any, by: float) -> RMSNorm | None:
+    """A norm whose results are ``by`` times as large; None if that is 1."""
+    return None if by == 1 else RMSNorm(norm.weight.float() * by, norm.eps)
 
 
 @torch.inference_mode()
