@@ -93,9 +93,9 @@ def test_a_block_sees_the_text_before_it_and_itself(causal: bool) -> None:
 def test_layers_one_off_are_found(
     corpus: str, target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a head that they harm: it is right 0.47 of the time, with them 0.17. (DSpark's, trained
-    alike, is right 0.85 and 0.86 of the time.)"""
-    run = training_runs.HEAD_RUN | {"lr": 0.02, "adam_lr": 0.02, "max_positions": 128}
+    """Of a head that has learnt enough to be harmed: with five seeds its drafts were right 0.51 to
+    0.67 of the time, with the layers one off 0.43 to 0.60."""
+    run = training_runs.HEAD_RUN | {"lr": 0.02, "adam_lr": 0.02, "max_positions": 128, "steps": 240}
     sizes = {"block_size": 5, "stride": 1, "feature_layers": (1, 2, 3)}
     files = {"target": target, "data": (corpus,), "valid": (corpus,)}
     train(DFlashTrainConfig(**files, **sizes, **run), tmp_path)
