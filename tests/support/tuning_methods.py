@@ -26,7 +26,6 @@ def chain(
         label,
         label,
         label,
-        "chain",
         levels=levels_of(survival),
         costs=DrafterCosts(
             tuple(map(float, range(levels + 1))),
@@ -50,7 +49,7 @@ def step(
     return StepSums(1, batch, drafted=nodes, seconds=seconds)
 
 
-PLAIN = MeasuredMethod("plain", "none", "none", "")
+PLAIN = MeasuredMethod("plain", "none", "none")
 
 
 def target(free_tokens: int, seconds: float = 1.0, largest: int = 32) -> TargetCosts:

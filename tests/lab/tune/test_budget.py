@@ -115,7 +115,7 @@ def test_a_default_that_does_not_load_is_left_out_and_one_that_does_is_confirmed
     llm: LLM, folders: tuple[str, str]
 ) -> None:
     for spec, there in (("suffix", True), ("model:nowhere/at/all", False)):
-        default = DrafterCandidate("usual", spec, spec.partition(":")[0], "", default=True)
+        default = DrafterCandidate("usual", spec, spec.partition(":")[0], default=True)
         outcome = TuningOutcome.start(OPTIONS, llm)
         tried = [*variants("ngram"), default]
         tune(llm, tried, prompts(), outcome, lambda what: None, SecondEach(None))

@@ -33,7 +33,6 @@ def random_method(chance: random.Random, number: int) -> MeasuredMethod:
         label=f"m{number}",
         spec=f"m{number}",
         family=f"f{number % 3}",
-        shape="chain",
         levels=levels_of(survival),
         costs=DrafterCosts(
             (0.0, *itertools.accumulate(chance.uniform(1, 3) for _ in range(levels))),

@@ -29,7 +29,6 @@ from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.search import MARGIN, DrafterCandidate, MeasuredMethod
 from paceline.llm import LLM
-from paceline.model.identity import count_parameters
 from paceline.model.measure import measure
 
 LONGEST = 12  # levels tried where a level takes a pass; twice as many where it takes none
@@ -134,7 +133,7 @@ def measure_plain(
     """Plain decoding as a method without drafts, and its runs. Raises DataError."""
     runs = _runs(llm, sample, 0)
     steps = tuple((0, step) for step in _typical_pair(runs, target))
-    return MeasuredMethod("plain", "none", "none", "", steps=steps), runs
+    return MeasuredMethod("plain", "none", "none", steps=steps), runs
 
 
 def measure_method(
@@ -161,13 +160,11 @@ def measure_method(
         short = _typical_pair(_runs(llm, sample.brief(), few, between), target)
         steps += [(few, step) for step in short]
     drift = _drift(llm, sample, target, plain)
-    model = getattr(drafter, "model", None)  # heads borrow too much of the target to compare
     return MeasuredMethod(
         **vars(candidate),
         levels=levels,
         costs=DrafterCosts(tuple(fill * most for most in costs.nodes[:end]), passes, timed),
         steps=(*plain.steps, *((length, _scaled(step, 1 / drift)) for length, step in steps)),
-        parameters=count_parameters(model) if isinstance(model, type(llm.target)) else 0,
     )
 
 

@@ -40,8 +40,8 @@ _MOST_SHARE = 1 / 3  # of the drafters' time, for any one of them
 class TuningOutcome:
     """All that was measured so far. ``left_out``: what, and why; ``not_tried``: candidates that had
     no time. ``unrest``: slow plain steps by the fastest, within the measurement or from round to
-    round. ``copied``: share of plain decoding's text that stood in the text before it. ``rounds``
-    of the confirmation are wanted, of ``size`` prompts each; ``heats`` has those done."""
+    round. ``rounds`` of the confirmation are wanted, of ``size`` prompts each; ``heats`` has those
+    done."""
 
     options: TuneOptions
     model: str
@@ -52,7 +52,6 @@ class TuningOutcome:
     methods: list[MeasuredMethod] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     unrest: float = 1.0
-    copied: float = 0.0
     finalists: list[measure.Finalist] = field(default_factory=list)
     heats: HeatRecord = field(default_factory=HeatRecord)
     not_tried: list[str] = field(default_factory=list)
@@ -84,15 +83,6 @@ class TuningOutcome:
         wanted = min(measure.LEAST_ROUNDS, self.options.rounds)
         enough = self.heats.heats and len(self.heats.heats) >= wanted
         return measure.winner(self.results) if enough else None
-
-    def speedup_of(self, setting: PredictedSetting) -> float:
-        """By plain decoding: what decoding with the method showed at its best, else predicted."""
-        speedups = [
-            result.speedup
-            for result in self.results
-            if result.finalist.methods == (setting.method,) and result.run.counts.drafted
-        ]
-        return max(speedups, default=setting.speedup)
 
     @property
     def largest_batch(self) -> int:
@@ -221,7 +211,6 @@ class _Tuning:
         self.advance("measuring plain decoding")
         outcome.plain, runs = measure.measure_plain(largest, outcome.target, self.sample)
         outcome.unrest = unrest_of(runs[0])
-        outcome.copied = copied_share(self.sample, runs)
         largest.close()
 
     def target_costs(self, llm: LLM) -> TargetCosts:
@@ -303,26 +292,6 @@ def unrest_of(run: measure.Run) -> float:
     if len(seconds) < 10:
         return 1.0
     return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]
-
-
-def copied_share(sample: measure.Sample, runs: Sequence[measure.Run]) -> float:
-    """Share of the generated tokens that end a run of four that stood in the text before."""
-    outputs = [output for run in runs for output in run.outputs]
-    pairs = zip([*sample.alone, *sample.together], outputs, strict=True)
-    copied = sum(copied_tokens(prompt, output) for prompt, output in pairs)
-    return copied / (sum(map(len, outputs)) or 1)
-
-
-def copied_tokens(prompt: Sequence[int], output: Sequence[int]) -> int:
-    """Tokens of the output that end a run of four tokens seen earlier in the text."""
-    text = [*prompt, *output]
-    seen: set[tuple[int, ...]] = set()
-    copied = 0
-    for end in range(4, len(text) + 1):
-        run = tuple(text[end - 4 : end])
-        copied += end > len(prompt) and run in seen
-        seen.add(run)
-    return copied
 
 
 def choose(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from paceline.drafters import DRAFTERS
 from paceline.lab.report.document import (
     Column,
     Report,
@@ -20,7 +18,7 @@ from paceline.lab.report.document import (
 )
 from paceline.lab.tune.measure import CALM, PLAIN, Confirmation
 from paceline.lab.tune.plan import TuningOutcome
-from paceline.lab.tune.search import MARGIN, MeasuredMethod, PredictedSetting
+from paceline.lab.tune.search import MeasuredMethod
 from paceline.llm import LLM
 from paceline.model.identity import ModelIdentity
 from paceline.settings.tuned import (
@@ -34,71 +32,7 @@ from paceline.settings.tuned import (
     TunedProfile,
 )
 
-_LONG = 4  # levels beyond which a draft is long
 _AGREES = 0.15  # how far off a prediction may be that is shown beside what was measured
-_COPIES = 0.3  # share of copied tokens from which output "copies its input"
-
-
-@dataclass(frozen=True)
-class Advice:
-    """``holds``: whether the measured optimum agrees with the rule; None where it has no say."""
-
-    rule: str
-    measured: str
-    holds: bool | None
-
-
-def advise(outcome: TuningOutcome) -> Iterator[Advice]:
-    """All rules to which the outcome has something to say; none before anything was measured."""
-    settings, target = (
-        sorted(outcome.settings, key=outcome.speedup_of, reverse=True),
-        outcome.target,
-    )
-    if not settings or target is None:
-        return
-
-    def shown(*settings: PredictedSetting) -> str:
-        """``ngram 1.20x, a/draft 0.95x``."""
-        return ", ".join(f"{s.method.label} {outcome.speedup_of(s):.2f}x" for s in settings)
-
-    sized = next((s for s in settings if s.method.parameters), None)
-    if sized is not None and outcome.parameters:
-        ratio = outcome.parameters / sized.method.parameters
-        cost = sized.method.pass_ratio(target)
-        yield Advice(
-            "a draft model should be 10 to 20 times smaller than its target",
-            f"{shown(sized)}: {ratio:.1f} times smaller; a pass costs {cost:.2f} of a target step",
-            (10 <= ratio <= 20) == (outcome.speedup_of(sized) >= MARGIN),
-        )
-    low = [s for s in settings if s.method.levels.acceptance < 0.4]
-    paying = [setting for setting in low if outcome.speedup_of(setting) >= MARGIN]
-    least = min((s.method for s in settings), key=lambda method: method.levels.acceptance)
-    measured = f"the least is {least.levels.acceptance:.2f}, {least.label}"
-    measured = f"less have {shown(*(paying or low))}" if low else measured
-    rule = "acceptance below 0.4 is not worth drafting for"
-    yield Advice(rule, measured, not paying if low else None)
-    method = next((s.method for s in settings if s.method.costs.longest > _LONG), None)
-    if method is not None:
-        length, acceptance = method.best_length(target, 1).length, method.levels.acceptance
-        yield Advice(
-            "acceptance above 0.8: draft longer",
-            f"{method.label}: acceptance {acceptance:.2f}; the best length is {length} of "
-            f"{method.costs.longest} for one sequence",
-            (acceptance > 0.8) == (length > _LONG),
-        )
-    kinds = {kind for kind, record in DRAFTERS.items() if record.looks_up}
-    lookup = next((s for s in settings if s.method.family in kinds), None)
-    model = next((s for s in settings if s.method.family not in kinds), None)
-    if lookup is not None:
-        bound = MARGIN if model is None else outcome.speedup_of(model)
-        compared = shown(*(s for s in (lookup, model) if s is not None))
-        yield Advice(
-            "output that copies its input: prompt lookup first",
-            f"{outcome.copied:.0%} of the output ends a run of four tokens seen before; {compared}",
-            (outcome.copied >= _COPIES) == (outcome.speedup_of(lookup) >= bound),
-        )
-
-
 _BATCH = 8  # of a profile at least: requests that were not expected may join
 _BUSY = (
     "The machine was busy: plain steps took up to {:.1f} times the fastest. Do not trust these "
@@ -112,11 +46,6 @@ _CONFIRMATION = (
     "Medians of rounds in turns ({} done), speeds by plain decoding. predicted, decoding: without "
     "reading prompts; the former only where they agree within 15 %. whole: with it; it decides. "
     "Length auto is taken unless a fixed one beats it by 3 %."
-)
-_ADVICE = (
-    Column("rule", "rule of the field"),
-    Column("measured", "measured here"),
-    Column("holds", "rule", shown=lambda holds: "agrees" if holds else "DISAGREES"),
 )
 _rounded = "{:.0f}".format
 
@@ -221,8 +150,6 @@ def report_of(outcome: TuningOutcome) -> Report:
     if results and results[0].ratios:
         note = _CONFIRMATION.format(len(results[0].ratios))
         report.add("Confirmed by decoding", table_of(results, _CONFIRMED, note))
-    if advice := [*advise(outcome)]:
-        report.add("Why", table_of(advice, _ADVICE))
     completed = [] if outcome.completed is None else [Text(outcome.completed.line)]
     report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *completed)
     return report
@@ -238,12 +165,10 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
         "prompts": outcome.prompt_count,
         "decision": decision(outcome),
         "confirmed": outcome.chosen is not None,
-        "copied_share": outcome.copied,
         "unrest": outcome.unrest,
         "target_costs": target and asdict(_known_costs(outcome)),
         "search": [record_of(s, _searched(outcome)) for s in settings],
         "confirmation": [record_of(r, _CONFIRMED) for r in results],
-        "advice": [record_of(item, _ADVICE) for item in advise(outcome)],
         "budget": outcome.completed and asdict(outcome.completed),
         "left_out": [{"what": what, "why": why} for what, why in outcome.left_out],
     }
@@ -286,7 +211,7 @@ def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
             tokens_per_step=round(chosen.run.tokens_per_step, 3),
             acceptance=tuple(round(rate, 3) for rate in best.levels.rates) if best else (),
             break_even_batch=max(ends, default=0),
-            why=(decision(outcome), *(f"{a.rule}: {a.measured}" for a in advise(outcome))),
+            why=(decision(outcome),),
         ),
         costs=_known_costs(outcome),
         machine=MachineIdentity.of(llm.target),

@@ -16,13 +16,12 @@ from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, MADE_FOR, has_assets
 
 @dataclass(frozen=True)
 class DrafterCandidate:
-    """``shape``: "chain", a kind of tree, or "". ``requested``: the user named it, so it must load.
-    ``default``: commands take it where no draft is named, so it is confirmed, not predicted."""
+    """``requested``: the user named it, so it must load. ``default``: commands take it where no
+    draft is named, so it is confirmed, not predicted."""
 
     label: str
     spec: str
     family: str
-    shape: str
     requested: bool = False
     default: bool = False
 
@@ -57,7 +56,7 @@ def default_candidate(text: str) -> DrafterCandidate:
     """What commands take: "auto", and once the target is loaded what that is composed of."""
     spec = parse_draft(text)
     label = " + ".join(map(_label, spec.members())) + " (default)"
-    return DrafterCandidate(label, str(spec), spec.kind, "", default=True)
+    return DrafterCandidate(label, str(spec), spec.kind, default=True)
 
 
 def variants(text: str, requested: bool = False) -> list[DrafterCandidate]:
@@ -66,11 +65,11 @@ def variants(text: str, requested: bool = False) -> list[DrafterCandidate]:
     spec = parse_draft(text)
     label = _label(spec)
     tried = [
-        (label if variant is spec else f"{label} {shape}", variant, shape, requested)
+        (label if variant is spec else f"{label} {shape}", variant, requested)
         for shape, variant in spec.variants().items()
     ]
-    tried += [(f"{label} {name}", one, "", False) for name, one in spec.precisions().items()]
-    return [DrafterCandidate(name, str(v), v.kind, shape, asked) for name, v, shape, asked in tried]
+    tried += [(f"{label} {name}", one, False) for name, one in spec.precisions().items()]
+    return [DrafterCandidate(name, str(v), v.kind, asked) for name, v, asked in tried]
 
 
 def _label(spec: DraftSpec) -> str:
@@ -82,7 +81,7 @@ def _label(spec: DraftSpec) -> str:
 def hybrid_of(first: DrafterCandidate, second: DrafterCandidate) -> DrafterCandidate:
     """Two drafters that take turns; the one that looks text up comes first."""
     label = f"{first.label} + {second.label}"
-    return DrafterCandidate(label, f"{Hybrid.kind}:{first.spec}+{second.spec}", Hybrid.kind, "")
+    return DrafterCandidate(label, f"{Hybrid.kind}:{first.spec}+{second.spec}", Hybrid.kind)
 
 
 def _unique(candidates: Iterable[DrafterCandidate]) -> list[DrafterCandidate]:
@@ -98,12 +97,11 @@ _REPEATED = 80  # times that the cost model is shown a typical step
 class MeasuredMethod(DrafterCandidate):
     """One drafter as it was measured, or plain decoding. ``levels``: how drafts fared. ``costs``:
     nodes a sequence (as many as were proposed), passes, and the seconds of one pass by batch size.
-    ``steps``: typical ones, by the length of their drafts. ``parameters``: of a draft model."""
+    ``steps``: typical ones, by the length of their drafts."""
 
     levels: StepSums = field(default_factory=StepSums)
     costs: DrafterCosts = _NO_PASSES
     steps: tuple[tuple[int, StepSums], ...] = ()
-    parameters: int = 0
 
     def __hash__(self) -> int:
         return hash(self.spec)
