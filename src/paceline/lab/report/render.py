@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from rich import box
@@ -137,31 +136,8 @@ def as_table(table: Table) -> str:
 
 def as_html(report: Report) -> str:
     """The whole document, without outside requests."""
-    title = escape(report.title)
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    parts = [
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n{viewport}',
-        f"<title>{title}</title><style>\n{style}</style></head><body>\n<h1>{title}</h1>",
-    ]
-    for section in report.sections:
-        parts += [f"<h2>{escape(section.title)}</h2>", *map(_block_as_html, section.blocks)]
-    return "\n".join([*parts, "</body></html>"]) + "\n"
+    from jinja2 import Environment
 
-
-def _block_as_html(block: Block) -> str:
-    if isinstance(block, Table):
-        return _table_as_html(block)
-    kind = ' class="warning"' if block.warning else ""
-    return f"<p{kind}>{escape(block.text)}</p>"
-
-
-def _table_as_html(table: Table) -> str:
-    title = f"<caption>{escape(table.title)}</caption>" if table.title else ""
-    headings = "".join(f"<th>{escape(heading)}</th>" for heading in table.columns)
-    parts = [f'<div class="wide"><table>{title}<thead><tr>{headings}</tr></thead><tbody>']
-    for row in table.rows:
-        cells = (f'<td class="{"nt"[not is_number(c)]}">{escape(show(c))}</td>' for c in row)
-        parts.append(f"<tr>{''.join(cells)}</tr>")
-    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    return "".join([*parts, "</tbody></table></div>", note])
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    page = Environment(autoescape=True, keep_trailing_newline=True).from_string(template)
+    return page.render(report=report, is_number=is_number, show=show)
