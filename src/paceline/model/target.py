@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -169,6 +170,16 @@ class CausalModel:
             model = load(asked, REFERENCE)
             model.asked, model.refused = backend, refused
         return model
+
+    @classmethod
+    def around(cls, module: Any, name: str, backend: str = AUTO) -> CausalModel:
+        """A module of transformers that is loaded: modules of its own around the same weights."""
+        weights: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        copied = copy.deepcopy(module, weights)
+        copied.set_attn_implementation(ATTENTION)
+        model = cls(copied, name)
+        model.asked = backend
+        return model.optimised()
 
     def optimised(self) -> CausalModel:
         """Itself, on the backend that was asked for."""

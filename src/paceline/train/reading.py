@@ -3,7 +3,6 @@ times as fast as through the module, and kept on disk where that is asked for.""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -58,7 +57,7 @@ class NativeReader:
     def of(cls, target: Any, name: str) -> NativeReader | None:
         """Of a module of transformers; None where the kernels do not run it."""
         try:
-            model = CausalModel(copy.deepcopy(target), name).optimised()
+            model = CausalModel.around(target, name)
         except UnsupportedModelError:  # it can be trained for, if not be decoded with
             return None
         return None if model.backend.runs_torch else cls(model)

@@ -6,7 +6,6 @@ next call, until the weights change or another draft is asked for.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.backends.base import check_backend
 from paceline.model.loading import load_tokenizer
-from paceline.model.probe import ATTENTION, register
+from paceline.model.probe import register
 from paceline.model.target import CausalModel
 
 
@@ -131,8 +130,7 @@ def _target(model: Any, backend: str) -> CausalModel:
     """The model as engines take it: modules of its own around the same weights."""
     check_backend(backend)
     kind = type(model).__name__
-    tensors = (*model.parameters(), *model.buffers())
-    devices = {str(tensor.device) for tensor in tensors}
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or "meta" in devices:
         where = ", ".join(sorted(devices))
         raise ConfigError(
@@ -140,9 +138,4 @@ def _target(model: Any, backend: str) -> CausalModel:
             "speculatively (no device_map that splits or offloads)"
         )
     register()
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    module = copy.deepcopy(model, shared)
-    module.set_attn_implementation(ATTENTION)
-    target = CausalModel(module, str(model.name_or_path) or kind)
-    target.asked = backend
-    return target.optimised()
+    return CausalModel.around(model, str(model.name_or_path) or kind, backend)

@@ -26,7 +26,6 @@ from paceline.model.loading import check_architecture, load_module, read_config,
 from paceline.model.names import first_line
 from paceline.model.offload import decoder_layers
 from paceline.model.precision import quantization_of
-from paceline.model.probe import ATTENTION
 from paceline.model.target import UNLIMITED_POSITIONS, CausalModel
 
 _ROWS, _FEWER = 32, 13  # of the two sequences at each position
@@ -91,11 +90,11 @@ def _compared_with_transformers(files: ModelFiles, device: torch.device, backend
             problem = f"transformers' own forward fails ({first_line(error)})"
             raise _NotComparedError(problem) from None
         begun.advance(1, f"on {_NAMES[REFERENCE]}")
-        off = {REFERENCE: _furthest(_adapted(module, name, REFERENCE), sequences, wanted)}
+        off = {REFERENCE: _furthest(CausalModel.around(module, name, REFERENCE), sequences, wanted)}
         # Kernels are held to nothing where torch is off.
         if off[REFERENCE][0] <= _LIMIT and backend != REFERENCE and device.type == "cpu":
             begun.advance(1, f"on {_NAMES[NATIVE]}")
-            model = _adapted(module, name, NATIVE)
+            model = CausalModel.around(module, name, NATIVE)
             if model.backend.name == NATIVE:
                 off[NATIVE] = _furthest(model, sequences[:2], wanted[:2])
     how = f"{layers} layers, {time.monotonic() - start:.1f} s"
@@ -179,16 +178,6 @@ def _of_library(
     tokens, at = (torch.tensor([list(values)], device=device) for values in (ids, positions))
     logits: torch.Tensor = module(input_ids=tokens, position_ids=at, use_cache=False).logits[0]
     return logits
-
-
-def _adapted(module: Any, name: str, backend: str) -> CausalModel:
-    """The same weights as engines take them. Raises UnsupportedModelError."""
-    weights: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-    copied = copy.deepcopy(module, weights)
-    copied.set_attn_implementation(ATTENTION)
-    model = CausalModel(copied, name)
-    model.asked = backend
-    return model.optimised()
 
 
 @torch.inference_mode()
