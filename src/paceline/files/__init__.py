@@ -160,6 +160,19 @@ def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
     return table
 
 
+def filled(template: Path, **values: Any) -> str:
+    """A template of this package (Jinja) with values; in HTML they are text, and no tags."""
+    from jinja2 import Environment
+
+    environment = Environment(
+        autoescape=template.suffix == ".html",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.from_string(template.read_text(encoding="utf-8")).render(values)
+
+
 @contextmanager
 def folder_aside(path: str | Path, what: str, damaged: bool = False) -> Iterator[Path]:
     """Fill the given folder in the block; it becomes ``path`` if the block ends without an error.

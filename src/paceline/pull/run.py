@@ -11,7 +11,7 @@ from zipfile import ZipFile
 
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.files import cache_folder, folder_aside, telling
+from paceline.files import cache_folder, filled, folder_aside, telling
 from paceline.files.ownership import check_folder, claim, is_claimed
 from paceline.model.gguf import require_gguf
 from paceline.model.loading import load_module
@@ -28,29 +28,6 @@ from paceline.model.names import (
 from paceline.model.tokenizer import load_tokenizer
 from paceline.pull.wheel import fetch_wheel, file_sha256
 
-_CARD = """# {name}
-
-{what}.
-
-Made by Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct): Llama architecture, 134,515,008
-parameters, 30 layers x 576, 9 heads over 3, vocabulary 49,152, context 8,192, ChatML.
-
-Licence: {licence}.
-
-## Where it came from
-
-{origin}
-
-SHA-256 of `model.safetensors`: `{sha256}`
-
-Fetched by `paceline pull {short}`. Delete this folder to be rid of it.
-"""
-_WHEEL = """The package `{location}` of the Python package index, whose wheel holds
-`SmolLM2-135M-Instruct.Q4_1.gguf`: weights of four bits with a scale and an offset for every 32 of
-them (Q4_1; the embeddings in Q8_0, the norms in float32). **They were dequantised**: the float32
-numbers here are those that the Q4_1 form stands for, not the ones that were published. So its
-answers are those of the quantised model, to the last bit of float32."""
-_HUB = """The repository `{location}` of the Hugging Face hub, as published (bfloat16)."""
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "merges.txt")  # files of a repository
 _SPARE = 50_000_000  # bytes left over on the disk
 
@@ -173,14 +150,7 @@ def _finish(entry: Pullable, folder: Path, expected: str | None) -> None:
             f"the weights of {entry.full_name} came out with the SHA-256 {digest[:16]}..., not "
             f"{str(expected)[:16]}...; with the versions of constraints.txt they are right"
         )
-    card = _CARD.format(
-        name=entry.full_name,
-        short=entry.name,
-        what=entry.what,
-        licence=entry.licence,
-        origin=(_HUB if entry.wheel is None else _WHEEL).format(location=entry.location),
-        sha256=digest,
-    )
+    card = filled(Path(__file__).with_name("card.md"), entry=entry, sha256=digest)
     (folder / "README.md").write_text(card, encoding="utf-8")
     marker = {"name": entry.name, "sha256": digest, "bytes": weights.stat().st_size}
     (folder / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.drafters import DFlash, DraftModel, DSpark, Eagle, Medusa, NGram, Suffix
+from paceline.files import filled
 from paceline.lab.export.speculation import FEWER_MATCHES, Export, eagle_of, outputs_of
 from paceline.model.gguf import gguf_file
 
@@ -178,24 +179,6 @@ def _gguf(export: Export, path: str, name: str, *more: str) -> str:
     return export.convert(name, convert)
 
 
-_PROGRAM = '''"""Made by `paceline export --to openvino`."""
-
-import sys
-
-import openvino_genai as genai
-
-pipeline = genai.LLMPipeline(
-    {target!r},
-    "CPU",
-    scheduler_config=genai.SchedulerConfig(),{arguments}
-)
-config = genai.GenerationConfig()
-{settings}config.max_new_tokens = 128
-config.validate()
-print(pipeline.generate(sys.argv[1], config))
-'''
-
-
 def _openvino(export: Export) -> None:
     """A short Python program; models converted by optimum."""
     draft = export.draft
@@ -203,10 +186,10 @@ def _openvino(export: Export) -> None:
     target = _openvino_model(export, export.target_path, "target")
     if isinstance(draft, DraftModel):
         folder = _openvino_model(export, export.draft_path, "draft")
-        arguments = f'\n    draft_model=genai.draft_model({folder!r}, "CPU"),'
+        speculation = f'draft_model=genai.draft_model({folder!r}, "CPU")'
     elif isinstance(draft, NGram):
         export.config["max_ngram_size"] = draft.max
-        arguments = "\n    prompt_lookup=True,"
+        speculation = "prompt_lookup=True"
         if draft.candidates > 1 or draft.source != "prompt":
             what = f"{draft.candidates} candidates from {draft.source}"
             export.approximate(what, "one match", FEWER_MATCHES)
@@ -215,9 +198,9 @@ def _openvino(export: Export) -> None:
             "export a draft model or ngram (its EAGLE-3 counts layers by outputs and takes the "
             "numbers only from inside a converted model; left alone it reads one layer too far)",
         )
-    settings = "".join(f"config.{name} = {value!r}\n" for name, value in export.config.items())
     file = "openvino_generate.py"
-    export.files[file] = _PROGRAM.format(target=target, arguments=arguments, settings=settings)
+    values = {"target": repr(target), "draft": speculation, "settings": export.config}
+    export.files[file] = filled(Path(__file__).with_name("openvino.py.txt"), **values)
     export.command = ["python", export.in_folder(file), "Once upon a time"]
 
 

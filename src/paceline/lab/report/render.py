@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
 from paceline.errors import ConfigError
-from paceline.files import check_place, replace_files, telling
+from paceline.files import check_place, filled, replace_files, telling
 from paceline.files.ownership import check_file, is_signed, signed
 from paceline.lab.report.document import Block, Report, Table, is_number, show
 
@@ -136,8 +136,5 @@ def as_table(table: Table) -> str:
 
 def as_html(report: Report) -> str:
     """The whole document, without outside requests."""
-    from jinja2 import Environment
-
-    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    page = Environment(autoescape=True, keep_trailing_newline=True).from_string(template)
-    return page.render(report=report, is_number=is_number, show=show)
+    template = Path(__file__).with_name("report.html")
+    return filled(template, report=report, is_number=is_number, show=show)
