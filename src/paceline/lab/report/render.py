@@ -14,7 +14,7 @@ from rich.text import Text as RichText
 from paceline.errors import ConfigError
 from paceline.files import check_place, filled, replace_files, telling
 from paceline.files.ownership import check_file, is_signed, signed
-from paceline.lab.report.document import Block, Report, Table, is_number, show
+from paceline.lab.report.document import Report, Table, is_number, show
 
 _SHORT = 24  # characters of a column that stays on one line
 _UNLIMITED = 10_000  # characters: wider than any table
@@ -107,16 +107,7 @@ def _of_numbers(table: Table) -> list[bool]:
 
 def as_markdown(report: Report) -> str:
     """The whole document."""
-
-    def block_as_markdown(block: Block) -> str:
-        if isinstance(block, Table):
-            return as_table(block)
-        return f"**{block.text}**" if block.warning else block.text
-
-    parts = [f"# {report.title}"]
-    for section in report.sections:
-        parts += [f"## {section.title}", *map(block_as_markdown, section.blocks)]
-    return "\n\n".join(parts) + "\n"
+    return filled(Path(__file__).with_name("report.md"), report=report, as_table=as_table)
 
 
 def as_table(table: Table) -> str:
