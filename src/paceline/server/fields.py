@@ -6,74 +6,22 @@ at neutral values. Unknown fields that are null are ignored. All others are refu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
+from paceline.files import read_toml
 from paceline.server.requestlog import note
 
-# Noted at any value: storage, billing, routing, and what only OpenAI's and Anthropic's servers do.
-NOTED = {
-    *("betas", "cache_control", "cache_prompt", "cache_salt", "client_metadata"),
-    *("context_management", "guided_decoding_backend", "include_obfuscation", "inference_geo"),
-    *("max_tool_calls", "metadata", "mm_processor_kwargs", "prompt_cache_key"),
-    *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier"),
-    *("session_id", "session_params", "speed", "store", "user", "user_id"),
-}
-# Noted at these neutral values.
-NOTED_AT: Mapping[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "bad_words": ([],),
-    "detokenize": (True,),
-    "documents": ([],),
-    "early_stopping": (False,),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1, 0),
-    "logits_processors": ([],),
-    "mcp_servers": ([],),
-    "mirostat": (0,),
-    "modalities": (["text"],),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "truncation": ("disabled",),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "web_search_options": ({},),
-}
-# Reasons for refusing; other unknown fields are refused by name alone.
-REFUSED: Mapping[str, str] = {
-    "audio": "answers are text; audio is not supported",
-    "background": "answers are not made in the background; stream it",
-    "bad_words": "words cannot be banned; use logit_bias for tokens",
-    "container": "there are no containers here",
-    "conversation": "conversations are not kept; use previous_response_id, or send the input again",
-    "documents": "documents are not supported; put their text into a message",
-    "draft_length": 'write "speculation": {"draft_length": ...}',
-    "drafter": 'write "speculation": {"drafter": ...}',
-    "guided_whitespace_pattern": "JSON is written on one line, which cannot be changed",
-    "logits_processors": "code from requests is not run; use logit_bias or a grammar",
-    "mcp_servers": "MCP servers are not called from here; offer their tools as functions",
-    "modalities": 'answers are text; only ["text"] is supported',
-    "prompt": "prompt templates are not kept here; send the messages",
-    "return_tokens_as_token_ids": "not supported; return_token_ids adds the ids",
-    "structural_tag": "structural tags are not supported; use json, regex, choice or grammar",
-    "truncation": 'nothing is left out of a prompt; use "disabled"',
-    "use_beam_search": "beam search is not supported; sample n answers",
-    "web_search_options": "there is no web search here",
-}
-# Neutral values that vllm-router writes into every request.
-ROUTER_DEFAULTS: Mapping[str, bool] = {
-    "no_stop_trim": False,
-    "return_hidden_states": False,
-    "separate_reasoning": True,
-    "stream_reasoning": True,
-    "include_reasoning": True,
-}
+_TABLES = read_toml(Path(__file__).with_name("fields.toml"), "the table of fields")
+NOTED = frozenset[str](_TABLES["noted"])  # at any value
+NOTED_AT: Mapping[str, Sequence[Any]] = _TABLES["noted_at"]  # these neutral values
+REFUSED: Mapping[str, str] = _TABLES["refused"]  # reasons; others are refused by name alone
+ROUTER_DEFAULTS: Mapping[str, bool] = _TABLES["router_defaults"]  # in every request of vllm-router
 
 
 class Body(BaseModel):
