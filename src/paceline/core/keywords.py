@@ -6,54 +6,18 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from paceline.errors import ConfigError
+from paceline.files import read_toml
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# Keywords of vLLM, llama-cpp-python and transformers: our name, or (not a name) what to do.
-OTHER_NAMES = {
-    **{"tensor_parallel_size": "tensor_parallel", "max_num_seqs": "max_batch_size"},
-    **{"enable_prefix_caching": "prefix_sharing", "kv_cache_memory_bytes": "kv_cache_memory"},
-    **{"quantization": "quantize", "speculative_config": "draft", "speculative_model": "draft"},
-    **{"num_speculative_tokens": "draft_length", "max_seq_len": "max_model_len"},
-    # Of ours, in the other place.
-    **{"drafter": "draft", "draft": "drafter", "model": "target", "target": "model"},
-    **{"n_ctx": "max_model_len", "model_path": "model"},
-    **{"torch_dtype": "dtype", "device_map": "device", "assistant_model": "draft"},
-    **{"sampling_params": "params", "use_tqdm": "progress", "max_new_tokens": "max_tokens"},
-    **{"include_stop_str_in_output": "include_stop", "repeat_penalty": "repetition_penalty"},
-    **{"num_return_sequences": "n", "stop_strings": "stop", "lora_modules": "lora"},
-    "gpu_memory_utilization": 'bound the cache by kv_cache_memory="2G"',
-    "cpu_offload_gb": 'use offload="cpu" and weights_memory="8G", what stays on the device',
-    "n_gpu_layers": 'use device="cuda", and offload="cpu" if the weights do not fit',
-    **dict.fromkeys(
-        ("n_threads", "threads"), "set OMP_NUM_THREADS, or call torch.set_num_threads(N)"
-    ),
-    "pipeline_parallel_size": "use tensor_parallel=N: processes share each layer",
-    "tokenizer": "the tokenizer is the one in the model's folder; put it there",
-    "trust_remote_code": "no code of a checkpoint is run; leave it out",
-    "enforce_eager": "no CUDA graphs are captured; leave it out",
-    "swap_space": "no sequence is swapped out; leave it out",
-    "enable_chunked_prefill": "long prompts are always read in chunks; leave it out",
-    "enable_lora": "it is on; give adapters as lora={name: folder}, --lora NAME=FOLDER",
-    "lora_request": 'load it with the model, LLM(lora={"sql": folder}), and name it: lora="sql"',
-    "max_loras": "a batch may name any number of adapters; leave it out",
-    "max_lora_rank": "ranks up to 64 are served without being announced; leave it out",
-    "logits_processors": "give them to requests: SamplingParams(logits_processors=[f])",
-    "structured_outputs": "use grammar=Grammar.json(schema), regex or lark",
-    "guided_decoding": "use grammar=Grammar.json(schema), regex or lark",
-    **dict.fromkeys(
-        ("max_tokens", "temperature", "seed"),
-        "give it to a request: generate(prompt, SamplingParams(max_tokens=64, temperature=0.8))",
-    ),
-    "best_of": "use n=N and choose among the completions",
-    "bad_words": "use logit_bias={token_id: -100}, or logits_processors",
-    "allowed_token_ids": "use grammar, or logits_processors",
-    "do_sample": "a temperature above 0 samples; 0 is greedy",
-}
+_TABLES = read_toml(Path(__file__).with_name("keywords.toml"), "the table of keywords")
+# Keywords of other engines: our name, or (not a name) what to do.
+OTHER_NAMES: dict[str, str] = _TABLES["ours"] | _TABLES["instead"]
 
 
 def forgiving(what: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
