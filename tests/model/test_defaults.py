@@ -42,7 +42,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_suite_sees_nobodys_cache() -> None:
-    assert default_model().model == EMBEDDED and default_model().note is None
+    assert default_model() == (EMBEDDED, None)
     assert names.pulled(names.SMOLLM2) is None
     assert real_model.folder() is None or real_model.folder() != names.model_folder(names.SMOLLM2)
 

@@ -258,10 +258,9 @@ def chosen_model(given: str) -> str:
     that has yet to be pulled is fetched if the user agrees."""
     model = given
     if not given:
-        choice = default_model()
-        model = choice.model
-        if choice.note is not None:
-            info(choice.note)
+        model, note = default_model()
+        if note is not None:
+            info(note)
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return model  # never unasked: loading it says what to do
     try:

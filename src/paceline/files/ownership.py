@@ -122,12 +122,13 @@ def _proved(path: Path, proof: Proof | None) -> bool:
     return False
 
 
-def digest_of(file: Path) -> str:
-    """The SHA-256 of a file."""
+def digest_of(file: Path, advance: Callable[[int], object] = lambda size: None) -> str:
+    """The SHA-256 of a file; ``advance`` is told the bytes read since the last time."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(1 << 20):
             digest.update(block)
+            advance(len(block))
     return digest.hexdigest()
 
 

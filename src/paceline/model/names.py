@@ -185,22 +185,14 @@ def _assets(name: str) -> Path:
     return Path(__file__).resolve().parent.parent / "assets" / name.removeprefix(PREFIX)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """``note`` says why it was chosen; None if the user chose it."""
-
-    model: str
-    note: str | None
-
-
-def default_model() -> Choice:
-    """The model of a command that was given none."""
+def default_model() -> tuple[str, str | None]:
+    """The model of a command that was given none, and why it was chosen; None if the user did."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
-        return Choice(chosen, None)
+        return chosen, None
     if pulled(SMOLLM2) is not None:
-        return Choice(REAL, f"model: {REAL}, because it has been pulled (--model names another)")
-    return Choice(
+        return REAL, f"model: {REAL}, because it has been pulled (--model names another)"
+    return (
         EMBEDDED,
         f"model: {EMBEDDED}, a toy, because {REAL} has not been pulled "
         f"(`paceline pull {SMOLLM2.name}`, {megabytes(SMOLLM2.download)})",

@@ -5,7 +5,6 @@ pip knows the index, the proxy and the certificates that its user configured; no
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from paceline.core.stages import Stage, stage
 from paceline.errors import ModelLoadError
 from paceline.files import telling
-from paceline.files.ownership import check_file, claim, is_claimed
+from paceline.files.ownership import check_file, claim, digest_of, is_claimed
 from paceline.model.names import Wheel
 
 # What pip's output means. With -vv it says why an index gave nothing; else "no network" and "not
@@ -45,7 +44,6 @@ _FAILURES = (
         "the index that pip is configured for has no {requirement}; look at `pip config list`",
     ),
 )
-_CHUNK = 1 << 20
 _POLL_SECONDS = 0.1
 
 
@@ -81,12 +79,8 @@ def fetch_wheel(wheel: Wheel, folder: Path) -> Path:
 
 def file_sha256(path: Path, what: str) -> str:
     """The digest of a file, with progress called ``what``."""
-    digest = hashlib.sha256()
-    with stage(what, path.stat().st_size, "B") as progress, path.open("rb") as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
-            progress.advance(len(block))
-    return digest.hexdigest()
+    with stage(what, path.stat().st_size, "B") as progress:
+        return digest_of(path, progress.advance)
 
 
 def _run_pip(wheel: Wheel, folder: Path) -> None:
