@@ -4,7 +4,7 @@ what plain decoding does, and that is what transformers' ``generate`` does."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import pytest
@@ -47,42 +47,74 @@ _WITH_MTP = "qwen3"  # families whose checkpoints hold MTP layers of a form that
 WORDS = [7, 3, 9, 11, 2, 5, 6, 1, 13, 17, 19, 23, 4, 8, 15, 16, 7, 3, 9, 11, 2, 5, 6, 1]
 _HEADS_FOLLOW = ("bamba", "granitemoehybrid")  # heads times their width are twice the hidden size
 PROMPTS = [WORDS * 2, WORDS[:11], [*WORDS[:17], 3, 3], [5]]
-GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.9, seed=5, n=2)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+class Family:
+    """A target of a family, what it writes and what drafts for it, made when first asked for."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self._kind, self._root = kind, root
+        root.mkdir()
+
+    @cached_property
+    def folders(self) -> dict[str, str]:
+        tokenizer = train_tokenizer(SENTENCES, 320)
+        size = len(tokenizer)
+        made = {
+            "target": random_recurrent(self._kind, 3, 0.0, size),
+            "draft": random_recurrent(self._kind, 3, 0.1, size),
+            "llama": random_llama(3, 2, 0.0, size),
+        }
+        for name, module in made.items():
+            module.save_pretrained(self._root / name)
+            tokenizer.save_pretrained(self._root / name)
+        return {name: str(self._root / name) for name in made}
+
+    @cached_property
+    def plain(self) -> LLM:
+        return LLM(self.folders["target"], draft="none", dtype="float32")
+
+    @cached_property
+    def expected(self) -> list[list[int]]:
+        return [out.token_ids for out in answers(self.plain, GREEDY, SEEDED)]
+
+    @cached_property
+    def weights(self) -> Weights:
+        return Weights(self.folders, self.expected, self._root)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    root = tmp_path_factory.mktemp("families")
+    return {kind: Family(kind, root / kind) for kind in KINDS}
+
+
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
 
 
-@pytest.fixture(scope="module")
-def folders(kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root: Path = tmp_path_factory.mktemp(kind)
-    tokenizer = train_tokenizer(SENTENCES, 320)
-    size = len(tokenizer)
-    made = {
-        "target": random_recurrent(kind, 3, 0.0, size),
-        "draft": random_recurrent(kind, 3, 0.1, size),
-        "llama": random_llama(3, 2, 0.0, size),
-    }
-    for name, module in made.items():
-        module.save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-    return {name: str(root / name) for name in made}
+@pytest.fixture
+def folders(families: dict[str, Family], kind: str) -> dict[str, str]:
+    return families[kind].folders
 
 
-@pytest.fixture(scope="module")
-def plain(folders: dict[str, str]) -> LLM:
-    return LLM(folders["target"], draft="none", dtype="float32")
+@pytest.fixture
+def plain(families: dict[str, Family], kind: str) -> LLM:
+    return families[kind].plain
 
 
-@pytest.fixture(scope="module")
-def weights(
-    folders: dict[str, str], expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> Weights:
-    return Weights(folders, expected, tmp_path_factory.mktemp("weights"))
+@pytest.fixture
+def expected(families: dict[str, Family], kind: str) -> list[list[int]]:
+    return families[kind].expected
+
+
+@pytest.fixture
+def weights(families: dict[str, Family], kind: str) -> Weights:
+    return families[kind].weights
 
 
 class Weights(dict[str, str]):
@@ -113,11 +145,6 @@ def answers(llm: LLM, *asked: SamplingParams) -> list[Completion]:
     check_cache(llm.engine.cache)
     assert llm.engine.cache.pool.available == llm.engine.cache.num_blocks
     return made
-
-
-@pytest.fixture(scope="module")
-def expected(plain: LLM) -> list[list[int]]:
-    return [out.token_ids for out in answers(plain, GREEDY, SEEDED)]
 
 
 def test_plain_text_is_that_of_generate(plain: LLM, expected: list[list[int]]) -> None:
