@@ -56,6 +56,14 @@ def few_prices() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def no_collector() -> Iterator[None]:
+    """For those who read the package's syntax: the collector would look at it again and again."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     root = tmp_path_factory.mktemp("models")

@@ -15,6 +15,8 @@ import pytest
 
 import paceline
 
+pytestmark = pytest.mark.usefixtures("no_collector")
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
 

@@ -13,6 +13,8 @@ SOURCE = ROOT / "src" / "paceline"
 READ = [path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
 Trees = dict[Path, ast.Module]
 
+pytestmark = pytest.mark.usefixtures("no_collector")
+
 
 @pytest.fixture(scope="module")
 def trees() -> Trees:

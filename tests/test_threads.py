@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -35,17 +35,18 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"n": 2, "temperature": 0.7, "seed": 9, "logprobs": 2},
     {"stop": ("a",), "min_tokens": 4},
 )
+Answer: TypeAlias = tuple[list[int], str, str]  # token ids, text, and why it ends
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 
 
 def asked(number: int) -> tuple[str, SamplingParams]:
     kind = KINDS[number % len(KINDS)]
     return f"{TEXTS[number % len(TEXTS)]} {number}", SamplingParams(
-        max_tokens=8 + number % 24, **kind
+        max_tokens=6 + number % 12, **kind
     )
 
 
-def answers(found: list[Completion]) -> list[tuple[list[int], str, str]]:
+def answers(found: list[Completion]) -> list[Answer]:
     return [(list(one.token_ids), one.text, one.finish_reason) for one in found]
 
 
@@ -79,10 +80,17 @@ def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
         return list(pool.map(one, range(count)))
 
 
-def test_each_thread_gets_the_answer_that_it_gets_alone(llm: LLM) -> None:
-    alone = [answers(llm.generate(*asked(number))) for number in range(THREADS)]
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[Answer]]:
+    """What each number asks for gets when it is the only one."""
+    return [answers(llm.generate(*asked(number))) for number in range(THREADS)]
 
-    def streamed(number: int) -> list[tuple[list[int], str, str]]:
+
+def test_each_thread_gets_the_answer_that_it_gets_alone(
+    llm: LLM, alone: list[list[Answer]]
+) -> None:
+
+    def streamed(number: int) -> list[Answer]:
         events = list(llm.stream(*asked(number)))
         done = sorted(
             (event.completion for event in events if event.completion is not None),
@@ -100,15 +108,14 @@ def test_each_thread_gets_the_answer_that_it_gets_alone(llm: LLM) -> None:
     assert 2 * together < sum(len(one[0]) for own in alone for one in own), "not batched"
 
 
-def test_coroutines_and_threads_share_the_steps(llm: LLM) -> None:
-    alone = [answers(llm.generate(*asked(number))) for number in range(THREADS)]
+def test_coroutines_and_threads_share_the_steps(llm: LLM, alone: list[list[Answer]]) -> None:
     both = AsyncLLM.over(llm)
 
-    async def streamed(number: int) -> list[tuple[list[int], str, str]]:
+    async def streamed(number: int) -> list[Answer]:
         done = [e.completion async for e in both.stream(*asked(number)) if e.completion is not None]
         return answers(sorted(done, key=lambda completion: completion.index))
 
-    async def generated(number: int) -> list[tuple[list[int], str, str]]:
+    async def generated(number: int) -> list[Answer]:
         return answers(await both.generate(*asked(number)))
 
     async def all_of_them() -> list[Any]:
@@ -287,15 +294,14 @@ def test_an_interrupt_ends_the_call_that_it_hits(llm: LLM, monkeypatch: pytest.M
     assert ended == ["interrupted"] and found == expected
 
 
-def test_two_engines_in_two_threads(llm: LLM) -> None:
+def test_two_engines_in_two_threads(llm: LLM, alone: list[list[Answer]]) -> None:
     """With grammars and penalties, whose state the process holds by request."""
     other = LLM("paceline/tiny", draft="none", dtype="float32", max_batch_size=4)
-    alone = [answers(llm.generate(*asked(number))) for number in range(16)]
 
     def work(number: int) -> Any:
         return answers((llm, other)[number % 2].generate(*asked(number)))
 
-    assert in_threads(work, 16) == alone
+    assert in_threads(work, 16) == alone[:16]
     made = [one.prepare("x", SamplingParams())[0].seq.seq_id for one in (llm, other) * 4]
     assert len(set(made)) == 8
     other.close()
@@ -322,7 +328,7 @@ def test_cancelling_a_coroutine_cancels_its_requests(llm: LLM) -> None:
 
 
 def test_abort_returns_what_there_is(llm: LLM) -> None:
-    whole = llm.generate(TEXTS[0], SamplingParams(max_tokens=400, ignore_eos=True))[0].token_ids
+    whole = llm.generate(TEXTS[0], SamplingParams(max_tokens=200, ignore_eos=True))[0].token_ids
 
     async def main() -> None:
         both = AsyncLLM.over(llm)
@@ -336,7 +342,7 @@ def test_abort_returns_what_there_is(llm: LLM) -> None:
                 await both.abort("another's")
         done = events[-1].completion
         assert done is not None and done.finish_reason == "abort" and done.error is None
-        assert done.token_ids == whole[: len(done.token_ids)] and 3 <= len(done.token_ids) < 400
+        assert done.token_ids == whole[: len(done.token_ids)] and 3 <= len(done.token_ids) < 200
         task = asyncio.create_task(both.generate(TEXTS[0], LONG, request_id="mine"))
         await asyncio.sleep(0)
         await both.abort("mine")  # it is not queued yet

@@ -13,6 +13,8 @@ import typer.main
 
 from paceline.cli.main import app
 
+pytestmark = pytest.mark.usefixtures("no_collector")
+
 ROOT = Path(__file__).resolve().parents[1]
 # They say what things were called then.
 HISTORY = {"decisions.md", "CHANGELOG.md", "upgrading.md", "changes-0.2.0.md"}

@@ -80,9 +80,9 @@ def test_a_look_up_is_judged_by_the_length_of_its_match(
 
 def test_members_in_vain_lock_nobody_out() -> None:
     """The two states: n-gram finds little, the head has nothing won yet, hiccups come; the suffix
-    memory drafts a repeated answer all the same, in each of 50 fresh processes."""
+    memory drafts a repeated answer all the same, in each of 20 fresh processes."""
     speeds = []
-    for seed in range(50):
+    for seed in range(20):
         ngram = Sure("ngram", always(0.15), seed=seed)
         suffix = Sure("suffix", lambda position: None)
         head = Guesser("head", always(0.3), 0.3, seed=seed)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable
-from itertools import product
-from typing import Any
 
 import pytest
 
 from paceline.draft.hybrid import HybridDrafter
+from support.diagonal import diagonal
 from support.simulated_batch import Batches, Rate, Truth, steady
 from support.simulated_time import Guesser, Machine, always
 
@@ -66,17 +64,9 @@ def ratios(
     return [statistics.mean(column) for column in zip(*runs, strict=True)]
 
 
-def every_pair(*values: Iterable[Any]) -> list[Any]:
-    """Cases of three values: each two of them meet with every change, each three in slow tests."""
-    return [
-        pytest.param(*case, marks=() if sum(places) % 3 == 0 else pytest.mark.slow)
-        for places, case in (
-            zip(*numbered, strict=True) for numbered in product(*map(enumerate, values))
-        )
-    ]
-
-
-@pytest.mark.parametrize(("truth", "rate", "batch"), every_pair(TRUTHS, RATES, (1, 4, 8)))
+@pytest.mark.parametrize(
+    ("truth", "rate", "batch"), diagonal(list(TRUTHS), list(RATES), (1, 4, 8), every=6)
+)
 def test_from_the_first_request_on(truth: str, rate: str, batch: int) -> None:
     found = ratios(TRUTHS[truth], RATES[rate], batch, RIGHT)
     assert found[0] > 0.95 and statistics.mean(found) > 0.96
@@ -84,7 +74,9 @@ def test_from_the_first_request_on(truth: str, rate: str, batch: int) -> None:
 
 @pytest.mark.parametrize(
     ("truth", "rate", "wrong"),
-    every_pair(("a head", "rows are dear", "a lookup, rows are dear"), RATES, (CHEAP, DEAR, SLOW)),
+    diagonal(
+        ("a head", "rows are dear", "a lookup, rows are dear"), list(RATES), (CHEAP, DEAR, SLOW)
+    ),
 )
 def test_where_start_up_was_wrong_by_two(
     truth: str, rate: str, wrong: tuple[float, float, float]
@@ -169,7 +161,7 @@ TEAMS = {
 
 
 @pytest.mark.parametrize(
-    ("team", "batch", "mistaken"), every_pair(TEAMS, (1, 4, 8), (0.5, 1.0, 2.0))
+    ("team", "batch", "mistaken"), diagonal(list(TEAMS), (1, 4, 8), (0.5, 1.0, 2.0))
 )
 def test_a_hybrid_is_never_slower(team: str, batch: int, mistaken: float) -> None:
     members = [

@@ -36,7 +36,8 @@ def run(
     """Drafts of which a share is right, ``each`` of a request; those until the collapse."""
     chooser = random.Random(first)
     for number in range(drafts):
-        seq = sequence(1000 + first + number // each, **params)
+        if number % each == 0:
+            seq = sequence(1000 + first + number // each, **params)
         right = chooser.random() < rate
         commit = Commit(seq.seq_id, (1, 1) if right else (1,), (0,) if right else (), reached=1)
         watch.record("head", seq, commit)

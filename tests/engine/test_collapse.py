@@ -24,11 +24,13 @@ from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.origin import Origin
 from paceline.lab.bench.prompts import load_prompts
 from paceline.model.names import fetched
+from support.diagonal import diagonal
 
 TOKENS = 2000  # within which a collapse is found
 # Seconds of a step of the target, of each node that it checks, and of a head's pass: one that is
 # nearly always worth it, and one that hardly ever is.
 STEP, ROW, CHEAP, DEAR = 1.0, 0.02, 0.02, 0.5
+DRAFTING: list[tuple[int | str, float]] = [(4, CHEAP), ("auto", CHEAP), ("auto", DEAR)]
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +85,17 @@ def tokens_until_collapse(llm: LLM, most: int = TOKENS, temperature: float = 0.0
     return llm.engine.watch.tokens if llm.engine.watch.collapsed else None
 
 
-@pytest.mark.parametrize(("length", "each"), [(4, CHEAP), ("auto", CHEAP), ("auto", DEAR)])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize(("kind", "drafting"), diagonal(["eagle", "eagle3", "medusa"], DRAFTING))
 def test_a_damaged_head(
     target: LLM,
     kind: str,
-    length: str | int,
-    each: float,
+    drafting: tuple[int | str, float],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = damaged(f"paceline/tiny-{kind}", tmp_path / "head")
-    llm = timed(target, f"{kind}:{folder}", length, each, monkeypatch)
+    llm = timed(target, f"{kind}:{folder}", *drafting, monkeypatch)
     taken = tokens_until_collapse(llm)
     assert taken is not None and taken <= TOKENS
     (line,) = [r.getMessage() for r in caplog.records if "collapsed" in r.getMessage()]
@@ -108,9 +108,9 @@ def test_a_damaged_head(
     ("layers", "length", "each"),
     [
         ("1x5x10", 4, CHEAP),
-        ("1x5x10", "auto", CHEAP),
+        pytest.param("1x5x10", "auto", CHEAP, marks=pytest.mark.slow),
         ("1x5x10", "auto", DEAR),
-        ("3x7x12", 4, CHEAP),
+        pytest.param("3x7x12", 4, CHEAP, marks=pytest.mark.slow),
         ("3x7x12", "auto", DEAR),
     ],
 )
@@ -129,7 +129,7 @@ def test_layers_one_off(
     assert "use --draft eagle3:paceline/tiny-eagle3,layers=2x6x11" in caplog.text
 
 
-@pytest.mark.parametrize("length", [4, "auto"])
+@pytest.mark.parametrize("length", [pytest.param(4, marks=pytest.mark.slow), "auto"])
 def test_a_head_that_knows_one_form_of_prompts(
     target: LLM,
     length: int | str,

@@ -45,7 +45,7 @@ from support.faults import STAGES, Fault
 from support.random_heads import write_block, write_eagle
 from support.scripted_model import scripted, write_scripted
 
-EVENTS, PART, STEPS = int(os.environ.get("EVENTS", "1200")), 50_000, 60
+EVENTS, PART, STEPS = int(os.environ.get("EVENTS", "800")), 50_000, 60
 LONG = [5, 9, 301, 36, 309, 73, 248, 7, 12, 44, 19, 88, 3, 61, 200, 17] * 3
 PROMPTS: tuple[str | list[int], ...] = (
     "Once upon a time there was a little",

@@ -32,7 +32,7 @@ GRAMMARS = (
     Grammar("regex", "[äöü]{3,5}"),
     Grammar.json({"type": "object", "properties": {"ö": {"type": "integer"}}}),
 )
-BATCHES, TOKENS = 7, 10
+BATCHES, TOKENS = 4, 10
 
 
 def extreme(chance: random.Random, vocab: int) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""An engine that has served ten thousand requests keeps no more than one that has served some."""
+"""An engine that has served five thousand requests keeps no more than one that has served some."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from paceline import LLM, SamplingParams
 from support.scripted_model import scripted, write_scripted
 
-SOME, MANY, AT_ONCE = 2_000, 10_000, 250
+SOME, MANY, AT_ONCE = 1_000, 5_000, 250
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from support.every_drafter import SPECS
 
 PROMPTS = ["Once upon a time there was a", "def add(a, b):\n    return", "one two one two one two"]
 PARAMS = [
-    SamplingParams(max_tokens=7, repetition_penalty=1.2, stop=("zz",), ignore_eos=True),
-    SamplingParams(max_tokens=7, temperature=0.8, logprobs=2, ignore_eos=True),
-    SamplingParams(max_tokens=7, grammar=Grammar("regex", "[a-z ]{3,40}"), temperature=1.0, seed=4),
+    SamplingParams(max_tokens=5, repetition_penalty=1.2, stop=("zz",), ignore_eos=True),
+    SamplingParams(max_tokens=5, temperature=0.8, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=5, grammar=Grammar("regex", "[a-z ]{3,40}"), temperature=1.0, seed=4),
 ]
 PLAIN = (int, float, str, bool, bytes, type(None), Enum, torch.Tensor)
 

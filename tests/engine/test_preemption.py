@@ -19,8 +19,8 @@ from paceline.draft.model_drafter import ModelDrafter
 from paceline.engine.driver import Drive, sequence
 from support.every_drafter import SPECS, WEIGHTS
 
-PARAMS = SamplingParams(max_tokens=48, ignore_eos=True)
-BLOCKS = 8
+PARAMS = SamplingParams(max_tokens=36, ignore_eos=True)
+BLOCKS = 6
 PROMPTS = ["Once upon a time there was", "def add(a, b):\n    return", "What is 12 + 30? What is"]
 HYBRID = "hybrid:suffix+model:{draft}".format(**WEIGHTS)
 
@@ -36,7 +36,7 @@ def expected(plain: LLM) -> list[list[int]]:
 
 
 def tight(plain: LLM, spec: str | list[str], length: int | str = 4) -> LLM:
-    """Eight blocks for three sequences that grow to four each."""
+    """Six blocks for three sequences that grow to three each."""
     llm = plain.beside(spec, draft_length=length, max_batch_size=3, prefix_sharing=False)
     pool = llm.engine.cache.pool
     pool.allocate(pool.available - BLOCKS)

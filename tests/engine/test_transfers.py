@@ -27,11 +27,11 @@ from paceline.model.target import CausalModel
 from support.every_drafter import SPECS
 
 PROMPTS = ["Once upon a time there was a", "def add(a, b):\n    return", "one two one two one two"]
-LONG = SamplingParams(max_tokens=7, ignore_eos=True)
+LONG = SamplingParams(max_tokens=5, ignore_eos=True)
 MIXED = [
-    SamplingParams(max_tokens=7, temperature=0.9, ignore_eos=True),
-    SamplingParams(max_tokens=7, temperature=0.8, seed=3, ignore_eos=True),
-    SamplingParams(max_tokens=7, presence_penalty=0.5, ignore_eos=True),
+    SamplingParams(max_tokens=5, temperature=0.9, ignore_eos=True),
+    SamplingParams(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=5, presence_penalty=0.5, ignore_eos=True),
 ]
 LOOKS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 # Who looks at tensors of the host, or does so only where the device is the host.

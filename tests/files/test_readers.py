@@ -46,7 +46,7 @@ from support.random_heads import write_block, write_eagle
 from support.tiny_models import write_tiny_model
 from support.written_kinds import profile
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "1.5"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0.5"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 LONGEST, MEMORY = 60, 1 << 30  # seconds and bytes that a file of a few kB may take
 VOCAB = 50

@@ -62,12 +62,12 @@ def one(inputs: Any) -> dict[str, torch.Tensor]:
 
 def ours(model: Any, inputs: Any, **more: Any) -> Any:
     options = {"custom_generate": generate, "draft": "eagle3:paceline/tiny-eagle3"}
-    options |= {"draft_length": 3, "max_new_tokens": 24}
+    options |= {"draft_length": 3, "max_new_tokens": 16}
     return model.generate(**inputs, **(options | more))
 
 
 def plain(model: Any, inputs: Any, **more: Any) -> Any:
-    return model.generate(**inputs, **({"max_new_tokens": 24, "do_sample": False} | more))
+    return model.generate(**inputs, **({"max_new_tokens": 16, "do_sample": False} | more))
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -142,7 +142,7 @@ def test_seeded_rows_are_those_of_our_engine(model: Any, one: Any) -> None:
     from paceline import LLM, SamplingParams
 
     llm = LLM("paceline/tiny", draft="none", dtype="float32", draft_length=0)
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=16)
     wanted = llm.generate([one["input_ids"][0].tolist()], params)[0].token_ids
     got = ours(model, one, do_sample=True, temperature=0.8, top_k=0, seed=3)
     assert got[0, one["input_ids"].shape[1] :].tolist() == wanted

@@ -29,7 +29,7 @@ PROMPTS: list[str | list[int]] = [
     "What is 12 + 30? What is 12 + 30? What is",
 ]
 MIXED = ["one", None, "two", "one"]
-GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 REQUESTS = {"greedy": GREEDY, "seeded": replace(GREEDY, temperature=0.8, seed=3)}
 
 

@@ -25,10 +25,10 @@ PROMPTS = [
     "The cat sat on the mat. The cat sat on the mat. The cat",
 ]
 REQUESTS = {
-    "greedy": SamplingParams(max_tokens=16, ignore_eos=True),
-    "temperature 0.7": SamplingParams(max_tokens=16, temperature=0.7, seed=3, ignore_eos=True),
-    "temperature 1": SamplingParams(max_tokens=16, temperature=1.0, seed=4, ignore_eos=True),
-    "top-p": SamplingParams(max_tokens=16, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True),
+    "greedy": SamplingParams(max_tokens=11, ignore_eos=True),
+    "temperature 0.7": SamplingParams(max_tokens=11, temperature=0.7, seed=3, ignore_eos=True),
+    "temperature 1": SamplingParams(max_tokens=11, temperature=1.0, seed=4, ignore_eos=True),
+    "top-p": SamplingParams(max_tokens=11, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True),
 }
 DRAFTERS = {
     "model": ("paceline/tiny-draft", 4),

@@ -21,7 +21,7 @@ PROMPTS = [
     "The cat sat on the mat. The cat sat on the mat. The cat",
     "Once upon a time, there was a little fox who lived in the woods. " * 4,
 ]
-TOKENS = 16
+TOKENS = 10
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 REQUESTS = {
     "greedy": GREEDY,

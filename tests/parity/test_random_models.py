@@ -38,9 +38,16 @@ PROMPTS: list[str | list[int]] = [
 ]
 EXAMPLES = [example for kind in DRAFTERS if kind != "none" for example in DRAFTERS[kind].examples]
 # Every drafter at every length and alone as well as in company; every length with both. Each is
-# asked for greedy text and a third of the rest, so that every drafter gets all requests.
+# asked for greedy text and a third of the rest, so that every drafter gets all requests. One length
+# of each is for the slow tests.
 CASES = [
-    (example, length, (1, 5)[(row + column) % 2], (row + column) % 3)
+    pytest.param(
+        example,
+        length,
+        (1, 5)[(row + column) % 2],
+        (row + column) % 3,
+        marks=pytest.mark.slow if (row - column) % 3 == 2 else (),
+    )
     for row, example in enumerate(EXAMPLES)
     for column, length in enumerate((1, 4, "auto"))
 ]

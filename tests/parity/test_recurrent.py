@@ -23,6 +23,7 @@ from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.target import CausalModel
 from paceline.request.completion import Completion
 from support.cache_invariants import check_cache
+from support.diagonal import diagonal
 from support.engine_models import random_llama, random_recurrent
 from support.every_drafter import write_texts
 from support.faults import STAGES, Fault
@@ -38,11 +39,7 @@ EXAMPLES = ["model:{llama}"]
 EXAMPLES += [one for kind in DRAFTERS if kind != "none" for one in DRAFTERS[kind].examples]
 KINDS = sorted(RECURRENT)  # those with the same recurrence stand next to each other
 # Every example of every drafter meets a family in each run, and all of them in the slow tests.
-CASES = [
-    pytest.param(kind, example, marks=[pytest.mark.slow] if (row - column) % len(KINDS) else [])
-    for row, example in enumerate(EXAMPLES)
-    for column, kind in enumerate(KINDS)
-]
+CASES = diagonal(KINDS, EXAMPLES)
 _WITH_MTP = "qwen3"  # families whose checkpoints hold MTP layers of a form that is read
 WORDS = [7, 3, 9, 11, 2, 5, 6, 1, 13, 17, 19, 23, 4, 8, 15, 16, 7, 3, 9, 11, 2, 5, 6, 1]
 _HEADS_FOLLOW = ("bamba", "granitemoehybrid")  # heads times their width are twice the hidden size

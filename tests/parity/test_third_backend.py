@@ -22,8 +22,8 @@ PROMPTS = [
     "Once upon a time, there was a little fox who lived in the woods.",
     "The cat sat on the mat. The cat sat on the mat. The cat",
 ]
-GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
-SEEDED = SamplingParams(max_tokens=8, temperature=1.0, seed=4, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=6, temperature=1.0, seed=4, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -70,7 +70,7 @@ def test_head_k_is_taught_the_distribution_two_and_k_further_on(
     assert asked == [(k, 80) for k in range(3)]
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)])  # it learns
 def test_the_heads_learn(
     config: MedusaTrainConfig, learnt: training_runs.Learnt, tmp_path: Path, shared: bool
 ) -> None:

@@ -12,6 +12,7 @@ from paceline.lab.certify.asking import AnswerChoice, AnswerToken, connect, name
 from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.server import ServerCertifier, lacks_of
+from support.diagonal import diagonal
 from support.planted_server import FAULTS, PlantedServer, served
 
 PROMPTS = [("one", "Once upon a time"), ("two", "What is said of"), ("three", "It is")]
@@ -69,8 +70,7 @@ def test_faults_show_in_the_other_layout_too() -> None:
         assert FAULTS[fault] in {problem.part for problem in certificate.problems}
 
 
-@pytest.mark.parametrize("compared", [True, False])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "compared"), diagonal(list(FAULTS), [True, False]))
 def test_each_planted_fault_is_found_and_named(fault: str, compared: bool) -> None:
     certificate = outcome(PlantedServer(fault), PlantedServer(seed=8) if compared else None)
     assert not certificate.lossless
