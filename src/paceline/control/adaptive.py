@@ -41,11 +41,13 @@ _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of several sequences' drafts, and w
 
 
 class _Step(NamedTuple):
-    """A step with drafts that is yet to be learnt from."""
+    """A step that is yet to be learnt from."""
 
     made: Mapping[int, DraftOption]  # by sequence
     explores: bool
     fixed: bool  # a request's own length was among them
+    tells: bool  # of one without drafts: whether its time is learnt from
+    cold: bool  # soon after a drafter's passes
     commits: Sequence[Commit]
     seconds: float
     drafting: float | None
@@ -93,7 +95,8 @@ class AdaptiveController(Controller):
         offers = self._lookups.worthwhile(seqs, self._may, self._step, ids == self._ids)
         stands = ids == self._ids and self._step < self._until and self._have_room(seqs)
         if offers or not stands:
-            if self._explores or len(self._seen) >= (_LEARN if self._step > _YOUNG else 1):
+            soon = self._explores or self._measures or self._step <= _YOUNG
+            if soon or len(self._seen) >= _LEARN:
                 self._learn_all()
             self._decide(ids, seqs, offers)
         return self._choices
@@ -296,25 +299,18 @@ class AdaptiveController(Controller):
     def observe(
         self, commits: Sequence[Commit], seconds: float, drafting: float | None = None
     ) -> None:
-        """Steps with drafts are learnt from some at a time: between two forwards this code is not
-        in the processor's caches any more (48 microseconds a step one by one, 9 together)."""
-        batch = len(commits)
-        for commit in commits if self._lookups.drafters else ():
-            self._lookups.observe(commit.seq_id, commit.tokens)
+        """Steps are learnt from some at a time: between two forwards this code is not in the
+        processor's caches any more (48 microseconds a step one by one, 9 together)."""
+        self._lookups.observe(commits)
         if self._explores:
-            self.budget.spend(self._aftermath(batch))
+            self.budget.spend(self._aftermath(len(commits)))
         passes = self._fixed or any(map(self._runs_model, self._made.values()))
         self._since_passes = 0 if passes else self._since_passes + 1
         if self._made:
             self._lookups.earn(commits, self._made, seconds)
-            step = _Step(self._made, self._explores, self._fixed, commits, seconds, drafting)
-            self._seen.append(step)
-            return
-        self.budget.earn(seconds, self.cost.rest(batch), batch)
-        if self._step % 4 == 0 or self._measures:
-            is_measure = not self._fixed and all(commit.scheduled == 1 for commit in commits)
-            cold = self._since_passes < _WARM
-            self.cost.learn_plain(batch, seconds if is_measure else None, cold)
+        tells, cold = self._measures or self._step % 4 == 0, self._since_passes < _WARM
+        what = self._made, self._explores, self._fixed, tells, cold
+        self._seen.append(_Step(*what, commits, seconds, drafting))
 
     def _learn_all(self) -> None:
         while self._seen:
@@ -322,10 +318,15 @@ class AdaptiveController(Controller):
 
     def _learn_step(self, step: _Step) -> None:
         batch, cost, commits = len(step.commits), self.cost, step.commits
-        tried = [commit for commit in commits if commit.drafted and commit.seq_id in step.made]
-        unread = sum(self._learn(commit, step.made[commit.seq_id], batch) for commit in tried)
         plain = cost.rest(batch)
         self.budget.earn(step.seconds, plain, batch)
+        if not step.made:
+            if step.tells:
+                is_measure = not step.fixed and all(commit.scheduled == 1 for commit in commits)
+                cost.learn_plain(batch, step.seconds if is_measure else None, step.cold)
+            return
+        tried = [commit for commit in commits if commit.drafted and commit.seq_id in step.made]
+        unread = sum(self._learn(commit, step.made[commit.seq_id], batch) for commit in tried)
         levels: dict[Hashable, list[int]] = {}
         for commit in commits:
             if (draft := step.made.get(commit.seq_id)) is not None:

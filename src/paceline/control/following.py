@@ -4,6 +4,7 @@ Liu et al. 2025, arXiv 2510.20064)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import chain
 from time import perf_counter
 
 from paceline.control.acceptance import kind_of
@@ -50,6 +51,7 @@ class LookupFollower:
         self.drafters, self._cost = dict(drafters), cost
         self._balance = _BOUND  # what drafts of lookups won, less what asking took, in plain steps
         self._followed: dict[int, dict[Hashable, _Followed]] = {}
+        self._committed: list[Sequence[Commit]] = []  # by steps since a lookup was asked
 
     def worthwhile(
         self,
@@ -66,6 +68,7 @@ class LookupFollower:
         if rarely or not self.drafters:
             return {}
         began = perf_counter()
+        self._follow()
         worth: dict[int, Offers] = {}
         for seq_id, offers in self.lookup(seqs, may).items():
             kinds = {name: kind_of(offer.confidence) for name, offer in offers.items()}
@@ -108,8 +111,17 @@ class LookupFollower:
                         followed[name] = _Followed(offer)
         return offers
 
-    def observe(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """A sequence went on with these."""
+    def observe(self, commits: Sequence[Commit]) -> None:
+        """Sequences went on."""
+        if self._followed:
+            self._committed.append(commits)
+
+    def _follow(self) -> None:
+        for commit in chain.from_iterable(self._committed):
+            self._go_on(commit.seq_id, commit.tokens)
+        self._committed.clear()
+
+    def _go_on(self, seq_id: int, tokens: Sequence[int]) -> None:
         offers = self._followed.get(seq_id, {})
         for name, followed in list(offers.items()):
             known, ended = followed.accepted, followed.ended(tokens)
@@ -122,4 +134,5 @@ class LookupFollower:
                 del offers[name]
 
     def forget(self, seq_id: int) -> None:
+        self._follow()
         self._followed.pop(seq_id, None)
