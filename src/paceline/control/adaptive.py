@@ -9,10 +9,16 @@ Sources: HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.151
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.control.acceptance import GOES_ON, expected_tokens, kind_of, levels_tried
+from paceline.control.acceptance import (
+    GOES_ON,
+    expected_tokens,
+    is_sampled,
+    kind_of,
+    levels_tried,
+)
 from paceline.control.choice import choose, fixed_length
 from paceline.control.controller import (
     MEASURING,
@@ -130,7 +136,6 @@ class AdaptiveController(Controller):
         self._measures, self._explores = self.cost.wants_plain(batch), False
         self._fixed = any(seq.params.draft_length is not None for seq in seqs)
         names = dict.fromkeys(name for seq in seqs for name in self._models(seq))
-        may = {name for name in names if self.cost.may_pay(name, batch)}
         self._ids, self._choices = ids, [Decision(0, None, NOT_ASKED)] * batch
         none = DraftOption(None, 0, 0.0, 1.0, self.cost.rest(batch) / batch)
         undecided: list[int] = []
@@ -139,11 +144,11 @@ class AdaptiveController(Controller):
             self._tokens_read(seq)
             asked, offered = seq.params.draft_length, offers.get(seq.seq_id, {})
             if asked is not None and seq.params.may_draft:
-                ways = self._options(seq, batch, offered, names)
+                ways = self._options(seq, batch, offered)
                 self._choices[index] = fixed_length(asked, ways)
             elif seq.params.may_draft:
                 undecided.append(index)
-                options.append([none, *self._options(seq, batch, offered, may)])
+                options.append([none, *self._options(seq, batch, offered, that_may_pay=True)])
         chosen = [none] * len(options)
         if options and not self._measures:
             chosen = self._select(batch, options, [seqs[index] for index in undecided], names)
@@ -175,23 +180,23 @@ class AdaptiveController(Controller):
         return min(2 * self._hold, _HOLD) if same else 1
 
     def _options(
-        self, seq: SequenceState, batch: int, offers: Offers, may: Collection[Hashable]
+        self, seq: SequenceState, batch: int, offers: Offers, that_may_pay: bool = False
     ) -> list[DraftOption]:
-        """Drafts of every length of models that ``may`` draft, and what lookups found, cut at some
-        lengths."""
+        """Drafts of every length of the sequence's models, or of those that may pay, and what
+        lookups found, cut at some lengths."""
         options: list[DraftOption] = []
+        sampled = is_sampled(seq.params)
         for name in self._members(seq):
-            if name in may:
-                drafts = self.drafts(seq, name, batch)
-            elif name in offers:
+            if name in offers:
                 nodes, kind = offers[name].nodes, kind_of(offers[name].confidence)
                 most = min(len(nodes) - 1, self.cost.drafters[name].longest)
                 lengths = [*(n for n in _LENGTHS if n < most), most]
                 drafts = self.drafts(seq, name, batch, kind, lengths)
-                drafts = [self._found(draft, nodes[draft.length], batch) for draft in drafts]
-            else:
-                continue
-            options += drafts
+                options += [self._found(draft, nodes[draft.length], batch) for draft in drafts]
+            elif name not in self._lookups.drafters and not (
+                that_may_pay and not self.cost.may_pay(name, batch, sampled=sampled)
+            ):
+                options += self.drafts(seq, name, batch)
         return options
 
     def _found(self, draft: DraftOption, nodes: int, batch: int) -> DraftOption:
@@ -216,7 +221,9 @@ class AdaptiveController(Controller):
         lengths = [n for n in lengths or every if n <= most]
         if not lengths:
             return []
-        expected = expected_tokens(cost.acceptance.rates(seq.seq_id, name, kind)[: lengths[-1]])
+        sampled = is_sampled(seq.params)
+        rates = cost.acceptance.rates(seq.seq_id, name, kind, sampled)
+        expected = expected_tokens(rates[: lengths[-1]])
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
         unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0
@@ -227,8 +234,8 @@ class AdaptiveController(Controller):
         options: list[DraftOption] = []
         for n in lengths:
             reading = first * gains[n] / tokens
-            part = seconds[n] + reading
-            options.append(DraftOption(name, n, fill * nodes[n], gains[n], part, reading, first))
+            price = seconds[n] + reading, reading, first
+            options.append(DraftOption(name, n, fill * nodes[n], gains[n], *price, sampled))
         return options
 
     def _tokens_read(self, seq: SequenceState) -> dict[Hashable, int]:
@@ -361,7 +368,8 @@ class AdaptiveController(Controller):
             self.cost.record_fill(name, batch, commit.drafted, length)
         if name not in self._lookups.drafters:
             reached = levels_tried(commit, length)
-            self.cost.acceptance.record(commit.seq_id, name, reached, len(commit.path))
+            what = reached, len(commit.path), 0, None, draft.sampled
+            self.cost.acceptance.record(commit.seq_id, name, *what)
         if not costs.reads or commit.seq_id not in self._read:
             return 0
         read, end = self._read[commit.seq_id], commit.position + commit.scheduled

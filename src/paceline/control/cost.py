@@ -30,7 +30,8 @@ class DraftOption(NamedTuple):
 
     ``nodes`` to verify, expected tokens of the step (``gain``), ``seconds`` of its part of the step
     if all do alike, and of these what ``reading`` costs that must come first, written off over the
-    tokens to come; ``first`` of it in this very step.
+    tokens to come; ``first`` of it in this very step. ``sampled``: acceptance is that of sampled
+    text.
     """
 
     name: Hashable
@@ -40,6 +41,7 @@ class DraftOption(NamedTuple):
     seconds: float
     reading: float = 0.0
     first: float = 0.0
+    sampled: bool = False
 
 
 class _Alike(NamedTuple):
@@ -77,7 +79,7 @@ class CostModel:
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
         self._tables: dict[tuple[Hashable, int], Sequence[float]] = {}  # until more is learnt
         self._alike: dict[tuple[Hashable, int], _Alike] = {}
-        self._pays: dict[tuple[Hashable, int, Hashable], bool] = {}  # until more is learnt
+        self._pays: dict[tuple[Hashable, int, Hashable, bool], bool] = {}  # until more is learnt
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and group
         self._learnt = 0
         self._since_plain = _LONG_AGO  # steps since one without drafts
@@ -203,16 +205,18 @@ class CostModel:
 
     # -- tokens, and both together -----------------------------------------------------------------
 
-    def may_pay(self, name: Hashable, batch: int, kind: Hashable = None) -> bool:
+    def may_pay(
+        self, name: Hashable, batch: int, kind: Hashable = None, sampled: bool = False
+    ) -> bool:
         """Whether drafts of a sequence that is like all others might gain anything.
 
         Where no draft is worth its part of a step in which all draft alike, none gains anything in
         any batch: the passes are shared there, and rows cost as much.
         """
-        key = name, batch, kind
+        key = name, batch, kind, sampled
         if key not in self._pays:
             table = self.table(name, batch)
-            gains = expected_tokens(self.acceptance.everyone(name, kind).rates())
+            gains = expected_tokens(self.acceptance.everyone(name, kind, sampled).rates())
             by_length = zip(gains[1:], table[1:], strict=False)
             self._pays[key] = any(gain * table[0] > seconds for gain, seconds in by_length)
         return self._pays[key]

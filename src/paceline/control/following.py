@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from time import perf_counter
 
-from paceline.control.acceptance import kind_of
+from paceline.control.acceptance import is_sampled, kind_of
 from paceline.control.cost import CostModel, DraftOption
 from paceline.core.batch import Commit, Slice
 from paceline.core.sequence import SequenceState
@@ -23,10 +23,11 @@ _BOUND = 1.0  # plain steps that asking may lose, and that must be won back, at 
 class _Followed:
     """An offer, and how far the text has gone along it."""
 
-    __slots__ = ("_below", "_node", "accepted", "kind", "levels")
+    __slots__ = ("_below", "_node", "accepted", "kind", "levels", "sampled")
 
-    def __init__(self, offer: Offer) -> None:
+    def __init__(self, offer: Offer, sampled: bool) -> None:
         self.kind, self.levels = kind_of(offer.confidence), len(offer.nodes) - 1
+        self.sampled = sampled
         self.accepted, self._node = 0, -1
         edges = zip(offer.parents, offer.tokens, strict=True)
         self._below = {edge: node for node, edge in enumerate(edges)}
@@ -70,13 +71,21 @@ class LookupFollower:
         began = perf_counter()
         self._follow()
         worth: dict[int, Offers] = {}
-        for seq_id, offers in self.lookup(seqs, may).items():
-            kinds = {name: kind_of(offer.confidence) for name, offer in offers.items()}
-            pay = {n: o for n, o in offers.items() if self._cost.may_pay(n, batch, kinds[n])}
+        offered = self.lookup(seqs, may)
+        for seq in seqs:
+            pay = {
+                name: offer
+                for name, offer in offered.get(seq.seq_id, {}).items()
+                if self._may_pay(name, offer, seq, batch)
+            }
             if pay:
-                worth[seq_id] = pay
+                worth[seq.seq_id] = pay
         self._add(-(perf_counter() - began) / self._cost.rest(batch))
         return worth
+
+    def _may_pay(self, name: Hashable, offer: Offer, seq: SequenceState, batch: int) -> bool:
+        kind, sampled = kind_of(offer.confidence), is_sampled(seq.params)
+        return self._cost.may_pay(name, batch, kind, sampled)
 
     def _add(self, won: float) -> None:
         self._balance = min(max(self._balance + won, -_BOUND), _BOUND)
@@ -102,13 +111,12 @@ class LookupFollower:
                 for seq, view in zip(seqs, views, strict=True)
                 for ready in (seq.num_pending <= _READ_ALONG and seq.drafts and may(seq, name),)
             ]
-            for item, offer in zip(slices, drafter.lookup(slices), strict=True):
+            for seq, offer in zip(seqs, drafter.lookup(slices), strict=True):
                 if offer is not None:
-                    seq_id = item.seq.seq_id
-                    offers.setdefault(seq_id, {})[name] = offer
-                    followed = self._followed.setdefault(seq_id, {})
+                    offers.setdefault(seq.seq_id, {})[name] = offer
+                    followed = self._followed.setdefault(seq.seq_id, {})
                     if name not in followed:
-                        followed[name] = _Followed(offer)
+                        followed[name] = _Followed(offer, is_sampled(seq.params))
         return offers
 
     def observe(self, commits: Sequence[Commit]) -> None:
@@ -127,9 +135,8 @@ class LookupFollower:
             known, ended = followed.accepted, followed.ended(tokens)
             reached = min(followed.accepted + ended, followed.levels)
             if ended or followed.accepted > known:
-                self._cost.acceptance.record(
-                    seq_id, name, reached, followed.accepted, known, followed.kind
-                )
+                what = known, followed.kind, followed.sampled
+                self._cost.acceptance.record(seq_id, name, reached, followed.accepted, *what)
             if ended:
                 del offers[name]
 
