@@ -10,6 +10,7 @@ Sources: HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.151
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
 from paceline.control.acceptance import (
@@ -38,6 +39,7 @@ from paceline.draft.collapse import CollapseWatch
 
 _HOLD = 4  # steps for which models' drafts of the same batch keep their lengths
 _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
+_WAIT = 32  # the same where nothing can be explored before either
 _LEARN = 4  # steps that are learnt from at once
 _YOUNG = 64  # steps after which that begins, and in which nothing is held
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
@@ -85,10 +87,12 @@ class AdaptiveController(Controller):
         self._lookups = LookupFollower(lookups or {}, cost)
         self._step = 0
         self._until, self._hold = 0, 1  # the step of the next decision; steps that the last holds
+        self._latest = 0  # the step at which all is decided anew, whatever the budget
         self._ids: list[int] = []
         self._choices: list[Decision] = []
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
         self._explores = self._fixed = self._measures = False
+        self._needed = 0.0  # seconds of the budget from which something is explored
         self._since_passes = _WARM  # steps since a drafter ran a model
         self._seen: list[_Step] = []
         self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
@@ -104,7 +108,11 @@ class AdaptiveController(Controller):
             soon = self._explores or self._measures or self._step <= _YOUNG
             if soon or len(self._seen) >= _LEARN:
                 self._learn_all()
-            self._decide(ids, seqs, offers)
+            saves = self._step < self._latest and self.budget.seconds < self._needed
+            if saves and ids == self._ids and not offers:
+                self._until = self._step + _HOLD_PLAIN  # what could be explored is too dear still
+            else:
+                self._decide(ids, seqs, offers)
         return self._choices
 
     def _have_room(self, seqs: Sequence[SequenceState]) -> bool:
@@ -149,7 +157,7 @@ class AdaptiveController(Controller):
             elif seq.params.may_draft:
                 undecided.append(index)
                 options.append([none, *self._options(seq, batch, offered, that_may_pay=True)])
-        chosen = [none] * len(options)
+        chosen, self._needed = [none] * len(options), 0.0
         if options and not self._measures:
             chosen = self._select(batch, options, [seqs[index] for index in undecided], names)
         for index, draft in zip(undecided, chosen, strict=True):
@@ -158,6 +166,7 @@ class AdaptiveController(Controller):
         self._made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
         self._hold = self._holds(same)
         self._until = self._step + self._hold
+        self._latest = self._step + _WAIT * (not self._made and not self._measures)
 
     def _runs_model(self, draft: DraftOption) -> bool:
         return not self.cost.drafters[draft.name].costless
@@ -260,6 +269,7 @@ class AdaptiveController(Controller):
         """The options with the most goodput, or, where that is no draft, drafts to learn from.
         Start-up measures one sequence best: a model's first drafts for several are exploration."""
         best = choose(self.cost, batch, options, self._fair)
+        self._needed = 0.0 if self.budget.seconds <= 0 else inf
         names = dict.fromkeys(draft.name for draft in best if draft.length)
         models_in_use = [name for name in names if not self.cost.drafters[name].costless]
         unseen = [n for n in models_in_use if batch > 1 and not self.cost.longest_seen(n, batch)]
@@ -298,6 +308,7 @@ class AdaptiveController(Controller):
         drafts = {i: draft for i, draft in drafts.items() if i == least or not draft.first}
         expense = self.cost.step(batch, drafts.values()) - self.cost.rest(batch) + reading
         if expense > self.budget.seconds:
+            self._needed = min(self._needed, expense)
             return []
         return [drafts.get(index, ways[0]) for index, ways in enumerate(options)]
 

@@ -64,7 +64,7 @@ class LookupFollower:
         """What is found that might pay. Where drafts of lookups have won less than asking took,
         they are asked less often. ``same``: the sequences are those of the last step."""
         batch = len(seqs)
-        rarely = same and self._balance < 0 and step % max(_RARELY, batch)
+        rarely = same and self._balance < 0 and step % max(_RARELY, 2 * batch)
         rarely = rarely and all(seq.constraint is None for seq in seqs)  # what is forced pays
         if rarely or not self.drafters:
             return {}
