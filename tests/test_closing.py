@@ -58,6 +58,7 @@ print("over", flush=True)
 """
 
 
+@pytest.mark.slow  # a process more
 def test_a_process_ends_whoever_still_waits() -> None:
     """However long a busy machine takes to load torch: texts would go on, and a hang has no end."""
     command = [sys.executable, "-c", ENDS]

@@ -22,6 +22,7 @@ from paceline.drafters import DraftModel
 from paceline.model.backends import base
 from paceline.model.target import CausalModel
 from paceline.model.tokenizer import load_tokenizer
+from support.diagonal import diagonal
 from support.planted_server import PlantedServer, served
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -162,8 +163,7 @@ def test_sixty_lines_say_what_the_engine_says(
     assert (taken, before) == (len(steps), len(wanted.token_ids))
 
 
-@pytest.mark.parametrize("draft", [DRAFT, TARGET])
-@pytest.mark.parametrize("length", [0, 1, 7])
+@pytest.mark.parametrize(("length", "draft"), diagonal([0, 1, 7], [DRAFT, TARGET]))
 def test_they_do_so_with_a_seed_and_up_to_a_stop(plain: LLM, length: int, draft: str) -> None:
     """Also where all of a draft holds: the draft model is then the target itself."""
     code = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "speculative_in_60_lines.py")))

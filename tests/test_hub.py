@@ -148,6 +148,7 @@ def test_a_command_with_a_misspelt_drafter_asks_nothing() -> None:
     assert done.exit_code == 1 and "did you mean ngram?" in done.stderr, done.stderr
 
 
+@pytest.mark.slow  # a process more
 def test_one_request_over_http(server: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "http", "HTTP"))}
     environment |= {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}

@@ -230,6 +230,7 @@ def test_interrupt_while_the_program_starts(
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.slow  # a process is interrupted
 def test_ctrl_c_during_generation(tiny_pair: TinyPair) -> None:
     """SIGINT when the first of many completions has been printed."""
     arguments = ["generate", "hello", "--model", tiny_pair.target, "--ignore-eos", "--n", "400"]

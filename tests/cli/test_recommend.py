@@ -33,10 +33,10 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "_added", lambda: _ADDED)
 
 
-@pytest.fixture
-def headers(tmp_path: Path) -> Path:
-    """A folder of an 8B model whose weights are a hole behind their table."""
-    config = LlamaConfig(
+def write_headers(folder: Path, **changes: int) -> Path:
+    """A folder of an 8B model, or of one of other sizes, whose weights are a hole behind their
+    table."""
+    options = dict(
         hidden_size=4096,
         intermediate_size=14336,
         vocab_size=128256,
@@ -46,16 +46,28 @@ def headers(tmp_path: Path) -> Path:
         max_position_embeddings=8192,
         architectures=["LlamaForCausalLM"],
     )
-    config.save_pretrained(tmp_path)
+    config = LlamaConfig(**options | changes)
+    config.save_pretrained(folder)
     table, end = {}, 0
     for key, tensor in skeleton_of(config).state_dict().items():
         offsets = [end, end := end + 2 * prod(tensor.shape)]
         table[key] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(table).encode()
-    with (tmp_path / "model.safetensors").open("wb") as file:
+    with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def headers(tmp_path: Path) -> Path:
+    return write_headers(tmp_path)
+
+
+@pytest.fixture
+def few_layers(tmp_path: Path) -> Path:
+    """Read sooner, where the size does not matter."""
+    return write_headers(tmp_path, num_hidden_layers=2, vocab_size=32000)
 
 
 def record(*arguments: str) -> dict[str, Any]:
@@ -66,7 +78,7 @@ def record(*arguments: str) -> dict[str, Any]:
 
 
 def test_only_what_was_asked_for_is_shown(
-    headers: Path, monkeypatch: pytest.MonkeyPatch, priced: None
+    few_layers: Path, monkeypatch: pytest.MonkeyPatch, priced: None
 ) -> None:
     """It said that it loaded paceline/tiny, which nobody had asked for."""
     seen = []
@@ -82,7 +94,7 @@ def test_only_what_was_asked_for_is_shown(
 
     monkeypatch.setattr(lab, "_added", added)
     with listening(Heard()):
-        lab.recommend(str(headers), 40 * _GIB)
+        lab.recommend(str(few_layers), 40 * _GIB)
     assert seen == ["measuring this machine"]
 
 
@@ -122,10 +134,10 @@ def test_less_memory_than_loading_takes(headers: Path) -> None:
 
 
 @pytest.mark.usefixtures("priced")
-def test_a_config_is_enough(headers: Path) -> None:
-    whole = record(str(headers), "--memory", "40G")
-    (headers / "model.safetensors").unlink()
-    alone = record(str(headers), "--memory", "40G")
+def test_a_config_is_enough(few_layers: Path) -> None:
+    whole = record(str(few_layers), "--memory", "40G")
+    (few_layers / "model.safetensors").unlink()
+    alone = record(str(few_layers), "--memory", "40G")
     speeds = [[form["tokens_per_second"] for form in answer["forms"]] for answer in (whole, alone)]
     assert speeds[0] == pytest.approx(speeds[1])
 

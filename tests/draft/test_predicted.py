@@ -6,6 +6,7 @@ import pytest
 
 from paceline import LLM, SamplingParams
 from paceline.errors import ConfigError
+from support.diagonal import diagonal
 
 PROMPT = "Once upon a time"
 # Nodes are named, as else prices measured at start-up say how many pay, and so how far a step goes.
@@ -18,8 +19,9 @@ def target() -> LLM:
     return LLM("paceline/tiny", draft="none", dtype="float32")
 
 
-@pytest.mark.parametrize("draft", [*DRAFTS, ["paceline/tiny-draft", "ngram"]])
-@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize(
+    ("draft", "seed"), diagonal([*DRAFTS, ["paceline/tiny-draft", "ngram"]], [None, 5])
+)
 def test_it_is_a_draft_and_nothing_else(
     target: LLM, draft: str | list[str], seed: int | None
 ) -> None:

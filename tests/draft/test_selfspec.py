@@ -23,12 +23,14 @@ from paceline.errors import ConfigError
 from paceline.model.copies import LayerView
 from paceline.model.target import CausalModel
 from support.cache_invariants import check_cache
+from support.diagonal import diagonal
 from support.engine_models import VOCAB, adapted, random_llama, reference_logits
 from support.tiny_models import SENTENCES
 
 LAYERS = 5
 GREEDY = SamplingParams(max_tokens=28, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=28, temperature=1.0, seed=4, ignore_eos=True)
+ASKED = {"greedy": GREEDY, "seeded": SEEDED}
 STEM = list(range(1, 36))  # two full blocks: they are shared
 SPECS = {
     "early exit": "early_exit:layers=3",
@@ -67,26 +69,29 @@ def committed_rows(engine: Engine, seq: SequenceState) -> list[torch.Tensor]:
     return [part[slots] for n in range(LAYERS) for part in cache.kv(n)]
 
 
-Plain = tuple[SamplingParams, list[SequenceState], dict[int, list[torch.Tensor]]]
+Plain = tuple[list[SequenceState], dict[int, list[torch.Tensor]]]
 
 
-@pytest.fixture(scope="module", params=[GREEDY, SEEDED], ids=["greedy", "seeded"])
-def plain(request: pytest.FixtureRequest, model: CausalModel) -> Plain:
+@pytest.fixture(scope="module")
+def plain(model: CausalModel) -> dict[str, Plain]:
     """Requests that plain decoding has answered, and the rows that it wrote for each."""
-    engine, seqs = engine_of(model, "none", 0), requests(request.param)
-    rows: dict[int, list[torch.Tensor]] = {}
-    for _ in Drive(engine, seqs):
-        rows.update({seq.seq_id: committed_rows(engine, seq) for seq in engine.scheduler.running})
-    return request.param, seqs, rows
+    found = {}
+    for name, params in ASKED.items():
+        engine, seqs = engine_of(model, "none", 0), requests(params)
+        rows: dict[int, list[torch.Tensor]] = {}
+        for _ in Drive(engine, seqs):
+            rows |= {seq.seq_id: committed_rows(engine, seq) for seq in engine.scheduler.running}
+        found[name] = seqs, rows
+    return found
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+@pytest.mark.parametrize(("spec", "asked"), diagonal(list(SPECS), list(ASKED)))
 def test_the_cache_holds_the_targets_own_rows_only(
-    model: CausalModel, plain: Plain, spec: str
+    model: CausalModel, plain: dict[str, Plain], spec: str, asked: str
 ) -> None:
     """After every step each committed row is what plain decoding wrote; and so is the text."""
-    params, expected, rows = plain
-    engine, seqs = engine_of(model, spec), requests(params)
+    expected, rows = plain[asked]
+    engine, seqs = engine_of(model, SPECS[spec]), requests(ASKED[asked])
     compared = 0
     for _ in Drive(engine, seqs):
         check_cache(engine.cache)

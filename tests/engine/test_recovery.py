@@ -19,9 +19,9 @@ from support.faults import STAGES, Fault
 
 PROMPTS = ["Once upon a time there was a little", "def add(a, b)", "The old house by the sea was"]
 PARAMS = [
-    SamplingParams(max_tokens=18, ignore_eos=True),
-    SamplingParams(max_tokens=18, temperature=1.0, seed=5, ignore_eos=True, logprobs=1),
-    SamplingParams(max_tokens=18, temperature=0.8, seed=6, ignore_eos=True, stop=("qqqq",)),
+    SamplingParams(max_tokens=13, ignore_eos=True),
+    SamplingParams(max_tokens=13, temperature=1.0, seed=5, ignore_eos=True, logprobs=1),
+    SamplingParams(max_tokens=13, temperature=0.8, seed=6, ignore_eos=True, stop=("qqqq",)),
 ]
 Make = Callable[..., LLM]
 DRAFTS = {"chain": "{draft}", "tree": "tree:{draft},nodes=6,width=3", "none": None}

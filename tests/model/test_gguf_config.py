@@ -82,7 +82,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
+# Of so many layers as nothing else says.
+DEEP = ("gemma-2-27b", "gemma-3-27b")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow if c in DEEP else ()) for c in sorted(CASES)]
+)
 def test_what_the_file_says_is_the_model(case: str, tmp_path: Path) -> None:
     """The logits of the module that the file was made of, and the engine's text is its text."""
     architecture, options = CASES[case]

@@ -42,7 +42,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_tokens_stream_what_a_decode_gives(kind: str, data: st.DataObject) -> None:
     tokens, skip = data.draw(tokens_of(kind)), data.draw(st.booleans())
@@ -53,7 +53,7 @@ def test_any_tokens_stream_what_a_decode_gives(kind: str, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_prompt_and_text_are_what_a_decode_of_both_gives(kind: str, data: st.DataObject) -> None:
     prompt, tokens = data.draw(tokens_of(kind, 60)), data.draw(tokens_of(kind))
@@ -64,7 +64,7 @@ def test_prompt_and_text_are_what_a_decode_of_both_gives(kind: str, data: st.Dat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_text_ends_before_the_first_stop_string(kind: str, data: st.DataObject) -> None:
     tokens = data.draw(tokens_of(kind))
@@ -84,7 +84,7 @@ def test_text_ends_before_the_first_stop_string(kind: str, data: st.DataObject) 
     assert out.text in {cut(text, stops) for text in texts}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.text(max_size=40))
 def test_pieces_join_to_the_whole_text(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
@@ -215,7 +215,7 @@ def test_min_tokens_come_before_stop_strings() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte level", "llama", "gemma", "trained"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_the_bytes_of_tokens_are_those_of_the_text(kind: str, data: st.DataObject) -> None:
     tokens = data.draw(tokens_of(kind))

@@ -13,7 +13,7 @@ from support.running_server import MODEL, Running, serve, service_of
 
 schemathesis = pytest.importorskip("schemathesis")
 
-EXAMPLES = 15
+EXAMPLES = 10
 PATHS = (
     "/v1/responses",
     "/v1/responses/{name}",
