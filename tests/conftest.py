@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,18 @@ def few_prices() -> Iterator[None]:
         patch.setattr("paceline.model.measure.measure", ends)
         patch.setattr("paceline.build.measure", ends)
         patch.setattr("paceline.build._MEASURING", 0.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_made_once() -> Iterator[None]:
+    """Typer makes all commands anew for each that is run; they keep nothing of a run."""
+    from typer import main, testing
+
+    made = cache(main.get_command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "get_command", made)
+        patch.setattr(testing, "_get_command", made)
         yield
 
 

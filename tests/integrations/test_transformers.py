@@ -70,19 +70,25 @@ def plain(model: Any, inputs: Any, **more: Any) -> Any:
     return model.generate(**inputs, **({"max_new_tokens": 16, "do_sample": False} | more))
 
 
+@pytest.fixture(scope="module")
+def whole(model: Any, inputs: Any) -> torch.Tensor:
+    """The plain texts of both rows."""
+    return plain(model, inputs)
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_greedy_text_of_a_padded_batch(model: Any, inputs: Any, draft: str) -> None:
-    got = ours(model, inputs, draft=draft, do_sample=False)
-    assert torch.equal(got, plain(model, inputs))
+def test_greedy_text_of_a_padded_batch(
+    model: Any, inputs: Any, whole: torch.Tensor, draft: str
+) -> None:
+    assert torch.equal(ours(model, inputs, draft=draft, do_sample=False), whole)
 
 
-def test_an_adaptive_length(model: Any, inputs: Any) -> None:
+def test_an_adaptive_length(model: Any, inputs: Any, whole: torch.Tensor) -> None:
     got = ours(model, inputs, draft="ngram", draft_length="auto", do_sample=False)
-    assert torch.equal(got, plain(model, inputs))
+    assert torch.equal(got, whole)
 
 
-def test_rows_end_apart_and_are_padded(model: Any, inputs: Any, tokenizer: Any) -> None:
-    whole = plain(model, inputs)
+def test_rows_end_apart_and_are_padded(model: Any, inputs: Any, whole: torch.Tensor) -> None:
     length = inputs["input_ids"].shape[1]
     end = int(whole[0, length + 5])  # the first row ends early
     more = {"eos_token_id": end, "pad_token_id": 3}
@@ -168,9 +174,10 @@ class FromHere(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
-def test_stopping_criteria_are_asked_after_every_token(model: Any, inputs: Any) -> None:
+def test_stopping_criteria_are_asked_after_every_token(
+    model: Any, inputs: Any, whole: torch.Tensor
+) -> None:
     length = inputs["input_ids"].shape[1]
-    whole = plain(model, inputs)
     token = int(whole[1, length + 7])
     wanted = plain(model, inputs, stopping_criteria=[FromHere(token)])
     criterion = FromHere(token)
@@ -222,10 +229,10 @@ def test_streamers_see_what_transformers_gives_them(model: Any, inputs: Any, row
     assert (mine.ends, len(mine.puts) > 5) == (1, True)
 
 
-def test_return_types(model: Any, inputs: Any) -> None:
+def test_return_types(model: Any, inputs: Any, whole: torch.Tensor) -> None:
     output = ours(model, inputs, do_sample=False, return_dict_in_generate=True)
     assert isinstance(output, SpeculativeOutput) and isinstance(output, GenerateDecoderOnlyOutput)
-    assert torch.equal(output.sequences, plain(model, inputs))
+    assert torch.equal(output.sequences, whole)
     assert len(output.stats) == 2
     assert all(stats.mean_accepted_length > 1.2 for stats in output.stats)
     assert output.scores is None and "scores" not in output

@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +76,16 @@ class Watched:
             patch.setattr(LevelDrafter, "_at_once", lambda *_: None)
 
 
+@cache
+def target_of(folder: str) -> LLM:
+    return LLM(folder, "none", dtype="float32", backend="native")
+
+
 def generate(
     folders: dict[str, str], spec: str, length: int, rule: str = "auto", **params: Any
 ) -> list[list[int]]:
-    llm = LLM(
-        folders["target"],
-        spec.format(**folders),
-        dtype="float32",
-        backend="native",
-        draft_length=length,
-        max_batch_size=4,
-        rule=rule,
+    llm = target_of(folders["target"]).beside(
+        spec.format(**folders), draft_length=length, max_batch_size=4, rule=rule
     )
     asked = [
         SamplingParams(**{"max_tokens": 12 + n, "ignore_eos": True, **params})

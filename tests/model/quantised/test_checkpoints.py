@@ -26,6 +26,7 @@ from paceline.model.quantised.formats import pack, unpack
 from paceline.model.quantised.rounding import nearest
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
+from support.diagonal import diagonal
 
 LAYER = "model.layers.0.self_attn.q_proj"
 TEXT = [
@@ -55,8 +56,9 @@ def test_packing_four_bits_is_undone_by_unpacking() -> None:
     assert pack(codes).shape == (5, 3)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4", "w4a16"])
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "calibrated"), diagonal(["int8", "int4", "w4a16"], [False, True])
+)
 def test_what_was_written_is_read_again(
     plain_folder: Path, tmp_path: Path, text: Path, precision: str, calibrated: bool
 ) -> None:
