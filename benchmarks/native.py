@@ -138,9 +138,9 @@ class Matrices:
         x = torch.randn(rows, INPUTS, dtype=torch.bfloat16)
         y = torch.empty(rows, self.outputs, dtype=torch.bfloat16)
         apart = self.bytes if self.copies > 1 else 0
-        call = (passes, apart, y.data_ptr(), torch.get_num_threads())
+        call = (0.0, passes, apart, y.data_ptr(), torch.get_num_threads())
         began = time.perf_counter()
-        check(library().pl_repeat_product(BFLOAT16, self.weight, x.data_ptr(), rows, *call))
+        check(library().pl_product(BFLOAT16, self.weight, x.data_ptr(), rows, *call))
         return (time.perf_counter() - began) / passes * WEIGHTS / (self.outputs * INPUTS)
 
 

@@ -43,6 +43,6 @@ def test_each_pass_is_over_the_weights_behind_the_last() -> None:
     weight.data = behind.data_ptr()
     for passes in (1, 2):
         y = torch.empty(3, 64, dtype=torch.bfloat16)
-        call = (passes, size, y.data_ptr(), 1)
-        check(library().pl_repeat_product(BFLOAT16, weight, x.data_ptr(), 3, *call))
+        call = (0.0, passes, size, y.data_ptr(), 1)
+        check(library().pl_product(BFLOAT16, weight, x.data_ptr(), 3, *call))
         assert torch.equal(y, packed[passes - 1].product(x))

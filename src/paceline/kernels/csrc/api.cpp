@@ -309,13 +309,9 @@ int pl_round(int64_t dtype, const void* weight, int64_t rows, int64_t columns, i
   });
 }
 
-int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, void* y, int64_t threads) {
-  return outcome([&](const Kernels& k) { repeat_product(k, dtype, *w, x, rows, cap, y, threads, 1, 0); });
-}
-
-int pl_repeat_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, int64_t passes, int64_t apart,
-                      void* y, int64_t threads) {
-  return outcome([&](const Kernels& k) { repeat_product(k, dtype, *w, x, rows, 0, y, threads, passes, apart); });
+int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, int64_t passes, int64_t apart,
+               void* y, int64_t threads) {
+  return outcome([&](const Kernels& k) { repeat_product(k, dtype, *w, x, rows, cap, y, threads, passes, apart); });
 }
 
 int pl_recur(const pl_recurrence* rows, int64_t threads) {

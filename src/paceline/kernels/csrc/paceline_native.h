@@ -178,12 +178,10 @@ void pl_copy_quantised(int64_t out, int64_t place, int8_t* codes, float* scales,
 int pl_round(int64_t dtype, const void* weight, int64_t rows, int64_t columns, int64_t group, int64_t bits, int64_t zero,
              int8_t* codes, float* scales, float* offsets, int64_t threads);
 
-// y = x W^T + b: x [rows, inputs] and y [rows, outputs] in dtype. cap as of the logits.
-int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, void* y, int64_t threads);
-
-// For measuring: the same without taking x in, `passes` times, each pass over weights `apart` bytes behind the last's.
-int pl_repeat_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, int64_t passes, int64_t apart,
-                      void* y, int64_t threads);
+// y = x W^T + b: x [rows, inputs] and y [rows, outputs] in dtype. cap as of the logits. For measuring: `passes` times,
+// each over weights `apart` bytes behind the last's; else once.
+int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, int64_t passes, int64_t apart,
+               void* y, int64_t threads);
 
 // Rows of a recurrent layer from slot to slot of its states, float32, in order; all others [rows,
 // heads, ...] in float32. Without beta Mamba-2's step: states [slots, heads, values, keys]; with it the
