@@ -124,7 +124,7 @@ def test_every_parameter(llm: LLM, name: str) -> None:
         tried(llm, {"max_tokens": 3, name: value})
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(HOSTILE), min_size=2, max_size=4))
 def test_parameters_together(llm: LLM, asked: dict[str, Any]) -> None:
     tried(llm, {"max_tokens": 3, **asked})

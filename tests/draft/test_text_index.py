@@ -134,7 +134,7 @@ ACTIONS = st.lists(
 
 @needs_kernels
 @given(ACTIONS, st.sampled_from([1, 5, 64]), st.sampled_from([0.01, 0.1, 0.4]), st.integers(0, 12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_kernels_draft_what_searching_drafts(
     actions: list[tuple[str, list[int]]], depth: int, least: float, nodes: int
 ) -> None:
@@ -165,7 +165,7 @@ def test_the_kernels_draft_what_searching_drafts(
     st.sampled_from([{}, {"first": 20}, {"stop": 20}]),
     st.integers(0, 12),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_kernels_find_the_same_ngrams(
     prompt: list[int], parts: list[list[int]], ends: tuple[int, int], bound: Any, nodes: int
 ) -> None:

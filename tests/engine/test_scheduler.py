@@ -239,7 +239,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(REQUESTS, st.integers(1, 20), st.integers(0, 6), st.integers(1, 5), st.integers(0, 3))
 def test_admission_never_costs_a_prompt_its_blocks(
     requests: list[tuple[int, int, int, int]], chunk: int, asked: int, batch: int, apart: int

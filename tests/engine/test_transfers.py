@@ -24,6 +24,7 @@ from paceline.draft.layer_skip import SwiftDrafter
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
+from support.diagonal import diagonal
 from support.every_drafter import SPECS
 
 PROMPTS = ["Once upon a time there was a", "def add(a, b):\n    return", "one two one two one two"]
@@ -115,17 +116,17 @@ def said(drafter: Any) -> set[str]:
     return found
 
 
-def both(llm: LLM) -> list[tuple[list[int], int]]:
-    """Texts and drafted tokens, of greedy requests and of others."""
-    done = [one for params in (LONG, MIXED) for one in llm.generate(PROMPTS, params)]
+def drafted(llm: LLM, asked: str) -> list[tuple[list[int], int]]:
+    """Texts and drafted tokens, of greedy requests or of others."""
+    done = llm.generate(PROMPTS, LONG if asked == "greedy" else MIXED)
     return [(one.token_ids, one.stats.drafted_tokens) for one in done]
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "asked"), diagonal(list(SPECS), ["greedy", "mixed"]))
 def test_one_wait_a_step_and_one_copy_a_forward(
-    plain: LLM, name: str, monkeypatch: pytest.MonkeyPatch
+    plain: LLM, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = both(plain.beside(SPECS[name], draft_length=3, seed=1))
+    expected = drafted(plain.beside(SPECS[name], draft_length=3, seed=1), asked)
     llm = plain.beside(SPECS[name], draft_length=3, seed=1)
     watch = Watch(monkeypatch)
     engine = llm.engine
@@ -138,7 +139,7 @@ def test_one_wait_a_step_and_one_copy_a_forward(
         return commits
 
     engine.step = watched  # type: ignore[method-assign]
-    done = both(llm)
+    done = drafted(llm, asked)
     monkeypatch.undo()
     assert done == expected
     assert watch.forwards and set(watch.forwards) == {1}

@@ -77,7 +77,7 @@ def broken(kind: Any, name: str) -> str:
 
 
 def test_a_drafter_that_keeps_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.lab.laws._ANSWERS", 40)  # how many show a bias: below
+    monkeypatch.setattr("paceline.lab.laws._ANSWERS", 20)  # how many show a bias: below
     done = paceline("check-drafter", f"{__name__}:Again", "--json")
     said = json.loads(done.stdout)
     assert [law for law in said["laws"] if law["broken"]] == []
@@ -112,7 +112,7 @@ def test_errors_at_one_place_show_one_traceback(monkeypatch: pytest.MonkeyPatch)
 def test_planted_bugs_are_named(
     kind: Any, law: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.lab.laws._ANSWERS", 40)  # none of them is in the distribution
+    monkeypatch.setattr("paceline.lab.laws._ANSWERS", 20)  # none of them is in the distribution
     if law not in _WAYS:
         monkeypatch.setattr("paceline.lab.laws._WAYS", {})
     assert words in broken(kind, law)

@@ -266,6 +266,7 @@ JOIN = (
 )
 
 
+@pytest.mark.slow  # it waits
 def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither dead nor alive: nobody's connection closes by itself."""
     monkeypatch.setattr(processes, "_START", JOIN)

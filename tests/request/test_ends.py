@@ -14,7 +14,7 @@ LLAMA, GPT = KINDS["llama"], KINDS["byte level"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_only_half_a_character_is_left_out(kind: str, data: st.DataObject) -> None:
     tokens = data.draw(tokens_of(kind))

@@ -31,7 +31,7 @@ def answer(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_streamed_and_whole_are_one_text(kind: str, data: st.DataObject) -> None:
     prompt = data.draw(tokens_of(kind)) or [2]

@@ -37,7 +37,7 @@ CUTS = st.sets(st.integers(0, 30), max_size=8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), cuts=CUTS)
 def test_columns_do_not_depend_on_chunks(kind: str, data: st.DataObject, cuts: set[int]) -> None:
     prompt, tokens = data.draw(tokens_of(kind, 8)), data.draw(tokens_of(kind))
@@ -49,7 +49,7 @@ def test_columns_do_not_depend_on_chunks(kind: str, data: st.DataObject, cuts: s
 
 
 @pytest.mark.parametrize("kind", ["byte level", "llama", "gemma", "word piece", "trained"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_offsets_say_where_tokens_begin(kind: str, data: st.DataObject) -> None:
     tokens = data.draw(tokens_of(kind))
@@ -85,7 +85,7 @@ def test_tokens_have_their_own_bytes() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("visible", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), cuts=CUTS)
 def test_origins_put_together_are_the_text(
     kind: str, visible: bool, data: st.DataObject, cuts: set[int]

@@ -96,7 +96,7 @@ BITS = [
 ANSWERS = st.lists(st.sampled_from(BITS), max_size=8).map("".join)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     text=ANSWERS, parallel=st.booleans(), reason=st.sampled_from(["stop", "length"]), data=st.data()
 )
@@ -138,7 +138,7 @@ TEXTS = [
 ]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from([*CALLS, *TEXTS]), max_size=6))
 @example(["Let me see.", f"```json\n{CALL}\n```"])
 def test_calls_are_found_and_the_rest_is_text(parts: list[str]) -> None:
@@ -199,7 +199,7 @@ ARGUMENTS = st.recursive(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     arguments=st.dictionaries(st.text(max_size=4), ARGUMENTS, max_size=3),
     reason=st.sampled_from(["stop", "length"]),

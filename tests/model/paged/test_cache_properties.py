@@ -161,7 +161,7 @@ def play(actions: list[str], seed: int, model: CausalModel = MODEL) -> World:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(actions=ACTIONS, seed=st.integers(0, 2**20))
 def test_every_row_is_right_after_any_history(name: str, actions: list[str], seed: int) -> None:
     assert play(actions, seed, MODELS[name]).worst < 1e-3
