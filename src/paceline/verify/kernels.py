@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,40 +44,59 @@ def can_decide(span: Span, logits: torch.Tensor) -> bool:
     )
 
 
-def decide(
-    span: Span, part: torch.Tensor, uniforms: torch.Tensor | None, row: int, node: int | None
-) -> Decided:
-    """``part`` [rows, V]: the span's logits, after bias, penalties and grammars. ``uniforms``
-    float64: from ``row`` on those of the span's rows and from ``node`` on those of its nodes, which
-    block verification decides on; None: rows are matched."""
-    native, params, tree, rows = functions(), span.seq.params, span.tree, span.judged_rows
+class Question(NamedTuple):
+    """A sampled span to decide on. ``part`` [rows, V]: its logits, after bias, penalties and
+    grammars. ``uniforms`` float64: from ``row`` on those of the span's rows and from ``node`` on
+    those of its nodes, which block verification decides on; None: rows are matched."""
+
+    span: Span
+    part: torch.Tensor
+    uniforms: torch.Tensor | None
+    row: int
+    node: int | None
+
+
+def decide(questions: Sequence[Question]) -> list[Decided]:
+    """The spans of a step, side by side on all threads."""
+    native, threads = functions(), torch.get_num_threads()
     assert native is not None
-    tokens, parents = array("i", tree.host_tokens()), array("i", tree.parents)
-    choices, accepted = array("i", bytes(4 * rows)), array("B", bytes(rows))
-    q = None if tree.q is None or node is None else tree.q.contiguous()
-    drawn = uniforms if draws_unseeded(params) else None
-    verdict = CVerdict(
-        dtype=DTYPES[part.dtype],
-        rows=rows,
-        width=part.shape[1],
-        stride=part.stride(0),
-        top_k=params.top_k if params.top_k > 0 else _ALL,
-        all=tree.wants_choices,
-        threads=torch.get_num_threads(),
-        logits=part.data_ptr(),
-        sharpness=min(1e6, 1 / params.temperature),  # a softmax is one-hot beyond
-        top_p=params.top_p,
-        min_p=params.min_p,
-        tokens=tokens.buffer_info()[0],
-        parents=parents.buffer_info()[0],
-        position=len(span.seq.tokens),
-        seed=splitmix64(params.seed or 0),
-        uniforms=None if drawn is None else pointer(drawn[row:]),
-        thresholds=None if drawn is None else pointer(drawn[node:]),
-        q=pointer(q),
-        q_width=0 if q is None else q.shape[1],
-        choices=choices.buffer_info()[0],
-        accepted=accepted.buffer_info()[0],
-    )
-    check(native.pl_decide(verdict), "the choices of a step")
-    return choices.tolist(), () if q is None else accepted[: rows - 1].tolist()
+    kept: list[Any] = []  # what the structures point to
+    verdicts, answers = [], []
+    for span, part, uniforms, row, node in questions:
+        params, tree, rows = span.seq.params, span.tree, span.judged_rows
+        tokens, parents = array("i", tree.host_tokens()), array("i", tree.parents)
+        choices, accepted = array("i", bytes(4 * rows)), array("B", bytes(rows))
+        q = None if tree.q is None or node is None else tree.q.contiguous()
+        drawn = uniforms if draws_unseeded(params) else None
+        verdict = CVerdict(
+            dtype=DTYPES[part.dtype],
+            rows=rows,
+            width=part.shape[1],
+            stride=part.stride(0),
+            top_k=params.top_k if params.top_k > 0 else _ALL,
+            all=tree.wants_choices,
+            threads=threads,
+            logits=part.data_ptr(),
+            sharpness=min(1e6, 1 / params.temperature),  # a softmax is one-hot beyond
+            top_p=params.top_p,
+            min_p=params.min_p,
+            tokens=tokens.buffer_info()[0],
+            parents=parents.buffer_info()[0],
+            position=len(span.seq.tokens),
+            seed=splitmix64(params.seed or 0),
+            uniforms=None if drawn is None else pointer(drawn[row:]),
+            thresholds=None if drawn is None else pointer(drawn[node:]),
+            q=pointer(q),
+            q_width=0 if q is None else q.shape[1],
+            choices=choices.buffer_info()[0],
+            accepted=accepted.buffer_info()[0],
+        )
+        kept.append((tokens, parents, q))
+        verdicts.append(verdict)
+        answers.append((choices, accepted, None if q is None else rows - 1))
+    together = (CVerdict * len(verdicts))(*verdicts)
+    check(native.pl_decide(together, len(verdicts), threads), "the choices of a step")
+    return [
+        (choices.tolist(), () if nodes is None else accepted[:nodes].tolist())
+        for choices, accepted, nodes in answers
+    ]

@@ -38,7 +38,7 @@ from paceline.core.sampling import (
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, children_of
 from paceline.errors import ConfigError
-from paceline.verify.kernels import Decided, can_decide, can_follow, decide
+from paceline.verify.kernels import Decided, Question, can_decide, can_follow, decide
 from paceline.verify.logprobs import StepLogprobs
 from paceline.verify.rules import RuleProbabilities, aligned, block, siblings
 
@@ -159,21 +159,26 @@ class Verifier:
         uniforms = self.uniforms(rows + nodes, logits.device) if drawn else None
         others = [span for span in spans if not is_plain(span.seq)]
         scores = iter(_adjusted_rows(logits, others) if others else ())
-        verdicts, row = list[Verdict](), 0
+        decided, questions, row = list[Decided | None](), list[Question](), 0
         for number, (span, is_block) in enumerate(zip(spans, blocks, strict=True)):
             plain = is_plain(span.seq)
             if span.seq.params.greedy and plain:
-                decided: Decided = greedy[span.logit_row : span.end_row], ()
+                decided.append((greedy[span.logit_row : span.end_row], ()))
             else:
                 part = logits[span.logit_row : span.end_row] if plain else next(scores)
-                node = rows + row - number
                 if span.seq.params.greedy:
-                    decided = greedy_choice(part).tolist(), ()
+                    decided.append((greedy_choice(part).tolist(), ()))
                 else:
-                    decided = decide(span, part, uniforms, row, node if is_block else None)
-            verdicts.append(self._verdict(span, Judged(span.tree.host_tokens(), *decided)))
+                    node = rows + row - number if is_block else None
+                    questions.append(Question(span, part, uniforms, row, node))
+                    decided.append(None)
             row += span.judged_rows
-        return verdicts
+        answers = iter(decide(questions) if questions else ())
+        pairs = zip(spans, decided, strict=True)
+        return [
+            self._verdict(span, Judged(span.tree.host_tokens(), *(known or next(answers))))
+            for span, known in pairs
+        ]
 
     @torch.inference_mode()
     def _judged(self, logits: torch.Tensor, spans: Sequence[Span]) -> list[Verdict]:

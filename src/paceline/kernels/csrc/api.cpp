@@ -1,4 +1,5 @@
 // The C interface: choosing kernels, packing, and the two things that are computed.
+#include <atomic>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -335,8 +336,19 @@ int pl_grow(void* opened, const pl_growth* growth) {
   return outcome([&](const Kernels& k) { own->growth.run(own->forward, k, quantised_of(&k), *growth); });
 }
 
-int pl_decide(const pl_verdict* verdict) {
-  return outcome([&](const Kernels& k) { decide(k, *verdict); });
+int pl_decide(const pl_verdict* verdicts, int64_t count, int64_t threads) {
+  std::atomic<bool> lacks_memory{false};  // no exception may leave a parallel region
+  int failed = outcome([&](const Kernels& k) {
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads)) if (count > 1)
+    for (int64_t n = 0; n < count; n++) {
+      try {
+        decide(k, verdicts[n]);
+      } catch (const std::bad_alloc&) {
+        lacks_memory = true;
+      }
+    }
+  });
+  return failed ? failed : int{lacks_memory};
 }
 
 int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads) {

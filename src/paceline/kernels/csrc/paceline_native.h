@@ -224,7 +224,7 @@ typedef struct {
   uint8_t* accepted;
 } pl_verdict;
 
-int pl_decide(const pl_verdict* verdict);  // 0, or 1: no memory
+int pl_decide(const pl_verdict* verdicts, int64_t count, int64_t threads);  // 0, or 1: no memory
 
 // An index of texts (lookup.cpp), and what it is asked for: lengths of the strings that it knows,
 // ascending; `first` and `stop`: places of a text at which a continuation may begin. The others are of
