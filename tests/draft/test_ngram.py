@@ -24,6 +24,13 @@ def propose(drafter: NGramDrafter, seq: SequenceState, length: int = 8) -> Token
     return drafter.propose(Plan((Slice(seq, seq.num_pending, length),)))[0]
 
 
+class Forcing:
+    """A grammar that leaves these tokens only."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.forced = lambda path=(): tokens
+
+
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens.tolist(), tree.parents, strict=True):
@@ -39,6 +46,20 @@ def test_the_latest_longest_match_is_continued() -> None:
     tree = propose(drafter, seq)
     assert tree.tokens.tolist() == [4, 5, 6]
     assert tree.parents == (-1, 0, 1)
+
+
+def test_what_a_grammar_forces_comes_first() -> None:
+    """Then how the text went on behind it; the index holds committed tokens only."""
+    drafter = NGramDrafter("cpu", NGram(min=2, max=3, length=6, candidates=1))
+    seq = request([1, 2, 3, 7, 8, 9, 5])
+    seq.constraint = Forcing([1, 2, 3])
+    tree = propose(drafter, seq)
+    assert tree.tokens.tolist() == [1, 2, 3, 7, 8, 9] and is_chain(tree.parents)
+    assert propose(drafter, seq, 4).tokens.tolist() == [1, 2, 3, 7]
+    assert len(propose(drafter, seq, 3)) == 0  # no lookup is needed
+    seq.tokens += [1, 2, 3, 7]
+    seq.constraint = Forcing([])
+    assert propose(drafter, seq).tokens.tolist()[:2] == [8, 9]
 
 
 def test_a_loop_goes_on() -> None:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.core.batch import Slice
 from paceline.core.sequence import SequenceView
 from paceline.draft.spec import DraftSpec, Loading, Prepared, option
 from paceline.draft.text_index import BRANCH, IndexedDrafter, TextIndex, open_index
-from paceline.kernels.lookup import Draft, Lookup
+from paceline.kernels.lookup import Draft, Ids, Lookup
 
 SOURCES = ("prompt", "output", "both")
 
@@ -63,9 +62,10 @@ class NGramDrafter(IndexedDrafter):
         levels = min(length, self._spec.length)
         return levels + (self._spec.candidates - 1) * min(levels, BRANCH)
 
-    def guess(self, item: Slice) -> Draft:
-        index, fresh, end = self.question(item)
-        levels = min(item.draft_length, self._spec.length)
+    def found(
+        self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
+    ) -> Draft:
+        levels = min(length, self._spec.length)
         return index.ngrams(fresh, end, levels, self.max_nodes(levels))
 
     def begin(self, seq: SequenceView) -> TextIndex:

@@ -24,7 +24,7 @@ from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, 
 from paceline.draft.text_index import TAKEN_IN, IndexedDrafter, TextIndex, open_index
 from paceline.errors import ConfigError, DataError, VocabularyMismatchError
 from paceline.files import replace_files
-from paceline.kernels.lookup import Draft, Lookup
+from paceline.kernels.lookup import Draft, Ids, Lookup
 
 _FORMAT = "paceline-suffix"
 _VERSION = 1
@@ -193,11 +193,11 @@ class SuffixDrafter(IndexedDrafter):
         self._texts[seq.seq_id] = text, self.memory(seq.adapter)
         return self._open()
 
-    def guess(self, item: Slice) -> Draft:
+    def found(
+        self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
+    ) -> Draft:
         """The better of the two drafts."""
-        index, fresh, end = self.question(item)
-        length = item.draft_length
-        memory = self.memory(item.seq.adapter).index
+        memory = self.memory(seq.adapter).index
         return index.suffixes(fresh, end, length, self.max_nodes(length), memory)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:

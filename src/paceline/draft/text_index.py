@@ -218,14 +218,35 @@ class IndexedDrafter(LookupDrafter):
             index.extend(part)
             left -= len(part)
 
-    def question(self, item: Slice) -> tuple[TextIndex, Sequence[int], Sequence[int]]:
-        """A sequence's index, the tokens to index with the lookup, and the text's end where those
-        are too many."""
-        tokens, index = item.seq.tokens, self.states.of(item.seq, self.begin)
-        begin = index.open_tokens
-        if len(tokens) - begin <= _ASIDE:
-            return index, tokens[begin:], ()
-        return index, (), tokens[-index.rule.depth :]
+    def guess(self, item: Slice) -> Guess:
+        """What is found, behind the text that a grammar forces there."""
+        seq, tokens, index = item.seq, item.seq.tokens, self.states.of(item.seq, self.begin)
+        forced = _forced(item)
+        left, began = item.draft_length - len(forced), index.open_tokens
+        if left <= 0:
+            return (), ()
+        near = len(tokens) - began <= _ASIDE
+        fresh, end = tokens[began:] if near else (), list[int]()
+        if forced or not near:
+            end = [*tokens[-index.rule.depth :], *forced][-index.rule.depth :]
+        found, parents, match = self.found(seq, index, fresh, end, left)
+        if not forced or not found:
+            return found, parents, match
+        above = len(forced)
+        chain = range(-1, above - 1)
+        return [*forced, *found], [*chain, *(parent + above for parent in parents)], match
+
+    def found(
+        self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
+    ) -> Draft:
+        """A draft of at most ``length`` levels; ``fresh`` and ``end`` as in ``TextIndex``."""
+        raise NotImplementedError
+
+
+def _forced(item: Slice) -> Sequence[int]:
+    """What the request's grammar forces next."""
+    constraint = item.seq.constraint
+    return () if constraint is None else (constraint.forced() or ())[: item.draft_length]
 
 
 # -- what a request brings with it -----------------------------------------------------------------
@@ -275,7 +296,7 @@ class Predictions(LookupDrafter):
     def guess(self, item: Slice) -> Guess:
         """What is forced, else how the prediction goes on if the end of the text occurs in it."""
         seq, length = item.seq, item.draft_length
-        forced = (seq.constraint.forced() or ())[:length] if seq.constraint is not None else ()
+        forced = _forced(item)
         if forced:
             return forced, range(-1, len(forced) - 1), _RULE.depth
         if not seq.params.prediction:
