@@ -62,7 +62,7 @@ class NGramDrafter(IndexedDrafter):
         levels = min(length, self._spec.length)
         return levels + (self._spec.candidates - 1) * min(levels, BRANCH)
 
-    def found(
+    def continuation(
         self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
     ) -> Draft:
         levels = min(length, self._spec.length)

@@ -193,7 +193,7 @@ class SuffixDrafter(IndexedDrafter):
         self._texts[seq.seq_id] = text, self.memory(seq.adapter)
         return self._open()
 
-    def found(
+    def continuation(
         self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
     ) -> Draft:
         """The better of the two drafts."""

@@ -229,14 +229,14 @@ class IndexedDrafter(LookupDrafter):
         fresh, end = tokens[began:] if near else (), list[int]()
         if forced or not near:
             end = [*tokens[-index.rule.depth :], *forced][-index.rule.depth :]
-        found, parents, match = self.found(seq, index, fresh, end, left)
-        if not forced or not found:
-            return found, parents, match
+        behind, parents, match = self.continuation(seq, index, fresh, end, left)
+        if not forced or not behind:
+            return behind, parents, match
         above = len(forced)
         chain = range(-1, above - 1)
-        return [*forced, *found], [*chain, *(parent + above for parent in parents)], match
+        return [*forced, *behind], [*chain, *(parent + above for parent in parents)], match
 
-    def found(
+    def continuation(
         self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
     ) -> Draft:
         """A draft of at most ``length`` levels; ``fresh`` and ``end`` as in ``TextIndex``."""
