@@ -60,7 +60,7 @@ test: $(VENV)/.installed-test  ## run the tests but the slow ones (minutes; ARGS
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-fast: $(VENV)/.installed-test  ## those of the loop: laws, core, verify, engine, draft (a minute)
-	$(PYTEST) -m "not slow" $(addprefix tests/,laws core verify engine draft) $(ARGS)
+	$(PYTEST) -m "not slow and not broad" $(addprefix tests/,laws core verify engine draft) $(ARGS)
 
 test-slow: $(VENV)/.installed-test  ## the slow ones: real model, soak, claimed devices, packages, killed servers
 	$(PYTEST) -m slow $(ARGS)

@@ -51,6 +51,7 @@ def expected(target: LLM) -> list[tuple[list[SamplingParams], list[list[int]]]]:
     return found
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "draft",
     ["ngram", "paceline/tiny-draft", "hybrid:suffix+ngram", "quantized", "hybrid:suffix+quantized"],

@@ -59,6 +59,7 @@ def test_what_tune_tries_in_its_place(example: str) -> None:
     assert all(str(parse_draft(one.spec)) == one.spec for one in found)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("example", FIRST)
 def test_doctor_has_no_complaint(example: str) -> None:
     findings = examine(TARGET, example.format(**WEIGHTS))
@@ -79,6 +80,7 @@ def ours(plain: LLM) -> Counter[tuple[int, ...]]:
     return pairs_of(plain)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("example", FIRST)
 def test_unseeded_pairs_follow_the_targets_distribution(
     plain: LLM, ours: Counter[tuple[int, ...]], example: str

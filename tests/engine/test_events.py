@@ -398,6 +398,7 @@ class Events(RuleBasedStateMachine):
 
 
 # Hypothesis keeps every choice of a run: 0.3 GB for 150,000 events.
+@pytest.mark.broad
 @pytest.mark.parametrize("part", range(-(-EVENTS // PART)))
 def test_events(part: int) -> None:
     how = settings(

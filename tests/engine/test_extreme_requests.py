@@ -71,6 +71,7 @@ def plain() -> LLM:
     return LLM("paceline/tiny", draft="none", dtype="float32", max_batch_size=1)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_is_served_as_if_alone(plain: LLM, spec: str) -> None:
     chance = random.Random(spec)

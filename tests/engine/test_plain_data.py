@@ -55,6 +55,7 @@ def sent(value: Any) -> Any:
     return again
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", SPECS)
 def test_a_drafter_drafts_from_what_was_sent(plain: LLM, name: str) -> None:
     """All four cross a border in every step, and the texts are those of a run without one."""

@@ -109,6 +109,7 @@ def decode(llm: LLM) -> tuple[list[list[int]], set[str]]:
     return [seq.tokens for seq in seqs], stale
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", [*SPECS, "hybrid of a model", "a list"])
 def test_the_same_text_and_nothing_stale(plain: LLM, expected: list[list[int]], name: str) -> None:
     spec = {"hybrid of a model": HYBRID, "a list": [SPECS["model"], "ngram"]}.get(name) or SPECS[

@@ -122,6 +122,7 @@ def drafted(llm: LLM, asked: str) -> list[tuple[list[int], int]]:
     return [(one.token_ids, one.stats.drafted_tokens) for one in done]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("name", "asked"), diagonal(list(SPECS), ["greedy", "mixed"]))
 def test_one_wait_a_step_and_one_copy_a_forward(
     plain: LLM, name: str, asked: str, monkeypatch: pytest.MonkeyPatch

@@ -99,6 +99,7 @@ def test_outputs_are_the_papers(tmp_path: Path, kind: str, layout: str) -> None:
             torch.testing.assert_close(logits, target.head(found))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("deepseek_v3", "deepseek"), ("glm4_moe", "deepseek"), ("qwen3_next", "qwen3_next")],

@@ -155,6 +155,7 @@ def expected(plain: LLM) -> dict[str, list[list[int]]]:
     return {name: tokens_of(plain, params) for name, params in REQUESTS.items()}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("length", [3, "auto"])
 @pytest.mark.parametrize("name", list(SPECS))
 def test_same_tokens_as_plain_decoding(
