@@ -82,10 +82,13 @@ class Matcher:
 
     def __init__(self, matcher: LLMatcher, width: int) -> None:
         self._matcher, self._width = matcher, width
+        # Since the last token, by path: drafters and the verifier ask for the same.
         self._known: dict[tuple[int, ...], torch.Tensor | None] = {}
+        self._runs: dict[tuple[int, ...], Sequence[int] | None] = {}
 
     def read(self, tokens: Sequence[int]) -> int | None:
         self._known.clear()
+        self._runs.clear()
         for count, token in enumerate(tokens, 1):
             taken = self._matcher.consume_token(token)
             assert taken, f"token {token} was committed against its grammar"
@@ -94,7 +97,6 @@ class Matcher:
         return None
 
     def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
-        # Cached: drafter and verifier need the same rows.
         if path not in self._known:
             with self._after(path) as matcher:
                 bits = None if matcher is None else matcher.compute_bitmask()
@@ -111,10 +113,13 @@ class Matcher:
             return 0 <= token < self._width and matcher.validate_tokens([token]) == 1
 
     def forced(self, path: tuple[int, ...] = ()) -> Sequence[int] | None:
-        with self._after(path) as matcher:
-            tokens = None if matcher is None else matcher.compute_ff_tokens()
-        # A tokenizer may have more tokens than the target has logits.
-        return tokens and list(takewhile(lambda token: token < self._width, tokens))
+        if path not in self._runs:
+            with self._after(path) as matcher:
+                tokens = None if matcher is None else matcher.compute_ff_tokens()
+            # A tokenizer may have more tokens than the target has logits.
+            run = tokens and list(takewhile(lambda token: token < self._width, tokens))
+            self._runs[path] = run
+        return self._runs[path]
 
     @contextmanager
     def _after(self, path: tuple[int, ...]) -> Iterator[LLMatcher | None]:
