@@ -104,6 +104,22 @@ def test_the_same_as_torch(
     assert same >= total - 1
 
 
+def test_threads_decide_alike() -> None:
+    """Spans side by side, and, where blocks are fewer than threads, one after another."""
+    before, generator = torch.get_num_threads(), torch.Generator().manual_seed(0)
+    logits, spans = spans_of(generator, 5000, {"temperature": 1.0}, torch.float32)
+    verifier = Told()
+    verifier.told = torch.rand(64, dtype=torch.float64, generator=generator)
+    told = []
+    try:
+        for threads in (1, 2, 8):
+            torch.set_num_threads(threads)
+            told.append([decided(verifier, logits, some, True) for some in (spans, spans[1:])])
+    finally:
+        torch.set_num_threads(before)
+    assert told[0] == told[1] == told[2]
+
+
 ADJUSTED: dict[str, dict[str, Any]] = {
     "penalty": {"frequency_penalty": 0.5, "repetition_penalty": 1.2},
     "bias": {"logit_bias": {3: 4.0, 5: -100.0}},
