@@ -6,6 +6,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,26 @@ def test_an_estimate_follows_what_all_sequences_show() -> None:
     for _ in range(4):
         acceptance.record(1, "model", 2, 2)
     assert acceptance.rates(1, "model")[1] > acceptance.everyone("model").rates()[1]
+
+
+def test_plain_decoding_stands_until_the_budget_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One decision in 32 steps; in 8 once something could be explored."""
+    control = adaptive(draft=4.0)
+    drive(control, 0.0, 100)
+    decided: list[float] = []
+    decide = AdaptiveController._decide
+
+    def counting(self: AdaptiveController, *args: Any) -> None:
+        decided.append(self.budget.seconds)
+        decide(self, *args)
+
+    monkeypatch.setattr(AdaptiveController, "_decide", counting)
+    for seconds, least, most in ((-1e6, 3, 4), (1e-6, 3, 4), (1e6, 8, 128)):
+        decided.clear()
+        monkeypatch.setattr(control.budget, "earn", lambda *_: None)
+        control.budget.seconds = seconds
+        drive(control, 0.0, 96)
+        assert least <= len(decided) <= most, (seconds, decided)
 
 
 @pytest.mark.parametrize("good", [0.8, 0.97])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.control.acceptance import AcceptanceTracker
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 
@@ -81,3 +82,14 @@ def test_one_hiccup_is_no_policy() -> None:
     assert known.rest(1, 0) < 1.1
     known.learn_plain(32, 1000.0)
     assert known.rest(32, 0) < 1.6 * 4.1, "nor is the first step of a new load"
+
+
+def test_sampled_text_has_an_acceptance_of_its_own() -> None:
+    acceptance = AcceptanceTracker(1)
+    acceptance.priors["model"] = (0.8,)
+    (greedy,), (sampled,) = (acceptance.rates(0, "model", sampled=s) for s in (False, True))
+    assert sampled == pytest.approx(greedy**2)
+    for _ in range(30):
+        acceptance.record(0, "model", 1, 0, sampled=True)
+    assert acceptance.rates(1, "model", sampled=True)[0] < 0.2
+    assert acceptance.rates(1, "model") == [greedy]

@@ -166,7 +166,8 @@ class AdaptiveController(Controller):
         self._made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
         self._hold = self._holds(same)
         self._until = self._step + self._hold
-        self._latest = self._step + _WAIT * (not self._made and not self._measures)
+        waits = not (self._made or self._measures or self._fixed)
+        self._latest = self._step + _WAIT * waits
 
     def _runs_model(self, draft: DraftOption) -> bool:
         return not self.cost.drafters[draft.name].costless
@@ -193,8 +194,7 @@ class AdaptiveController(Controller):
     ) -> list[DraftOption]:
         """Drafts of every length of the sequence's models, or of those that may pay, and what
         lookups found, cut at some lengths."""
-        options: list[DraftOption] = []
-        sampled = is_sampled(seq.params)
+        options, sampled = list[DraftOption](), is_sampled(seq.params)
         for name in self._members(seq):
             if name in offers:
                 nodes, kind = offers[name].nodes, kind_of(offers[name].confidence)
@@ -379,8 +379,8 @@ class AdaptiveController(Controller):
             self.cost.record_fill(name, batch, commit.drafted, length)
         if name not in self._lookups.drafters:
             reached = levels_tried(commit, length)
-            what = reached, len(commit.path), 0, None, draft.sampled
-            self.cost.acceptance.record(commit.seq_id, name, *what)
+            record = self.cost.acceptance.record
+            record(commit.seq_id, name, reached, len(commit.path), sampled=draft.sampled)
         if not costs.reads or commit.seq_id not in self._read:
             return 0
         read, end = self._read[commit.seq_id], commit.position + commit.scheduled

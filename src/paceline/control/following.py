@@ -16,7 +16,8 @@ from paceline.draft.base import LookupDrafter, Offer
 Offers = Mapping[Hashable, Offer]  # by lookup
 _READ_ALONG = 16  # pending tokens; more are a prompt
 _DEEPEST = 24  # levels that are asked for
-_RARELY = 4  # where asking does not pay, only in one of so many steps
+# Where asking does not pay, only in one of so many steps: of one sequence, and of many.
+_RARELY, _RAREST = 4, 32
 _BOUND = 1.0  # plain steps that asking may lose, and that must be won back, at most
 
 
@@ -64,7 +65,7 @@ class LookupFollower:
         """What is found that might pay. Where drafts of lookups have won less than asking took,
         they are asked less often. ``same``: the sequences are those of the last step."""
         batch = len(seqs)
-        rarely = same and self._balance < 0 and step % max(_RARELY, 2 * batch)
+        rarely = same and self._balance < 0 and step % max(_RARELY, min(2 * batch, _RAREST))
         rarely = rarely and all(seq.constraint is None for seq in seqs)  # what is forced pays
         if rarely or not self.drafters:
             return {}
@@ -135,8 +136,9 @@ class LookupFollower:
             known, ended = followed.accepted, followed.ended(tokens)
             reached = min(followed.accepted + ended, followed.levels)
             if ended or followed.accepted > known:
-                what = known, followed.kind, followed.sampled
-                self._cost.acceptance.record(seq_id, name, reached, followed.accepted, *what)
+                self._cost.acceptance.record(
+                    seq_id, name, reached, followed.accepted, known, followed.kind, followed.sampled
+                )
             if ended:
                 del offers[name]
 
