@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from paceline.control.cost import CostModel
+from paceline.control.following import LookupFollower
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
@@ -176,6 +179,28 @@ def test_a_tree_is_cut_by_its_levels() -> None:
     offer = Offer((5, 6, 7, 8), (-1, -1, 0, 2), 4)
     assert offer.nodes == (0, 2, 3, 4)
     assert offer.cut(1) == ([5, 6], (-1, -1)) and offer.cut(2) == ([5, 6, 7], (-1, -1, 0))
+
+
+def test_nothing_is_learnt_from_what_a_grammar_forces() -> None:
+    """Two levels are certain, and those behind them never right."""
+
+    class Half(LookupDrafter):
+        name = "half"
+
+        def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int], int, int]:
+            return [5, 6, 9, 9], [-1, 0, 1, 2], 1, 2
+
+    cost = CostModel(TargetCosts((1,), (CostCurve((1,), (1.0,)),)))
+    cost.add("half", DrafterCosts.of(Half(), 8, CostCurve((1,), (0.0,))))
+    follower = LookupFollower({"half": Half()}, cost)
+    before = cost.acceptance.everyone("half", 1).rates()
+    for seq_id in range(1, 20):
+        seqs = [SequenceState(seq_id, [1, 2], 2, SamplingParams(max_tokens=90), cached=1)]
+        assert follower.worthwhile(seqs, lambda *_: True, 0, False)[seq_id]["half"].certain == 2
+        follower.observe([Commit(seq_id, (5, 6, 7), scheduled=1)])
+        follower.forget(seq_id)
+    after = cost.acceptance.everyone("half", 1).rates()
+    assert after[0] < 0.2 < before[0]
 
 
 @pytest.mark.parametrize("batch", [1, 8])

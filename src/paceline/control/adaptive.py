@@ -13,13 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
-from paceline.control.acceptance import (
-    GOES_ON,
-    expected_tokens,
-    is_sampled,
-    kind_of,
-    levels_tried,
-)
+from paceline.control.acceptance import GOES_ON, expected_tokens, is_sampled, kind_of, levels_tried
 from paceline.control.choice import choose, fixed_length
 from paceline.control.controller import (
     MEASURING,
@@ -196,11 +190,11 @@ class AdaptiveController(Controller):
         lookups found, cut at some lengths."""
         options, sampled = list[DraftOption](), is_sampled(seq.params)
         for name in self._members(seq):
-            if name in offers:
-                nodes, kind = offers[name].nodes, kind_of(offers[name].confidence)
+            if (offer := offers.get(name)) is not None:
+                nodes, kind = offer.nodes, kind_of(offer.confidence)
                 most = min(len(nodes) - 1, self.cost.drafters[name].longest)
                 lengths = [*(n for n in _LENGTHS if n < most), most]
-                drafts = self.drafts(seq, name, batch, kind, lengths)
+                drafts = self.drafts(seq, name, batch, kind, lengths, offer.certain)
                 options += [self._found(draft, nodes[draft.length], batch) for draft in drafts]
             elif name not in self._lookups.drafters and not (
                 that_may_pay and not self.cost.may_pay(name, batch, sampled=sampled)
@@ -219,9 +213,11 @@ class AdaptiveController(Controller):
         batch: int,
         kind: Hashable = None,
         lengths: Sequence[int] | None = None,
+        certain: int = 0,
     ) -> list[DraftOption]:
         """What a drafter may draft for a sequence, of all lengths by default; acceptance is learnt
-        by ``kind``. Reading that must come first is written off over the tokens to come."""
+        by ``kind``, behind ``certain`` levels. Reading that must come first is written off over the
+        tokens to come."""
         cost, costs, left = self.cost, self.cost.drafters[name], seq.remaining
         most = min(costs.longest, left - 1)
         if batch > 1:  # at most twice as long as those before
@@ -231,7 +227,7 @@ class AdaptiveController(Controller):
         if not lengths:
             return []
         sampled = is_sampled(seq.params)
-        rates = cost.acceptance.rates(seq.seq_id, name, kind, sampled)
+        rates = [1.0] * certain + cost.acceptance.rates(seq.seq_id, name, kind, sampled)
         expected = expected_tokens(rates[: lengths[-1]])
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
         unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0

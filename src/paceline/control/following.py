@@ -24,11 +24,11 @@ _BOUND = 1.0  # plain steps that asking may lose, and that must be won back, at 
 class _Followed:
     """An offer, and how far the text has gone along it."""
 
-    __slots__ = ("_below", "_node", "accepted", "kind", "levels", "sampled")
+    __slots__ = ("_below", "_node", "accepted", "certain", "kind", "levels", "sampled")
 
     def __init__(self, offer: Offer, sampled: bool) -> None:
         self.kind, self.levels = kind_of(offer.confidence), len(offer.nodes) - 1
-        self.sampled = sampled
+        self.sampled, self.certain = sampled, offer.certain
         self.accepted, self._node = 0, -1
         edges = zip(offer.parents, offer.tokens, strict=True)
         self._below = {edge: node for node, edge in enumerate(edges)}
@@ -86,7 +86,7 @@ class LookupFollower:
 
     def _may_pay(self, name: Hashable, offer: Offer, seq: SequenceState, batch: int) -> bool:
         kind, sampled = kind_of(offer.confidence), is_sampled(seq.params)
-        return self._cost.may_pay(name, batch, kind, sampled)
+        return offer.certain > 0 or self._cost.may_pay(name, batch, kind, sampled)
 
     def _add(self, won: float) -> None:
         self._balance = min(max(self._balance + won, -_BOUND), _BOUND)
@@ -135,10 +135,11 @@ class LookupFollower:
         for name, followed in list(offers.items()):
             known, ended = followed.accepted, followed.ended(tokens)
             reached = min(followed.accepted + ended, followed.levels)
-            if ended or followed.accepted > known:
-                self._cost.acceptance.record(
-                    seq_id, name, reached, followed.accepted, known, followed.kind, followed.sampled
-                )
+            certain = followed.certain  # nothing is learnt from what was forced
+            levels = reached - certain, followed.accepted - certain, max(known - certain, 0)
+            if levels[0] > 0 and (ended or followed.accepted > known):
+                kind = followed.kind, followed.sampled
+                self._cost.acceptance.record(seq_id, name, *levels, *kind)
             if ended:
                 del offers[name]
 

@@ -109,16 +109,23 @@ def vocabulary_of(drafter: object) -> str | None:
     return "; ".join(dict.fromkeys(text for text in vocabularies if text)) or None
 
 
-# Tokens and parents of a tree (``TokenTree.parents``) and, if known, the confidence.
-Guess = tuple[Sequence[int], Sequence[int]] | tuple[Sequence[int], Sequence[int], int]
+# Tokens and parents of a tree (``TokenTree.parents``), and, if known, the confidence and the levels
+# that are certain.
+Guess = (
+    tuple[Sequence[int], Sequence[int]]
+    | tuple[Sequence[int], Sequence[int], int]
+    | tuple[Sequence[int], Sequence[int], int, int]
+)
 
 
 class Offer(NamedTuple):
-    """A tree that a lookup proposes; ``confidence``: length of the match, 0 if unknown."""
+    """A tree that a lookup proposes; ``confidence``: length of the match, 0 if unknown.
+    ``certain``: first levels, a chain, that a grammar forces."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
     confidence: int = 0
+    certain: int = 0
 
     @property
     def nodes(self) -> tuple[int, ...]:

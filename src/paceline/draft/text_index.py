@@ -234,7 +234,7 @@ class IndexedDrafter(LookupDrafter):
             return behind, parents, match
         above = len(forced)
         chain = range(-1, above - 1)
-        return [*forced, *behind], [*chain, *(parent + above for parent in parents)], match
+        return [*forced, *behind], [*chain, *(parent + above for parent in parents)], match, above
 
     def continuation(
         self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
