@@ -312,7 +312,7 @@ std::vector<int32_t> decisions(int64_t dtype, int64_t width) {
       if (kind) v.uniforms = uniforms.data();
       if (kind == 2) v.q = q.data(), v.q_width = narrow, v.thresholds = thresholds.data();
       v.choices = choices.data(), v.accepted = accepted.data();
-      if (pl_decide(&v)) printf("no memory\n"), exit(1);
+      if (pl_decide(&v, 1, v.threads)) printf("no memory\n"), exit(1);
       for (int32_t token : choices) expect(token >= 0 && token < width, "a choice");
       found.insert(found.end(), choices.begin(), choices.end());
       found.insert(found.end(), accepted.begin(), accepted.end());
