@@ -24,14 +24,17 @@ from tiny_architectures import VOCAB, cases, kinds, tiny_config
 from transformers import AutoModelForCausalLM
 
 from paceline.build import EngineOptions, build_engine, seeded_generator
+from paceline.core.adapter import Adapter
+from paceline.core.batch import Span
 from paceline.core.params import SamplingParams, TokenLogprob
 from paceline.draft.spec import Loading
 from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.driver import Drive, sequence
-from paceline.errors import UnsupportedModelError
+from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import NATIVE, REFERENCE
 from paceline.model.copies import LayerView, quantised_copy
 from paceline.model.loading import causal_class, check_architecture
+from paceline.model.lora import linear_sizes
 from paceline.model.probe import ATTENTION, probe_batch, register
 from paceline.model.target import CausalModel
 
@@ -93,6 +96,8 @@ ON_TORCH = {
     *("gemma3n_text", "gemma4_text", "llama4_text", "qwen3_moe", "bamba", "jamba", "lfm2"),
     *("qwen3_next", "llama:dynamic", "phi3:4-mini"),
 }
+# Layers whose weight the module above them may multiply by itself: routers', and some of images.
+READ = {"classifier", "wg", "out_proj"}
 OFTEN = KERNELS | ON_TORCH | {names.split()[0] for names in _REFUSED.values()} | {*UNBUILT}
 
 
@@ -205,6 +210,42 @@ def check_views(target: CausalModel) -> None:
             LayerView(target, rest)(probe_batch((1,)), target.new_cache(1, 2))
 
 
+@torch.inference_mode()
+def check_adapter(target: CausalModel, model: Any) -> None:
+    """One of all linear layers does to the rows that ask for it what merging it does."""
+    torch.manual_seed(1)
+    layers, tied = dict(model.named_modules()), model.get_input_embeddings().weight
+    pairs = {}
+    for name in layers:
+        if (sizes := linear_sizes(name, target.hf)) and layers[name].weight is not tied:
+            a, b = torch.randn(2, sizes[0]), torch.randn(sizes[1], 2)
+            pairs[name] = a / sizes[0] ** 0.5, 0.1 * b
+    for name in [name for name in pairs if name.rpartition(".")[2] in READ]:
+        with contextlib.suppress(ConfigError):
+            target.backend.check_adapter(Adapter("one", "", {name: pairs[name]}))
+            continue
+        del pairs[name]
+    adapter = Adapter("all", "", pairs)
+    target.backend.check_adapter(adapter)
+    texts, cache = prompts()[1:], target.new_cache(16, 16, slots=4)
+    for seq_id, tokens in enumerate(texts):
+        cache.admit(seq_id, (), False)
+        cache.reserve(seq_id, len(tokens))
+    spans = [Span.of(n, 0, text, adapter=(adapter, None)[n]) for n, text in enumerate(texts)]
+    rows = target(cache.batch_of(spans), cache).logits
+    plain = [model(torch.tensor([text]), use_cache=False).logits[0, -1] for text in texts]
+    before = {name: layers[name].weight.clone() for name in pairs}
+    for name, (a, b) in pairs.items():
+        added = b @ a if isinstance(layers[name], torch.nn.Linear) else (b @ a).T
+        layers[name].weight += added
+    merged = model(torch.tensor([texts[0]]), use_cache=False).logits[0, -1]
+    for name, weight in before.items():
+        layers[name].weight.copy_(weight)
+    for row, wanted in zip(rows, (merged, plain[1]), strict=True):
+        assert (row - wanted).abs().max() < TOLERANCE * wanted.std()
+    assert (merged - plain[0]).abs().max() > 0.01 * merged.std()
+
+
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=() if c in OFTEN else pytest.mark.slow) for c in cases()],
@@ -238,6 +279,7 @@ def test_equal_or_refused(case: str) -> None:
         if target.backend.name == backend:
             for prompt, answer, truth in zip(prompts(), together(target), wanted, strict=True):
                 check(prompt, answer, *truth)
+            check_adapter(target, model)
             quantised_copy(target, "int4")
             check_views(target)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import tiny_pair
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import ConfigError, ModelLoadError, PacelineError
@@ -138,6 +139,25 @@ def test_refused_weights(
     with pytest.raises(PacelineError, match=line) as error:
         read_adapter("one", str(folder), model)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("mlp.experts.1.down_proj", "which is part of fused experts of moe; merge it"),
+        ("mlp.gate", "which is no linear module of moe; merge it"),
+    ],
+)
+def test_what_is_no_linear_layer_to_peft(tmp_path: Path, module: str, line: str) -> None:
+    """Experts in one weight, as their single layers were named before, and their router."""
+    moe, _ = tiny_pair("mixtral")
+    moe.name = "moe"
+    key = f"base_model.model.model.layers.0.{module}.lora_"
+    tensors = {f"{key}A.weight": torch.ones(2, 32), f"{key}B.weight": torch.ones(4, 2)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ConfigError, match=line):
+        read_adapter("one", str(tmp_path), moe)
 
 
 def test_refused_folders(model: CausalModel, folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from paceline.core.batch import Batch, Span
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
 from paceline.drafters import DRAFTERS
-from paceline.errors import ConfigError, ModelLoadError
+from paceline.errors import ModelLoadError
 from paceline.llm import LLM
 from paceline.model.backends.reference.recurrent import _Mixer
 from paceline.model.loading import read_config
@@ -31,7 +31,7 @@ from support.made_adapters import write_adapter, write_merged
 from support.medusa_models import write_medusa
 from support.mtp_models import write_mtp
 from support.random_heads import write_block, write_eagle
-from support.recurrent_models import RECURRENT
+from support.recurrent_models import BY_LEVELS, RECURRENT
 from support.tiny_models import SENTENCES
 
 TREE = "tree:{draft}"
@@ -85,7 +85,7 @@ class Family:
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
     root = tmp_path_factory.mktemp("families")
-    return {kind: Family(kind, root / kind) for kind in KINDS}
+    return {kind: Family(kind, root / kind) for kind in (*KINDS, *BY_LEVELS)}
 
 
 @pytest.fixture(params=KINDS)
@@ -248,13 +248,38 @@ def test_rows_of_all_levels_step_in_one_call(plain: LLM, folders: dict[str, str]
     assert torch.allclose(together, apart, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["jamba"], indirect=True)
-def test_linear_layers_within_a_recurrence_take_no_adapter(
-    plain: LLM, folders: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [("jamba", ("x_proj", "dt_proj")), ("kimi_linear", ("f_a_proj", "f_b_proj", "g_b_proj"))],
+    indirect=["kind"],
+)
+@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, temperature=0.9, seed=5)])
+def test_adapters_of_layers_within_a_recurrence(
+    plain: LLM,
+    folders: dict[str, str],
+    tmp_path: Path,
+    modules: tuple[str, ...],
+    params: SamplingParams,
 ) -> None:
-    inner = write_adapter(tmp_path / "inner", folders["target"], modules=("x_proj",))
-    with pytest.raises(ConfigError, match=r"mamba\.x_proj, which .* without adapters; merge it"):
-        plain.adapters.load("inner", inner)
+    """Several in one ragged batch, with every shape of drafts."""
+    llms = [plain.beside(draft.format(**folders), draft_length=4) for draft in ("ngram", TREE)]
+    texts = [[out.token_ids for out in plain.generate(PROMPTS, params)]]
+    for name, seed in (("one", 0), ("two", 1)):
+        options = {"modules": modules, "seed": seed, "size": 0.6}
+        adapter = write_adapter(tmp_path / name, folders["target"], **options)
+        for llm in llms:
+            llm.adapters.load(name, adapter, replace=True)
+        merged = write_merged(tmp_path / f"merged {name}", folders["target"], adapter)
+        llm = LLM(merged, "none", dtype="float32")
+        texts.append([out.token_ids for out in llm.generate(PROMPTS, params)])
+        llm.close()
+    assert len({str(text) for text in texts}) == 3
+    prompts = [prompt for prompt in PROMPTS for _ in texts]
+    for llm in llms:
+        for _ in range(2):  # with shared prefixes, too
+            made = llm.generate(prompts, params, lora=[None, "one", "two"] * len(PROMPTS))
+            assert [[out.token_ids for out in made[n::3]] for n in range(3)] == texts
+        check_cache(llm.engine.cache)
 
 
 @pytest.mark.parametrize(

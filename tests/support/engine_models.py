@@ -12,7 +12,7 @@ from paceline.core.params import SamplingParams
 from paceline.llm import LLM
 from paceline.model.probe import ATTENTION, register
 from paceline.model.target import CausalModel
-from support.recurrent_models import RECURRENT
+from support.recurrent_models import BY_LEVELS, RECURRENT
 from support.tiny_models import SENTENCES, SMALL
 
 VOCAB = 97
@@ -49,7 +49,7 @@ def random_recurrent(
     import transformers
 
     register()
-    kind, changes = RECURRENT[name]
+    kind, changes = (RECURRENT | BY_LEVELS)[name]
     options = SMALL | {"vocab_size": vocab, "max_position_embeddings": 160}
     config = getattr(transformers, kind)(**options | {"initializer_range": 0.25} | changes | more)
     with torch.random.fork_rng():

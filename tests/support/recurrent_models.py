@@ -50,3 +50,17 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("Qwen3_5TextConfig", _DELTA),
     "qwen3_next": ("Qwen3NextConfig", _DELTA | _SHARED),
 }
+
+# Whose levels go through their recurrence one by one.
+BY_LEVELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **{"linear_head_dim": 8, "linear_num_heads": 4, "layer_types": _RECURRENT_FULL},
+            **{"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8},
+            **{"qk_rope_head_dim": 4, "v_head_dim": 8, "num_hidden_layers": 2},
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+            **_EXPERTS,
+        },
+    ),
+}

@@ -96,7 +96,7 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
                 f"{where} holds {key}, which is no LoRA weight of a linear module; only those are "
                 "served, so merge it into the model (peft's merge_and_unload)"
             )
-        module = match[1] if _sizes_of(match[1], model.hf) else plain_name(match[1])
+        module = match[1] if linear_sizes(match[1], model.hf) else plain_name(match[1])
         parts.setdefault(module, {})[match[2]] = tensor
     if not parts:
         raise ModelLoadError(f"{where} holds no weights; save it again")
@@ -163,9 +163,13 @@ def _pair(
             f"{where}: A and B of {module} are {list(a.shape)} and {list(b.shape)}; ranks from 1 "
             f"to {MAX_RANK} are served"
         )
-    sizes = _sizes_of(module, model.hf)
+    sizes = linear_sizes(module, model.hf)
     if sizes is None:
-        raise ConfigError(f"{where} changes {module}, which is no linear module of {model.name}")
+        part = "part of fused experts" if ".experts" in module else "no linear module"
+        raise ConfigError(
+            f"{where} changes {module}, which is {part} of {model.name}; merge it into the model "
+            "(peft's merge_and_unload)"
+        )
     if sizes != (a.shape[1], b.shape[0]):
         raise ConfigError(
             f"{where} maps {a.shape[1]} inputs of {module} to {b.shape[0]}, but {model.name} has "
@@ -190,10 +194,11 @@ def _pair(
     return a.to(model.device, model.dtype).contiguous(), scaled.contiguous()
 
 
-def _sizes_of(name: str, hf: Any) -> tuple[int, int] | None:
+def linear_sizes(name: str, hf: Any) -> tuple[int, int] | None:
     """Inputs and outputs of a linear module that all rows go through; None: it is none."""
     module: Any = dict(hf.named_modules()).get(name)
-    if ".experts." in name:
+    routes = type(module).__module__.startswith("transformers.models.")  # and returns a tuple
+    if ".experts." in name or (routes and type(module).forward is not nn.Linear.forward):
         return None
     if isinstance(module, nn.Linear | LinearBase):
         return module.in_features, module.out_features

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from paceline.core.adapter import Adapter, AdapterRun
+from paceline.core.adapter import Adapter
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.core.bound import bound
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import REFERENCE, Backend
+from paceline.model.backends.reference.adapters import adapting, reads_weight
 from paceline.model.backends.reference.attention import STEP
-from paceline.model.backends.reference.recurrent import over_states, runs_on_states
+from paceline.model.backends.reference.recurrent import over_states
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.segments import AttentionStep, DeviceBatch, KeyValueStore, Pattern
@@ -54,10 +53,9 @@ class TorchBackend(Backend):
             self._hook(layer)
         self._captured = {} if batch.features else None
         try:
-            head = self.hf.get_output_embeddings() if self._keeps_rows else None
             with (
                 self.rows.of(step.batch),
-                adapting(self.hf, batch.adapter_runs, head),
+                adapting(self.hf, batch.adapter_runs, len(batch.input_ids)),
                 over_states(batch, cache),
                 bound(STEP, step),
             ):
@@ -69,10 +67,12 @@ class TorchBackend(Backend):
 
     def check_adapter(self, adapter: Adapter) -> None:
         for name in adapter.pairs:
-            if runs_on_states(self.hf, name):
+            above, _, own = name.rpartition(".")
+            if reads_weight(module := self.hf.get_submodule(above), own):
                 raise ConfigError(
-                    f"the adapter {adapter.name} changes {name}, which recurrent layers run "
-                    "without adapters; merge it into the model (peft's merge_and_unload)"
+                    f"the adapter {adapter.name} changes {name}, whose weight "
+                    f"{type(module).__name__} multiplies by itself; merge it into the model "
+                    "(peft's merge_and_unload)"
                 )
 
     def run(self, batch: DeviceBatch) -> torch.Tensor:
@@ -239,28 +239,3 @@ class _TrialCache(PagedCache):
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.layers.append(layer)
         return super().kv(layer)
-
-
-@contextmanager
-def adapting(hf: Any, runs: Sequence[AdapterRun], head: Any) -> Iterator[None]:
-    """A context of one forward in which modules of ``hf`` add what the adapters of ``runs`` say.
-    ``head``: the module that gets the rows with logits alone, or None."""
-    thread, hooks = threading.get_ident(), []
-    for name in {name for run in runs for name in run.adapter.pairs}:
-
-        def add(module: Any, args: Any, out: torch.Tensor, name: str = name) -> None:
-            if threading.get_ident() != thread:  # another engine's forward of these modules
-                return
-            inputs, outputs = args[0].flatten(0, -2), out.view(-1, out.shape[-1])
-            for run in runs:
-                if name in run.adapter.pairs:
-                    a, b = run.adapter.pairs[name]
-                    rows = run.logits if module is head else run.rows
-                    outputs[rows] += inputs[rows] @ a.T @ b.T
-
-        hooks.append(hf.get_submodule(name).register_forward_hook(add))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from paceline.core.batch import Batch
 from paceline.core.bound import bound
 from paceline.errors import UnsupportedModelError
+from paceline.model.backends.reference.adapters import ROWS, with_adapters
 from paceline.model.backends.reference.recurrences import at_once, stand_in
 from paceline.model.paged.segments import KeyValueStore
 from paceline.model.paged.states import StateLevel, StatePart, StateStep, StateStore
@@ -63,7 +64,7 @@ class _Mixer(nn.Module):
         def advance(rows: Tensor, parts: list[Tensor]) -> list[Tensor]:
             """The states behind ``rows [B, n]``."""
             ready = {name: values[rows] for name, values in projected.items()}
-            with bound(_READY, ready | {self.last: None}):
+            with bound(_READY, ready | {self.last: None}), bound(ROWS, rows.flatten()):
                 some, parts = self.advance(hidden_states[0, rows], parts)
             order.append(rows.flatten())
             made.append(some.flatten(0, 1))
@@ -178,7 +179,7 @@ def _layer(name: str) -> property:
     def layer(self: _Mixer) -> Any:
         ready = _READY.get()
         if ready is None or name not in ready:
-            return self._modules[name]
+            return with_adapters(self._modules[name])
         made = ready[name]
         return lambda given: given if made is None else made
 
@@ -208,16 +209,6 @@ def over_states(batch: Batch, cache: KeyValueStore) -> AbstractContextManager[No
     if cache.states is None:
         return nullcontext()
     return bound(_RUNNING, (cache.states, cache.states.route(batch, cache.block_size)))
-
-
-def runs_on_states(hf: Any, name: str) -> bool:
-    """Whether a linear module runs within a mixer's forward, on some rows of a step at a time."""
-    mixers = ((path, module) for path, module in hf.named_modules() if isinstance(module, _Mixer))
-    return any(
-        name.startswith(f"{path}.")
-        and name.removeprefix(f"{path}.") not in (*mixer.first, mixer.last)
-        for path, mixer in mixers
-    )
 
 
 def _is_mixer(module: Any) -> bool:
