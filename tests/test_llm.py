@@ -132,6 +132,15 @@ def test_logprobs_do_not_depend_on_speculation(llm: LLM, random_pair: tuple[str,
         assert len(x.top) == 3
 
 
+def test_ties_among_the_likeliest_are_listed_alike_in_any_batch(llm: LLM) -> None:
+    bf16 = LLM("paceline/tiny", dtype="bfloat16", draft="none")  # its logits tie often
+    params = SamplingParams(max_tokens=40, logprobs=8)
+    prompts = [PROMPT, "def add(a, b):", "The dog", "7 + 5 ="] * 2
+    together = bf16.generate(prompts, params)
+    alone = [bf16.generate(prompt, params)[0] for prompt in prompts]
+    assert [answer.logprobs for answer in together] == [answer.logprobs for answer in alone]
+
+
 def test_chat_uses_the_template(llm: LLM) -> None:
     message = {"role": "user", "content": "What is 12 + 30?"}
     (answer,) = llm.chat([message], FREE)

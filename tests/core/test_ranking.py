@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import ranking
-from paceline.core.ranking import inversion, largest, top
+from paceline.core.ranking import inversion, largest, ranked, top
 
 WIDTHS = (512, 513, 640, 767, 4096, 50257)
 NAN, INF = float("nan"), float("inf")
@@ -52,6 +52,18 @@ def test_the_best_are_torchs(width: int, k: int) -> None:
     indices, wanted = top(scores, k), scores.topk(k, dim=-1)
     assert torch.equal(scores.gather(1, indices), wanted.values)
     assert all(len(set(row)) == k and max(row) < width for row in indices.tolist())
+
+
+@pytest.mark.parametrize("width", [40, 4096, 5000])
+@pytest.mark.parametrize("k", [0, 1, 8, 20])
+def test_what_is_ranked_lists_equals_by_their_ids(width: int, k: int) -> None:
+    scores = torch.rand(7, width, generator=torch.Generator().manual_seed(k)).mul_(30).round_()
+    scores[1] = -INF
+    scores[2, 5:] = -INF
+    scores[3, 7] = NAN
+    wanted = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(ranked(scores, k)[[0, 1, 2, 4, 5, 6]], wanted[[0, 1, 2, 4, 5, 6]])
+    assert all(len(set(row)) == k for row in ranked(scores, k).tolist())
 
 
 def test_rows_of_a_wider_tensor() -> None:

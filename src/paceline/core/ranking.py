@@ -23,6 +23,8 @@ import torch
 from paceline.core.params import SamplingParams
 from paceline.core.transfer import to_device
 
+FloatRow = npt.NDArray[np.float32]
+
 _STRETCH = 256
 _STRETCH_TOP = 128
 _LEAST = 1 << 15  # entries from which two stages are faster than one
@@ -63,6 +65,22 @@ def top(scores: torch.Tensor, k: int) -> torch.Tensor:
     best = parts.gather(1, index).flatten(1).topk(k, dim=-1).indices
     within = best % _STRETCH_TOP
     return stretches.gather(1, best // _STRETCH_TOP).mul_(_STRETCH_TOP).add_(within)
+
+
+def ranked(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """``top`` with ties in the order of their ids, for what users see: logits in bf16 tie often,
+    and ``topk`` takes any of equals, others in another batch."""
+    if scores.is_cuda:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    best = torch.empty(len(scores), k, dtype=torch.int64)
+    for row, ids in enumerate(top(scores, k) if k else ()):
+        values: FloatRow = scores[row].to(torch.float32).numpy()
+        least = values[int(ids[-1])]
+        above = np.flatnonzero(values > least)
+        equal = np.flatnonzero(~(values > least) & ~(values < least))[: k - len(above)]  # or NaN
+        order = np.argsort(-values[above], kind="stable")
+        best[row] = torch.from_numpy(np.concatenate((above[order], equal)))
+    return best
 
 
 # Keeps uniform * mass below the mass despite rounding.
@@ -129,8 +147,6 @@ def _sparse_inversion(
 # Above the rounding of a softmax's sum; a top_p beyond 1 - _ROUNDING keeps every token.
 _ROUNDING = 1e-4
 _BAR_FACTOR = 64.0
-
-FloatRow = npt.NDArray[np.float32]
 
 
 def column(

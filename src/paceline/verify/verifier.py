@@ -46,7 +46,7 @@ RULES = ("auto", "token", "block", "coupled")
 LosslessRule = Literal["match", "siblings", "block"]
 NO_DISTRIBUTION = (
     "no token can follow: the model's scores are not finite here, or the request's parameters "
-    "forbid every token; change the parameters, or span the model's weights"
+    "forbid every token; change the parameters, or check the model's weights"
 )
 
 
