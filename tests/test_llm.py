@@ -149,6 +149,10 @@ def test_chat_uses_the_template(llm: LLM) -> None:
     assert answer.token_ids == llm.generate([ids], FREE)[0].token_ids
     two = llm.chat([[message], [message]], FREE)
     assert len(two) == 2
+    parts = [{"type": "text", "text": "What is 12"}, {"type": "text", "text": " + 30?"}]
+    assert llm.render_chat([{"role": "user", "content": parts}]) == ids
+    with pytest.raises(PromptError, match="content: a part of type 'image_url' is not supported"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url"}]}])
     with pytest.raises(PromptError, match="role"):
         llm.chat([{"role": "wizard", "content": "x"}])
     with pytest.raises(PromptError, match="empty"):
@@ -258,6 +262,8 @@ def test_bad_requests_are_refused_and_the_engine_goes_on(llm: LLM) -> None:
         llm.generate([[3] * 400])
     with pytest.raises(PromptError, match="outside the vocabulary"):
         llm.generate([[10**6]])
+    with pytest.raises(PromptError, match=r"a prompt has 3\.0, which is no token id"):
+        llm.generate([[3.0]])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="2 SamplingParams for 1 prompts"):
         llm.generate(PROMPT, [FREE, FREE])
     with pytest.raises(ConfigError, match="logit_bias"):

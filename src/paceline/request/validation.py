@@ -11,7 +11,7 @@ from paceline.errors import ConfigError, PromptError
 from paceline.model.tokenizer import Tokenizer
 
 Prompt = str | list[int]
-Message = dict[str, str]
+Message = dict[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Lora = str | Sequence[str | None] | None  # an adapter's name for all prompts, or one for each
@@ -114,8 +114,11 @@ def encode(
         tokens = list(prompt)
     if not prompt or not tokens:
         raise PromptError(EMPTY_PROMPT)
-    if not all(is_whole(token) and 0 <= token < width for token in tokens):
-        raise PromptError(f"a prompt has ids outside the vocabulary (0 to {width - 1})")
+    for token in tokens:
+        if not is_whole(token):
+            raise PromptError(f"a prompt has {shown(token)}, which is no token id; give ints")
+        if not 0 <= token < width:
+            raise PromptError(f"a prompt has ids outside the vocabulary (0 to {width - 1})")
     refused = context_budget.refusal(len(tokens))
     if refused is not None:
         raise PromptError(refused)
@@ -170,6 +173,35 @@ def as_conversations(messages: Any) -> list[Sequence[Message]]:
     return items if many else [items]
 
 
+# Types of parts that are text, and of a model's thoughts that are sent back.
+_TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
+THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
+
+
+def text_of(content: Any) -> str | None:
+    """Of a message's content; other fields of its parts change nothing. Raises ValueError."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("give a text, or a list of parts of type 'text'")
+    return "".join(map(_part, content))
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in THOUGHTS:
+        return ""
+    if not isinstance(kind, str) or kind not in _TEXTS:
+        shown = f"of type {kind!r:.40}" if isinstance(kind, str) else "without a type"
+        raise ValueError(f"a part {shown} is not supported; send parts of type 'text'")
+    name = "refusal" if kind == "refusal" else "text"
+    if not isinstance(part.get(name), str):
+        raise ValueError(f"a part of type {kind!r} has no {name!r}")
+    return str(part[name])
+
+
 def render_chat(tokenizer: Tokenizer, model: str, messages: Sequence[Message]) -> list[int]:
     """Token ids of a conversation in the model's chat format. Raises PromptError."""
     items = None if isinstance(messages, str) else _listed(messages)
@@ -182,7 +214,15 @@ def render_chat(tokenizer: Tokenizer, model: str, messages: Sequence[Message]) -
         raise PromptError("the conversation is empty; give at least one message")
     if tokenizer.chat_template is None:
         raise PromptError(f"{model} has no chat template; use generate with a plain prompt")
-    return apply_template(tokenizer, items, add_generation_prompt=True)
+    try:
+        texts = [text_of(item.get("content")) for item in items]
+    except ValueError as error:
+        raise PromptError(f"a message's content: {error}") from None
+    asked = [
+        {**item, "content": text} if "content" in item else item
+        for item, text in zip(items, texts, strict=True)
+    ]
+    return apply_template(tokenizer, asked, add_generation_prompt=True)
 
 
 def apply_template(

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from paceline.files import read_toml
+from paceline.request.validation import text_of
 from paceline.server.requestlog import note
 
 _TABLES = read_toml(Path(__file__).with_name("fields.toml"), "the table of fields")
@@ -67,35 +68,6 @@ def known_fields() -> set[str]:
         return set(_fields(kind)).union(*map(of, kind.__subclasses__()))
 
     return of(Body)
-
-
-# Types of parts that are text, and of a model's thoughts that are sent back.
-_TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
-THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
-
-
-def text_of(content: Any) -> str | None:
-    """Of a message's content; other fields of its parts change nothing. Raises ValueError."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError("give a text, or a list of parts of type 'text'")
-    return "".join(map(_part, content))
-
-
-def _part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in THOUGHTS:
-        return ""
-    if not isinstance(kind, str) or kind not in _TEXTS:
-        shown = f"of type {kind!r:.40}" if isinstance(kind, str) else "without a type"
-        raise ValueError(f"a part {shown} is not supported; send parts of type 'text'")
-    name = "refusal" if kind == "refusal" else "text"
-    if not isinstance(part.get(name), str):
-        raise ValueError(f"a part of type {kind!r} has no {name!r}")
-    return str(part[name])
 
 
 class _TextPart(BaseModel):

@@ -12,13 +12,14 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 from pydantic import Field
 
+from paceline.request.validation import text_of
 from paceline.server.api import blocks
 from paceline.server.api.chat import Dialogue, render_request
 from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.api.tools import call_of
 from paceline.server.errors import anthropic_body
 from paceline.server.failures import APIError
-from paceline.server.fields import Body, Content, text_of
+from paceline.server.fields import Body, Content
 from paceline.server.requestlog import new_id, note
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with

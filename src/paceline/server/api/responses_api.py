@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from paceline.request.validation import text_of
 from paceline.server.api import blocks
 from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation, JsonSchema
 from paceline.server.api.tools import call_of
-from paceline.server.fields import Body, text_of
+from paceline.server.fields import Body
 from paceline.server.requestlog import note
 
 OutputItem = dict[str, Any]
