@@ -23,7 +23,7 @@ from paceline.draft.auto import Auto as Auto
 from paceline.draft.base import Drafter as Drafter
 from paceline.draft.base import LookupDrafter as LookupDrafter
 from paceline.draft.datastore import Datastore as Datastore
-from paceline.draft.foreign import read_foreign
+from paceline.draft.foreign import foreign_of
 from paceline.draft.heads.block import DFlash as DFlash
 from paceline.draft.heads.block import DSpark as DSpark
 from paceline.draft.heads.eagle import Eagle as Eagle
@@ -105,9 +105,9 @@ DRAFTERS = Registry(RECORDS, entry_points(group=GROUP))
 
 def parse_draft(text: str | None) -> DraftSpec:
     """Parses a spec. Text that begins with no known kind is a model's path or hub name; ``@FILE``
-    is another engine's configuration. Raises ConfigError."""
-    if text is not None and text.startswith("@"):
-        text = read_foreign(text[1:]).spec
+    or JSON is another engine's configuration. Raises ConfigError."""
+    foreign = foreign_of(text)
+    text = text if foreign is None else foreign.spec
     kind, _, rest = (text or NoDraft.kind).partition(":")
     if kind in DRAFTERS:
         return DRAFTERS[kind].read(rest, DRAFTERS)

@@ -17,7 +17,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SEQUENCE_IDS, SequenceState
 from paceline.core.stages import stage
 from paceline.draft.base import vocabulary_of
-from paceline.draft.foreign import foreign_draft
+from paceline.draft.foreign import foreign_of
 from paceline.drafters import BLOCK_SIZE, DraftLike, parse_draft
 from paceline.errors import ConfigError
 from paceline.model.backends.base import Ranks
@@ -153,10 +153,10 @@ class LLM:
         """Load what the arguments of the constructor say; ``given`` are settings of the engine."""
         if not isinstance(profile, str | Path | None):
             raise ConfigError(f"profile is {profile!r}; it must be the path of a tuned profile")
-        if isinstance(draft, Mapping):
-            foreign = foreign_draft(draft, "speculative_config")
+        if (foreign := foreign_of(draft)) is not None:
             draft, theirs = foreign.spec, {"draft_length": foreign.length, "rule": foreign.rule}
             given = explicit(theirs, "LLM") | given
+        assert not isinstance(draft, Mapping)  # a mapping is foreign
         tuned = None if profile is None else TunedProfile.read(profile)
         follows = tuned is not None and draft in (DEFAULT_DRAFT, (DEFAULT_DRAFT,), tuned.draft.spec)
         settings = tuned.settings(follows, given["lossy"]) if tuned else {}

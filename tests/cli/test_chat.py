@@ -46,6 +46,12 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list(tmp_path.glob("chat-*.json"))) == 1
 
 
+def test_without_drafts_nothing_is_said_of_them() -> None:
+    """It said "no draft was tried: it would not have paid"."""
+    done = paceline("chat", "hello", *BASE, "--draft", "none")
+    assert "tokens/s" in done.output and "draft" not in done.output
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.draft.foreign import foreign_draft, read_foreign
+from paceline import LLM
+from paceline.control.controller import FixedLength
+from paceline.draft.foreign import foreign_draft, foreign_of
 from paceline.drafters import parse_draft
 from paceline.errors import ConfigError
 
@@ -123,11 +125,11 @@ def test_what_has_no_equivalent_is_refused(found: dict[str, Any], named: str) ->
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
-        read_foreign(tmp_path / "absent.json")
+        foreign_of(f"@{tmp_path}/absent.json")
     for text, named in (("{", "not JSON"), ("[]", "no JSON object")):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ConfigError, match=named):
-            read_foreign(tmp_path / "bad.json")
+            foreign_of(f"@{tmp_path}/bad.json")
 
 
 def test_the_option_gives_draft_length_and_rule(tmp_path: Path) -> None:
@@ -142,3 +144,15 @@ def test_the_option_gives_draft_length_and_rule(tmp_path: Path) -> None:
     own = ModelOptions(draft=f"@{file}", draft_length=2, rule="block")
     assert (own.draft_length, own.rule) == (2, "block")
     assert str(parse_draft(f"@{file}")) == "ngram:min=5,max=5,length=6,candidates=1"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_llm_takes_the_length_of_a_file_and_of_json(tmp_path: Path, several: bool) -> None:
+    """`paceline serve --draft @FILE` dropped num_speculative_tokens; JSON was refused."""
+    text = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
+    (tmp_path / "vllm.json").write_text(text)
+    for draft in (text, f"@{tmp_path}/vllm.json"):
+        with LLM("paceline/tiny", draft=[draft] if several else draft) as llm:
+            assert llm.drafts[0].startswith("ngram:")
+            controller = llm.engine.controller
+            assert isinstance(controller, FixedLength) and controller.length == 3

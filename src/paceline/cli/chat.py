@@ -169,7 +169,7 @@ def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str
     if done is None:
         info("stopped")
     else:
-        note(summary(done, bool(llm.drafters)))
+        note(summary(done, llm.drafters != ("none",)))
     return text
 
 

@@ -16,7 +16,7 @@ from paceline.cli.output import quiet_libraries
 from paceline.core.keywords import OTHER_NAMES
 from paceline.core.memory import processors
 from paceline.core.stages import info, stage
-from paceline.draft.foreign import read_foreign
+from paceline.draft.foreign import foreign_of
 from paceline.errors import ConfigError, PacelineError
 from paceline.model.names import (
     DEFAULT_DRAFT,
@@ -302,9 +302,9 @@ class ModelOptions(EngineSettings, _PairNames):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draft is None or not self.draft.startswith("@"):
+        foreign = foreign_of(self.draft)
+        if foreign is None:
             return
-        foreign = read_foreign(self.draft[1:])
         length = foreign.length if self.draft_length is None else self.draft_length
         rule = self.rule or foreign.rule
         values = {"draft": foreign.spec, "draft_length": length, "rule": rule}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +118,8 @@ def summary(completion: Completion, drafts: bool = False) -> str:
         shares = sorted(stats.drafters.items(), key=lambda item: -item[1])
         parts += [f"{count / written:.0%} from {name}" for name, count in shares if count]
     elif drafts:
-        parts.append("no draft was tried: it would not have paid")
+        reasons = Counter(stats.not_drafted).most_common(1)
+        parts += [f"no draft was tried: {reason}" for reason, _ in reasons]
     if completion.lossy:
         parts.append("LOSSY: not the model's own distribution")
     return " · ".join(parts)

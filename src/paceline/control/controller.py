@@ -17,7 +17,7 @@ NOTHING_FOUND = "no lookup found anything"
 NOT_WORTH_IT = "no draft was expected to pay"
 MEASURING = "a plain step was measured"
 NO_DRAFT = "the drafter proposed nothing"
-NOT_ASKED = "the request asks for no draft"
+NOT_ASKED = "none is asked for"
 
 
 class Decision(NamedTuple):
@@ -59,7 +59,7 @@ class FixedLength(Controller):
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self._choice = Decision(length)
+        self._choice = Decision(length, reason="" if length else NOT_ASKED)
 
     def lengths(self, seqs: Sequence[SequenceState]) -> list[Decision]:
         return [self._choice] * len(seqs)

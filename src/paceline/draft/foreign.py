@@ -1,8 +1,8 @@
 """Speculative decoding configurations of vLLM and SGLang, read as drafts.
 
-``--draft @vllm.json``: the value of vLLM's ``--speculative-config``, or SGLang's ``speculative_*``
-arguments by name, as JSON; also inside the engine's whole configuration, or an ``export.json`` of
-``paceline export``.
+``--draft @vllm.json``, or the JSON itself: the value of vLLM's ``--speculative-config``, or
+SGLang's ``speculative_*`` arguments by name, as JSON; also inside the engine's whole configuration,
+or an ``export.json`` of ``paceline export``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,26 @@ class ForeignDraft:
     rule: str | None
 
 
-def read_foreign(path: str | Path) -> ForeignDraft:
-    """Raises ConfigError for files that cannot be read, or have no equivalent here."""
-    where = f"the configuration {path}"
+def foreign_of(draft: object) -> ForeignDraft | None:
+    """A draft that is another engine's configuration: a mapping, its JSON, ``@FILE`` with it, or a
+    list of one; None for any other. Raises ConfigError."""
+    if isinstance(draft, (list, tuple)) and len(draft) == 1:
+        (draft,) = draft
+    if isinstance(draft, Mapping):
+        return foreign_draft(draft, "speculative_config")
+    if isinstance(draft, str) and draft.startswith(("@", "{")):
+        return _read(draft)
+    return None
+
+
+def _read(text: str) -> ForeignDraft:
+    """Raises ConfigError for what cannot be read, or has no equivalent here."""
+    path = text[1:] if text.startswith("@") else None
+    where = "the configuration" if path is None else f"the configuration {path}"
     try:
-        parsed = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        if path is not None:
+            text = Path(path).expanduser().read_text(encoding="utf-8")
+        parsed = json.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {where}: {error.strerror}") from None
     except ValueError:  # no text, or no JSON
@@ -48,11 +63,11 @@ def read_foreign(path: str | Path) -> ForeignDraft:
             f"{where} is not JSON, or no JSON object; give the value of --speculative-config, or "
             "SGLang's arguments by name"
         )
-    return foreign_draft(parsed, str(path))
+    return foreign_draft(parsed, path or where)
 
 
 def foreign_draft(config: Mapping[str, Any], where: str = "the configuration") -> ForeignDraft:
-    """``read_foreign`` for a parsed file. Raises ConfigError."""
+    """``foreign_of`` for what is parsed. Raises ConfigError."""
     for key in ("config", "speculative_config", "speculative-config"):
         inner = config.get(key)
         if isinstance(inner, dict):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.draft.foreign import read_foreign
+from paceline.draft.foreign import foreign_of
 from paceline.draft.heads.block_head import BlockHead, load_block, save_block
 from paceline.draft.heads.eagle_head import load_eagle
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
@@ -305,7 +305,8 @@ def test_the_openvino_program_is_python(tmp_path: Path) -> None:
 def test_an_export_is_read_again(tmp_path: Path, to: str, draft: str) -> None:
     """Our own file goes out and comes in, with the layers that it had."""
     exported(to, draft, tmp_path)
-    taken = read_foreign(tmp_path / "export.json")
+    taken = foreign_of(f"@{tmp_path}/export.json")
+    assert taken is not None
     assert (taken.engine, taken.length) == (to, 4)
     if "eagle3" in draft:
         layers = ",layers=2x6x11" if to == "sglang" else ""
