@@ -9,6 +9,7 @@ built once, and found where there is no compiler, as in an image built with one.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 from filelock import FileLock
@@ -42,6 +44,7 @@ _OPTIONS = (
 _LINKED = ("-shared",) if sys.platform == "linux" else ("-shared", "-fopenmp")
 _LIBRARY = "paceline_native.so"
 _LIMIT = 300  # seconds for one compilation
+_ROOM = 8 << 20  # bytes for the library, which has less than 2 MB
 
 # What is compiled: object, source, options.
 _COMMON = (
@@ -91,19 +94,26 @@ def library_file() -> Path:
     file = _kept_file()
     if file.is_file():
         return file
-    compiler, folder = _compiler(), file.parent
+    if why := _failure(_compiler(), file.parent):
+        raise NativeUnavailableError(why)
+    return file
+
+
+@lru_cache
+def _failure(compiler: str, folder: Path) -> str:
+    """Build the library, once in a process: it fails after minutes. Returns why, or nothing."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(folder.parent).free < _ROOM:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
         with FileLock(folder.with_suffix(".lock")):
-            if not file.is_file():  # else another process has built it meanwhile
+            if not (folder / _LIBRARY).is_file():  # else another process has built it meanwhile
                 _build(compiler, folder, platform.machine(), _OPTIONAL)
-    except NativeUnavailableError:
-        raise
+    except NativeUnavailableError as error:
+        return str(error)
     except (OSError, PacelineError) as error:
-        raise NativeUnavailableError(
-            f"the kernels cannot be built ({error}; PACELINE_CACHE=FOLDER names another folder)"
-        ) from None
-    return file
+        return f"the kernels cannot be built ({error}; PACELINE_CACHE=FOLDER names another folder)"
+    return ""
 
 
 def is_off() -> bool:
