@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paceline import PacelineError, __version__
+from paceline import LLM, ModelLoadError, PacelineError, __version__
 from paceline.__main__ import main
 from paceline.kernels.compile import origin
 from support.command_lines import assert_one_line, paceline, refusals
@@ -47,6 +48,21 @@ def test_folder_without_weights(tiny_pair: TinyPair, tmp_path: Path) -> None:
         tiny_pair.target, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors")
     )
     assert_one_line(paceline("generate", "hi", "--model", str(tmp_path / "m")), "no weights")
+
+
+@pytest.mark.parametrize("lost", ["model-00002-of-00002.safetensors", "index.json"])
+def test_a_download_in_parts_that_is_not_whole(
+    tiny_pair: TinyPair, tmp_path: Path, lost: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_pair.target)
+    half = sum(weight.nbytes for weight in model.parameters()) // 2
+    model.save_pretrained(tmp_path, max_shard_size=half + half // 2)
+    AutoTokenizer.from_pretrained(tiny_pair.target).save_pretrained(tmp_path)
+    (file,) = tmp_path.glob(f"*{lost}")
+    file.unlink()
+    with pytest.raises(ModelLoadError, match=r"cannot be read: .*; finish the download") as told:
+        LLM(str(tmp_path), draft=None)
+    assert str(tmp_path) in str(told.value) and "\n" not in str(told.value)
 
 
 def test_folder_without_config(tmp_path: Path) -> None:

@@ -310,8 +310,10 @@ def test_without_the_extra(entry: Pullable, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(ConfigError, match="no model 'smollm9' to pull; there are smollm2"):
-        pull("smollm9")
+    known = r"no model '{}' to pull; there are smollm2.*\(OWNER/NAME\).* give the name to --model"
+    for name in ("smollm9", "some/one"):
+        with pytest.raises(ConfigError, match=known.format(name)):
+            pull(name)
 
 
 # -- the hub -----------------------------------------------------------------------------------

@@ -335,7 +335,6 @@ def _weights(
     **placement: Any,
 ) -> Any:
     """The module with its weights from ``path`` or, where they are given, ``tensors``."""
-    from safetensors import SafetensorError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     source, options = _source(path)
@@ -355,10 +354,6 @@ def _weights(
             ignore_mismatched_sizes=True,  # reported below, in one line
             **placement,
         )
-    except SafetensorError as error:
-        raise ModelLoadError(
-            f"a weights file of {name} is damaged ({first_line(error)}); download or copy it again"
-        ) from None
     except ImportError as error:
         quantization = quantization_of(config)
         if quantization is None:
@@ -369,7 +364,10 @@ def _weights(
             f"{library_of(quantization)}, or take another form of the model"
         ) from None
     except Exception as error:  # transformers raises all kinds of errors for a wrong config
-        raise ModelLoadError(f"the weights of {name} cannot be read: {first_line(error)}") from None
+        raise ModelLoadError(
+            f"the weights of {name} cannot be read: {first_line(error)}; finish the download, or "
+            "copy the model again"
+        ) from None
     asks = "config.json asks for; the two files do not belong together"
     if options:
         asks = "architecture asks for; take another GGUF file of the model"

@@ -50,8 +50,10 @@ def pull(name: str) -> Pulled:
     """
     entry = PULLABLE.get(name.removeprefix("paceline/"))
     if entry is None:
-        known = ", ".join(PULLABLE)
-        raise ConfigError(f"there is no model {name!r} to pull; there are {known}")
+        raise ConfigError(
+            f"there is no model {name!r} to pull; there are {', '.join(PULLABLE)}; models of the "
+            "hub (OWNER/NAME) are fetched by the command that uses them: give the name to --model"
+        )
     fetched = False
     if pulled(entry) is None:
         from filelock import FileLock
