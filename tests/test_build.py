@@ -11,7 +11,8 @@ import torch
 from paceline import LLM, build
 from paceline.build import measure_costs
 from paceline.core.costs import CostCurve, TargetCosts
-from paceline.draft.trees.policy import FEWEST, MOST, paying_nodes
+from paceline.draft.heads.eagle import EagleDrafter
+from paceline.draft.trees.policy import paying_chance
 from paceline.model import measure
 from paceline.model.paged.cache import PagedCache
 from support.simulated_clock import Clock
@@ -85,29 +86,33 @@ def test_where_there_is_time_numbers_of_sequences_between_are_measured(
 # -- trees ---------------------------------------------------------------------------------------
 
 
-def test_trees_are_as_large_as_pays() -> None:
-    assert paying_nodes(CostCurve((1, 33), (1.0, 1.0))) == MOST == 32
-    assert paying_nodes(CostCurve((1, 33), (1.0, 33.0))) == FEWEST
-    assert 12 <= paying_nodes(TILES) <= 24
-    assert FEWEST <= paying_nodes(NO_TILES) < paying_nodes(FLOAT32) < 12
+def test_nodes_pay_from_a_chance_that_their_rows_decide() -> None:
+    assert paying_chance(CostCurve((1, 33), (1.0, 1.0))) == 0
+    assert paying_chance(CostCurve((1, 33), (1.0, 33.0))) == 0.5
+    assert 0 < paying_chance(TILES) < paying_chance(FLOAT32) < paying_chance(NO_TILES) < 0.5
 
 
-def nodes_of(monkeypatch: pytest.MonkeyPatch, price: CostCurve, **options: object) -> int:
+def head_of(monkeypatch: pytest.MonkeyPatch, price: CostCurve, **options: object) -> EagleDrafter:
     costs = TargetCosts((1,), (price,))
     monkeypatch.setattr(build, "measure_costs", lambda *args: costs)
     draft = str(options.pop("draft", EAGLE3))
     with_head = LLM("paceline/tiny", draft, dtype="float32", **options)  # type: ignore[arg-type]
-    return with_head.engine.drafter.max_nodes(8)
+    drafter = with_head.engine.drafter
+    assert isinstance(drafter, EagleDrafter)
+    return drafter
 
 
-@pytest.mark.parametrize(("price", "nodes"), [(1.0, 32), (33.0, 4)])
+@pytest.mark.parametrize(("price", "chance"), [(1.0, 0.0), (33.0, 0.5)])
 def test_a_head_draws_trees_by_measured_prices(
-    monkeypatch: pytest.MonkeyPatch, price: float, nodes: int
+    monkeypatch: pytest.MonkeyPatch, price: float, chance: float
 ) -> None:
     curve = CostCurve((1, 33), (1.0, price))
-    assert nodes_of(monkeypatch, curve) == nodes
-    assert nodes_of(monkeypatch, curve, draft=f"{EAGLE3},nodes=10") == 10
-    assert nodes_of(monkeypatch, curve, draft_length=8) == 8, "nothing is measured then"
+    head = head_of(monkeypatch, curve)
+    assert (head.max_nodes(8), head._least) == (16, chance)
+    head = head_of(monkeypatch, curve, draft=f"{EAGLE3},nodes=10")
+    assert (head.max_nodes(8), head._least) == (10, chance)
+    head = head_of(monkeypatch, curve, draft_length=8)
+    assert (head.max_nodes(8), head._least) == (16, 0.02), "nothing is measured then"
 
 
 def test_what_is_looked_up_may_be_as_long_as_prices_are_known() -> None:

@@ -142,6 +142,27 @@ def test_a_draft_that_ends_early_is_priced_by_the_levels_it_has() -> None:
     assert with_all.seconds < STEP + REST + 8 * TOKEN + 0.3 * 6
 
 
+def test_a_tree_that_ends_early_and_leaves_out_nodes_is_priced_by_what_it_has() -> None:
+    """Four nodes a level at most, of which half are verified, in three levels in the mean."""
+    nodes = tuple(4 * length for length in LENGTHS)
+    costs_of = DrafterCosts(nodes, LENGTHS, CostCurve((1,), (0.3,)), ends_early=True)
+    cost = CostModel(costs(), {"head": costs_of})
+    control, request, taken = AdaptiveController(cost), seq(), []
+    for step in range(200):
+        (choice,) = control.lengths([request])
+        levels = min(choice.length, 1 + 2 * (step % 3))
+        path = tuple(range(levels))
+        commit = Commit(0, (1,) * (levels + 1), path, 2 * levels, levels, levels, scheduled=1)
+        seconds = STEP + REST + TOKEN * 2 * levels + 0.3 * levels
+        control.observe([commit], seconds, 0.3 * levels)
+        taken.append(seconds)
+    deepest = control.drafts(request, "head", 1)[-1]
+    assert deepest.nodes == pytest.approx(6, rel=0.15)
+    mean = sum(taken[-99:]) / 99
+    assert deepest.seconds == pytest.approx(mean, rel=0.06)
+    assert cost.step(1, [deepest]) == pytest.approx(mean, rel=0.06)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_plain_step_behind_passes_is_no_measure_of_plain_decoding(seed: int) -> None:
     """Passes drive the target's weights out of the caches: drafting gains by the plain steps in

@@ -123,7 +123,7 @@ def test_chains_end_where_they_are_unlikely(
     llm = target.beside("quantized", draft_length=12)
     drafter, passes = llm.engine.drafter, list[int]()
     assert isinstance(drafter, SelfDrafter)
-    real, learnt = SelfDrafter._first, drafter._confidence[True].power
+    real, learnt = SelfDrafter._first, drafter._confidences.of(SamplingParams()).power
 
     def first(self: SelfDrafter, *args: Any) -> Any:
         passes[-1] += 1
@@ -132,14 +132,14 @@ def test_chains_end_where_they_are_unlikely(
     monkeypatch.setattr(SelfDrafter, "_first", first)
     for asked, texts in expected:
         by_least = []
-        for least in (0.0, 1.0):  # chains never end before their length, or behind each token
-            monkeypatch.setattr(SelfDrafter, "_least", lambda *_, least=least: least)
+        for stop in (0.0, 1.0):  # chains never end before their length, or behind each token
+            drafter.stop = stop
             passes.append(0)
             (done,) = llm.generate(PROMPT, asked[0])
             assert done.token_ids == texts[0]
             by_least.append(passes[-1] / done.stats.target_steps)
         assert by_least[1] <= 1 < by_least[0]
-    assert drafter._confidence[True].power != learnt
+    assert drafter._confidences.of(SamplingParams()).power != learnt
 
 
 @pytest.mark.parametrize("name", ["paceline/tiny", "smollm2"])

@@ -371,8 +371,8 @@ class AdaptiveController(Controller):
         if costs.ends_early:
             more = self.cost.acceptance.everyone(name, GOES_ON)
             more.record(min(commit.levels + 1, length), commit.levels)
-        else:
-            self.cost.record_fill(name, batch, commit.drafted, length)
+        full = commit.levels if costs.ends_early else length
+        self.cost.record_fill(name, batch, commit.drafted, full)
         if name not in self._lookups.drafters:
             reached = levels_tried(commit, length)
             record = self.cost.acceptance.record

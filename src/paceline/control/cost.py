@@ -132,11 +132,13 @@ class CostModel:
         nodes = [draft.nodes for draft in drafts]
         lengths: dict[Hashable, list[int]] = {}
         for draft in drafts:
-            early = self.drafters[draft.name].ends_early  # its levels are those that are expected
-            levels = min(draft.length, max(1, round(draft.nodes))) if early else draft.length
+            levels, drafter = draft.length, self.drafters[draft.name]
+            if drafter.ends_early:  # its levels are those that are expected
+                passes = self._drafts_alike(draft.name, batch).passes[levels]
+                levels = min(levels, max(1, round(passes / drafter.seconds(batch))))
             lengths.setdefault(draft.name, []).append(levels)
-        passes = {name: self.passes(name, levels) for name, levels in lengths.items()}
-        return self.rest(batch, sum(nodes) / batch) + self.drafting(batch, passes)
+        alone = {name: self.passes(name, levels) for name, levels in lengths.items()}
+        return self.rest(batch, sum(nodes) / batch) + self.drafting(batch, alone)
 
     def table(self, name: Hashable, batch: int) -> Sequence[float]:
         """A sequence's part of the step, by draft length, if all draft alike."""
@@ -224,8 +226,8 @@ class CostModel:
     # -- learning ----------------------------------------------------------------------------------
 
     def record_fill(self, name: Hashable, batch: int, nodes: int, length: int) -> None:
-        """A draft of up to ``length`` levels came to so many nodes."""
-        share = min(1.0, nodes / self.nodes(name, batch)[length])
+        """A draft of up to ``length`` levels, or of so many where it ended early, has ``nodes``."""
+        share = min(1.0, nodes / self.drafters[name].among(batch).nodes[length])
         self.fill[name] += 0.05 * (share - self.fill[name])
 
     def learn_reading(self, name: Hashable, seconds: float, rows: int) -> None:

@@ -20,7 +20,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
-from paceline.draft.selfspec import SelfDrafter, noted_layers, prepared_view
+from paceline.draft.selfspec import STOP_BELOW, SelfDrafter, noted_layers, prepared_view
 from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, TreeSpec
 from paceline.draft.trees.levels import Levels
 from paceline.errors import ConfigError
@@ -77,7 +77,9 @@ class LayerSkip(TreeSpec):
 
         def build(context: DraftContext) -> Drafter:
             search = SkipSearch(choice, count, self.tries)
-            return SwiftDrafter(whole, self.levels(context, context.cache), search, self)
+            return SwiftDrafter(
+                whole, self.levels(context, context.cache, STOP_BELOW), search, self
+            )
 
         return Prepared(build)
 

@@ -36,6 +36,9 @@ from paceline.model.tokenizer import TOKENIZER_FILES, load_tokenizer
 _Model = TypeVar("_Model", bound="DraftModel")
 
 
+_STOP_BELOW = 0.3  # trees end where so few are accepted: a pass costs more than one of a head
+
+
 @dataclass(frozen=True)
 class DraftModel(TreeSpec):
     """A model by folder, built-in or hub name. ``vocab``: how another vocabulary than the target's
@@ -86,7 +89,8 @@ class DraftModel(TreeSpec):
             more = not texts, model.device, model.rope_switch
             cache = context.new_cache(model.cache_shapes, model.dtype, *more)
             cache.states = model.new_states()
-            levels, device = self.levels(context, cache), context.target.device
+            levels = self.levels(context, cache, _STOP_BELOW if self.nodes else 0.0)
+            device = context.target.device
             widths = loading.target.vocab_size, model.vocab_size
             if match is not None and texts:
                 return StringDrafter(model, levels, match, device)

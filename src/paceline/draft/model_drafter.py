@@ -143,6 +143,7 @@ class ModelDrafter(LevelDrafter):
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Keep accepted nodes that were expanded, free the others."""
+        super().observe(commits, out)
         moves: list[tuple[int, int, int]] = []
         kept: list[tuple[_State, int, Commit]] = []
         for commit in commits:

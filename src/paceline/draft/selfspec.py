@@ -13,7 +13,6 @@ verifying forward of the same step overwrites them::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,6 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import SequenceView
-from paceline.core.tree import TokenTree, is_chain
 from paceline.draft.base import States
 from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
 from paceline.draft.trees.grow import Growing
@@ -42,8 +40,6 @@ STOP_BELOW_OFFLOADED = 0.2
 # More pending tokens are a prompt's end, which the view would have to read for one draft.
 _MOST_PENDING = 16
 _SURE = 100.0  # a logit; all others are 0
-_PRIOR = 1.0, 2.0  # refusals and hazard
-_DECAY, _PRIOR_SHARE = 0.98, 0.002  # of past drafts and of the prior, at each draft
 _PARTS = 4  # parts of a vocabulary that are counted apart
 _COUNTED = 256  # tokens of a prompt's end that are counted
 _FEWEST_COLUMNS = 8192  # below, the head costs little beside the layers
@@ -75,40 +71,13 @@ class EarlyExit(TreeSpec):
         return layers
 
 
-def prepared_view(spec: TreeSpec, view: LayerView, stop_below: float = STOP_BELOW) -> Prepared:
-    return Prepared(lambda c: SelfDrafter(view, spec.levels(c, c.cache), stop_below))
+def prepared_view(spec: TreeSpec, view: LayerView, stop: float = STOP_BELOW) -> Prepared:
+    return Prepared(lambda c: SelfDrafter(view, spec.levels(c, c.cache, stop)))
 
 
 def noted_layers(spec: TreeSpec, run: int, target: Target) -> Examined:
     text = f"{spec.kind} drafts with {run} of the target's {target.num_layers} layers"
     return spec.noted("draft-own-layers", text)
-
-
-class Confidence:
-    """Learns k: a path of probability p is accepted with p ** k. Each token adds its ``-log p`` to
-    the path's hazard; k is refusals over hazard tried, the maximum-likelihood estimate. (SmolLM2's
-    4-bit copy, greedy: 0.1; with noise on its weights: 1.)"""
-
-    def __init__(self) -> None:
-        self._refusals, self._hazard = _PRIOR
-
-    @property
-    def power(self) -> float:
-        return self._refusals / self._hazard
-
-    def least(self, chance: float) -> float:
-        """The probability of a path that is accepted with ``chance``; 0 for 0."""
-        return chance ** (1 / self.power) if chance > 0 else 0.0
-
-    def learn(self, scores: Sequence[float], refused: bool) -> None:
-        """``scores``: log-probability of the path up to each tried token, the last of which may be
-        refused."""
-        *_, before, last = 0.0, *scores
-        # Of the refused token's hazard half is counted.
-        hazard = -(before + last) / 2 if refused else -last
-        if math.isfinite(hazard):
-            self._refusals = _DECAY * self._refusals + _PRIOR_SHARE * _PRIOR[0] + refused
-            self._hazard = _DECAY * self._hazard + _PRIOR_SHARE * _PRIOR[1] + hazard
 
 
 class FrequentTokens:
@@ -161,15 +130,10 @@ class SelfDrafter(LevelDrafter):
 
     adapts = True
 
-    def __init__(self, view: LayerView, levels: Levels, stop_below: float = STOP_BELOW) -> None:
+    def __init__(self, view: LayerView, levels: Levels) -> None:
         super().__init__(levels, view.model.max_positions)
         self.view = view
-        self.stop_below = stop_below
         self._frequent = FrequentTokens(view.model.vocab_size, view.model.backend.head_share)
-        # By whether the request is greedy.
-        self._confidence = {True: Confidence(), False: Confidence()}
-        # Of drafts under verification, log-probabilities of their paths.
-        self._waiting: dict[int, tuple[Confidence, tuple[float, ...]]] = {}
 
     @property
     def takes_forced(self) -> bool:
@@ -179,11 +143,6 @@ class SelfDrafter(LevelDrafter):
     @property
     def growth(self) -> Growth | None:
         return self.view.backend.growth
-
-    @property
-    def ends_early(self) -> bool:
-        """Chains end where fewer than ``stop_below`` of their paths are accepted."""
-        return self.growth is not None and self.stop_below > 0
 
     def _span(self, item: Slice) -> Span | None:
         """The pending tokens, if the cache has room for all expanded nodes; the step's commit frees
@@ -216,25 +175,13 @@ class SelfDrafter(LevelDrafter):
         logits[:, 0] = _SURE
         return logits
 
-    def _least(self, seq: SequenceView) -> float:
-        return self._confidence[seq.params.greedy].least(self.stop_below)
-
-    def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
-        if done.scores and is_chain(done.tree.parents):
-            confidence = self._confidence[item.seq.params.greedy]
-            self._waiting[item.seq.seq_id] = confidence, done.scores
-        return done.tree
-
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Learn how far chains were right."""
+        super().observe(commits, out)
         for commit in commits:
             self._frequent.learn(commit.seq_id, commit.tokens)
-            confidence, scores = self._waiting.pop(commit.seq_id, (None, ()))
-            if confidence and 0 < commit.reached <= len(scores) == commit.drafted:
-                confidence.learn(scores[: commit.reached], commit.reached > len(commit.path))
 
     def forget(self, seq_id: int) -> None:
-        self._waiting.pop(seq_id, None)
+        self._confidences.forget(seq_id)  # the cache is the target's
         self._frequent.forget(seq_id)
 
 

@@ -17,7 +17,7 @@ import torch
 from paceline.core.costs import TargetCosts
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.trees.levels import Levels
-from paceline.draft.trees.policy import Policy, paying_nodes
+from paceline.draft.trees.policy import Policy, paying_chance
 from paceline.draft.trees.shape import Shape
 from paceline.errors import ConfigError
 from paceline.model.paged.cache import LayerShape, PagedCache
@@ -25,7 +25,8 @@ from paceline.model.target import CausalModel
 from paceline.model.tokenizer import Tokenizer
 
 # A static tree can be cut at any level: a deep one serves for all lengths.
-_BRANCHING, _NODES, _GPU_NODES = (2, 2, 1, 1, 1), 8, 32
+_BRANCHING, _NODES, _GPU_NODES = (2, 2, 1, 1, 1), 16, 32
+_LEAST = 0.02  # the least chance of a node that is worth verifying, where that was not measured
 _Spec = TypeVar("_Spec", bound="DraftSpec")
 
 
@@ -55,10 +56,12 @@ class DraftContext:
     costs: Callable[[], TargetCosts] | None = None
 
     def tree_nodes(self) -> int:
-        """Default number of nodes of dynamic trees."""
-        if self.costs is None:
-            return _GPU_NODES if self.cache.device.type == "cuda" else _NODES
-        return paying_nodes(self.costs().curves[0])
+        """Default for the most nodes of a dynamic tree."""
+        return _GPU_NODES if self.cache.device.type == "cuda" else _NODES
+
+    def least_chance(self) -> float:
+        """The chance of acceptance from which verifying a node more pays."""
+        return _LEAST if self.costs is None else paying_chance(self.costs().curves[0])
 
     def new_cache(
         self,
@@ -302,10 +305,14 @@ class TreeSpec(DraftSpec):
             return Policy(nodes=nodes, width=self.width, shared=nodes > 0)
         return Policy(nodes=self.nodes, width=self.width)
 
-    def levels(self, context: DraftContext, cache: PagedCache, nodes: int = 0) -> Levels:
-        """How its drafter's trees grow over ``cache``; ``nodes`` as in ``policy``."""
-        generator = context.generator_on(cache.device)
-        return Levels(self.kind, cache, self.policy(nodes), generator)
+    def levels(
+        self, context: DraftContext, cache: PagedCache, stop: float = 0.0, nodes: int = 0
+    ) -> Levels:
+        """How its drafter's trees grow over ``cache``; ``stop`` as of Levels, ``nodes`` as in
+        ``policy``."""
+        generator, policy = context.generator_on(cache.device), self.policy(nodes)
+        least = context.least_chance() if policy.nodes else 0.0
+        return Levels(self.kind, cache, policy, generator, stop, least)
 
     def shape(self) -> str | None:
         """Its trees in words, as far as the options say."""

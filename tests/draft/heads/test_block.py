@@ -14,7 +14,7 @@ from torch import nn
 from paceline import ConfigError, ModelLoadError, SamplingParams
 from paceline.build import EngineOptions, build_engine
 from paceline.core.sequence import SequenceState
-from paceline.draft.heads.block import BlockDrafter, DSparkDrafter
+from paceline.draft.heads.block import STOP_BELOW, BlockDrafter, DSparkDrafter
 from paceline.draft.heads.block_head import (
     BlockConfig,
     BlockHead,
@@ -117,9 +117,8 @@ def drafts_of(
     def build(context: DraftContext) -> BlockDrafter:
         cache = context.new_cache(head.config.cache_shapes, torch.float32)
         most = replace(policy, levels=head.config.drafts)
-        return Recorder(
-            target.backend.block(head, target), Levels("block", cache, most, context.generator)
-        )
+        levels = Levels("block", cache, most, context.generator, STOP_BELOW)
+        return Recorder(target.backend.block(head, target), levels)
 
     given = {"draft_length": 8, "prefill_chunk": 7, "max_batch_size": batch, **options}
     generator = torch.Generator().manual_seed(0)

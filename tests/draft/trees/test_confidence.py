@@ -6,8 +6,13 @@ import math
 import random
 
 import pytest
+import torch
 
-from paceline.draft.selfspec import Confidence
+from paceline.core.batch import Commit
+from paceline.core.params import SamplingParams
+from paceline.core.tree import TokenTree
+from paceline.draft.trees.confidence import Confidence, Confidences
+from paceline.model.backends.base import GrownTree
 
 
 def drafts(power: float, count: int) -> Confidence:
@@ -44,3 +49,41 @@ def test_drafts_that_are_never_refused_go_on_to_the_end() -> None:
     assert confidence.least(0.6) < 1e-30 and confidence.power > 0
     confidence.learn([-1.0, -math.inf], True)  # of a row that was no distribution
     assert math.isfinite(confidence.power)
+
+
+# 0 and 1 below the text, 2 and 3 below node 0, 4 below node 1.
+TREE = GrownTree(
+    TokenTree(torch.arange(5), (-1, -1, 0, 0, 1)),
+    (0, 1, -1, -1, -1),
+    tuple(math.log(p) for p in (0.5, 0.25, 0.3, 0.1, 0.125)),
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "reached", "tried"),
+    [
+        ((), 1, [(0.5, True)]),
+        ((0,), 2, [(0.5, False), (0.6, True)]),
+        ((0, 2), 2, [(0.5, False), (0.6, False)]),
+        ((0, 3), 2, [(0.5, False), (0.6, True)]),
+        ((1,), 2, [(0.5, True), (0.5, True)]),  # of node 1's child, by its parent
+        ((1, 4), 2, [(0.5, True), (0.5, False)]),
+        ((), 0, []),  # the text ended before
+    ],
+)
+def test_a_tree_tries_the_likeliest_child_of_each_node_of_the_path(
+    path: tuple[int, ...], reached: int, tried: list[tuple[float, bool]]
+) -> None:
+    drafter, expected, params = Confidences(), Confidence(), SamplingParams()
+    drafter.proposed(7, params, TREE)
+    drafter.observe([Commit(7, (1,) * (len(path) + 1), path, 5, 2, reached)])
+    run: list[float] = []
+    for p, refused in tried:
+        run.append(math.log(p) + sum(run[-1:]))
+        if refused:
+            expected.learn(run, True)
+            run = []
+    if run:
+        expected.learn(run, False)
+    assert drafter.of(params).power == pytest.approx(expected.power)
+    assert drafter.of(SamplingParams(temperature=1.0)).power == Confidence().power

@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from paceline import LLM, SamplingParams
+from paceline.core.batch import Slice
 from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import Draw, TokenTree, is_chain
-from paceline.draft.selfspec import SelfDrafter
+from paceline.draft.trees.dynamic import DynamicTree
+from paceline.draft.trees.grow import Growing, grow
 from paceline.draft.trees.levels import LevelDrafter
-from paceline.model.backends.base import GrownTree, WantedTree
+from paceline.model.backends.base import Ending, GrownTree, WantedTree
 from paceline.model.backends.native.handle import ModelHandle
 from paceline.model.copies import LayerView
 from paceline.model.paged.cache import PagedCache
@@ -124,8 +126,7 @@ def check_the_same_trees(folders: dict[str, str], spec: str, length: int, **para
     found = []
     for at_once in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            never = property(lambda self: 0.0, lambda self, value: None)
-            patch.setattr(SelfDrafter, "stop_below", never, raising=False)
+            patch.setattr(LevelDrafter, "ends_early", False)
             watched = Watched(patch, at_once)
             texts = generate(folders, spec, length, **params)
             assert bool(watched.calls) is at_once
@@ -197,10 +198,10 @@ def test_a_chain_ends_behind_a_path_that_is_too_unlikely(
     cache.reserve(0, 32)
     logits = 3 * torch.randn(1, model.vocab_size, generator=torch.Generator().manual_seed(1))
 
-    def chain(least: float) -> GrownTree:
+    def chain(stop: float) -> GrownTree:
         cache.kv(0)[0].zero_(), cache.kv(0)[1].zero_(), cache.kv(1)[0].zero_()
         cache.kv(1)[1].zero_()
-        wanted = WantedTree(9, 1, 9, 8, cache.blocks_of(0), params, 8, least)
+        wanted = WantedTree(9, 1, 9, 8, cache.blocks_of(0), params, 8, Ending(stop=stop))
         (grown,) = model.backend.growth(cache, [wanted], logits)  # type: ignore[union-attr]
         return grown
 
@@ -214,6 +215,40 @@ def test_a_chain_ends_behind_a_path_that_is_too_unlikely(
         part = chain(likely[end] * 1.0001)
         assert len(part.tree) == end + 1
         assert torch.equal(part.tree.tokens, whole.tree.tokens[: end + 1])
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [Ending(), Ending(2.0, 0.0, 0.02), Ending(2.0, 0.1), Ending(0.5, 0.8, 0.12), Ending(1, 9, 0.9)],
+)
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.7, seed=3)])
+def test_trees_end_where_they_are_unlikely_as_level_by_level(
+    folders: dict[str, str], params: SamplingParams, ending: Ending
+) -> None:
+    model = CausalModel.load(folders["target"], torch.float32, "cpu", backend="native")
+    cache = PagedCache(model.cache_shapes, 4, 16, torch.float32, "cpu")
+    logits = 3 * torch.randn(1, model.vocab_size, generator=torch.Generator().manual_seed(1))
+    seq, passes = SequenceView(0, [1] * 8, 8, params), 0
+    cache.admit(0, ())
+    cache.reserve(0, 64)
+    for layer in range(2):
+        cache.kv(layer)[0].zero_(), cache.kv(layer)[1].zero_()
+
+    def forward(trees: list[Growing]) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        return model(cache.batch_of([tree.newest() for tree in trees]), cache).logits
+
+    tree = DynamicTree(Slice(seq, 1, 5), 5, 3, 12, cache.device, 8, ending)
+    (levels,) = grow([tree], logits, forward, None)
+    wanted = WantedTree(5, 3, 12, 8, cache.blocks_of(0), params, 8, ending)
+    (at_once,) = model.backend.growth(cache, [wanted], logits)  # type: ignore[union-attr]
+    assert torch.equal(levels.tree.tokens, at_once.tree.tokens)
+    assert levels.tree.parents == at_once.tree.parents and levels.slots == at_once.slots
+    assert levels.scores == pytest.approx(at_once.scores, abs=1e-4 if params.greedy else 5e-3)
+    chances = [math.exp(score) for score in levels.scores]
+    assert len(chances) == 1 or min(chances) >= ending.least
+    assert (passes < 4) is (ending.stop > 0) and (len(chances) < 12 or not ending.least)
 
 
 def test_a_draft_by_the_target_is_one_call(

@@ -109,7 +109,7 @@ def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
     assert [c.spec for c in proposed if c.requested] == [
         "model:some/draft,nodes=0",
         "model:some/draft,branching=2x2x1x1x1",
-        "model:some/draft,nodes=8",
+        "model:some/draft,nodes=16",
         "ngram:min=2",
     ]
     free = [c.spec for c in proposed if not c.requested and not c.default]
@@ -130,9 +130,9 @@ def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
 @pytest.mark.parametrize(
     ("text", "shapes"),
     [
-        ("some/draft", ["chain", "2x2 tree", "8 nodes", "", ""]),
-        ("model:some/draft,vocab=auto", ["chain", "2x2 tree", "8 nodes", "", ""]),
-        ("model:some/draft,quantize=int8", ["chain", "2x2 tree", "8 nodes"]),
+        ("some/draft", ["chain", "2x2 tree", "16 nodes", "", ""]),
+        ("model:some/draft,vocab=auto", ["chain", "2x2 tree", "16 nodes", "", ""]),
+        ("model:some/draft,quantize=int8", ["chain", "2x2 tree", "16 nodes"]),
         ("quantized", ["chain", ""]),
         ("quantized:int8", ["chain"]),
         ("tree:some/draft", ["tree"]),

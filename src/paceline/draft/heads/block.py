@@ -183,21 +183,17 @@ class DSpark(BlockSpec):
     stop: float = option(STOP_BELOW, least=0)
 
     def drafter(self, step: BlockStep, levels: Levels) -> BlockDrafter:
-        return DSparkDrafter(step, levels, self.stop)
+        return DSparkDrafter(step, levels._replace(stop=self.stop))
 
 
 class DSparkDrafter(BlockDrafter):
     """Drafts with a head that may end chains early."""
 
-    def __init__(self, step: BlockStep, levels: Levels, stop: float = STOP_BELOW) -> None:
-        super().__init__(step, levels)
-        self._stop = stop
-
     @property
     def ends_early(self) -> bool:
         """Chains end where fewer than ``stop`` of their paths would be accepted."""
         chains = not self._policy.nodes and is_chain(self._policy.shape.parents)
-        return chains and self._stop > 0 and self.head.confidence_head is not None
+        return chains and self.stop > 0 and self.head.confidence_head is not None
 
     def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
         finished = super()._grow(trees, spans)
@@ -208,7 +204,7 @@ class DSparkDrafter(BlockDrafter):
             block, tokens = self._blocks[tree.item.seq.seq_id], done.tree.tokens
             before = torch.cat((block.last, tokens[:-1]))
             chances = self.head.confidence(block.outputs[: len(tokens)], before).float().sigmoid()
-            sure.append((chances.cumprod(0) >= self._stop).sum())
+            sure.append((chances.cumprod(0) >= self.stop).sum())
         lengths = torch.stack(sure).tolist()  # a second wait for the device, which knows the shapes
         return [_cut(done, max(1, length)) for done, length in zip(finished, lengths, strict=True)]
 

@@ -34,6 +34,10 @@ from paceline.model.backends.base import EagleStep, Growth
 from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import Scheme, quantise_module
 
+# A level that is reached more rarely costs more than it gains. SmolLM2 in bf16 with its EAGLE-3
+# head, greedy: 1.80x at 0.1, 1.83x at 0.25; sampled: 1.32x at 0.15, 1.37x at 0.25.
+STOP_BELOW = 0.25
+
 
 @dataclass(frozen=True)
 class Eagle(HeadSpec):
@@ -60,7 +64,8 @@ class Eagle(HeadSpec):
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:
             nodes = context.tree_nodes() if self.dynamic else 0
-            given, mask = (step, self.levels(context, cache, nodes)), head.config.mask_token
+            given = step, self.levels(context, cache, STOP_BELOW, nodes)
+            mask = head.config.mask_token
             return EagleDrafter(*given) if mask is None else ParallelEagleDrafter(mask, *given)
 
         config = head.config

@@ -223,6 +223,7 @@ class FeatureDrafter(LevelDrafter):
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Store the features of what was committed; free drafted rows. Sequences for which it was
         never asked to draft are ignored."""
+        super().observe(commits, out)
         known = [commit for commit in commits if commit.seq_id in self._states]
         if not known:
             return

@@ -30,7 +30,7 @@ from torch import nn
 from paceline.core.batch import Batch
 from paceline.core.bound import bound
 from paceline.draft.base import Drafter
-from paceline.draft.heads.eagle import EagleDrafter
+from paceline.draft.heads.eagle import STOP_BELOW, EagleDrafter
 from paceline.draft.heads.features import on_features
 from paceline.draft.spec import (
     DraftContext,
@@ -87,7 +87,7 @@ class Mtp(TreeSpec):
         shapes, switch = step.head.model.cache_shapes, step.head.model.rope_switch
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:
-            return EagleDrafter(step, self.levels(context, cache))
+            return EagleDrafter(step, self.levels(context, cache, STOP_BELOW))
 
         return on_features(target, shapes, 1, make, switch)
 

@@ -9,26 +9,34 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.core.batch import Batch, Plan, Slice, Span
+from paceline.core.batch import Batch, Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.draws import draws_unseeded
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
+from paceline.draft.trees.confidence import Confidences
 from paceline.draft.trees.grow import Growing, Logits, Narrow, grow
 from paceline.draft.trees.policy import Policy
-from paceline.model.backends.base import GrownTree, Growth, WantedTree
+from paceline.model.backends.base import Ending, GrownTree, Growth, WantedTree
 from paceline.model.paged.cache import PagedCache
 
 _BLOCKS = 4  # of context when warming up, about as when the target is measured
 
 
 class Levels(NamedTuple):
-    """How a drafter's trees grow: its name, cache, policy and randomness."""
+    """How a drafter's trees grow: its name, cache, policy and randomness.
+
+    ``stop``: no further level is drafted where the newest is reached with less than this chance: a
+    pass then no longer pays. ``least``: a dynamic tree leaves out nodes that are accepted with less
+    than this chance: verifying them does not pay. 0: never.
+    """
 
     name: str
     cache: PagedCache
     policy: Policy
     generator: torch.Generator | None
+    stop: float = 0.0
+    least: float = 0.0
 
 
 class LevelDrafter(ABC):
@@ -40,7 +48,8 @@ class LevelDrafter(ABC):
 
     def __init__(self, levels: Levels, max_positions: int) -> None:
         """``max_positions``: longest context of the model."""
-        self.name, self.cache, self._policy, self._generator = levels
+        self.name, self.cache, self._policy, self._generator, self.stop, self._least = levels
+        self._confidences = Confidences()
         self._max_positions = max_positions
         self._empty = TokenTree.empty(self.cache.device)
 
@@ -64,15 +73,20 @@ class LevelDrafter(ABC):
         for item, span in zip(plan.slices, known, strict=True):
             if span is not None and span.wants_logits:
                 base = span.context + span.pending
-                forced = self._least(item.seq) if self.takes_forced else None
-                trees.append(self._policy.start(item, self.cache.device, base, forced, sequences))
+                ending = self._ending(item.seq)
+                trees.append(
+                    self._policy.start(
+                        item, self.cache.device, base, ending, self.takes_forced, sequences
+                    )
+                )
                 span = trees[-1].first(span)
             if span is not None:
                 spans.append(span)
-        grown = {
-            tree.item.seq.seq_id: self._finish(tree.item, done)
-            for tree, done in zip(trees, self._grow(trees, spans), strict=True)
-        }
+        grown: dict[int, TokenTree] = {}
+        for tree, done in zip(trees, self._grow(trees, spans), strict=True):
+            seq = tree.item.seq
+            self._confidences.proposed(seq.seq_id, seq.params, done)
+            grown[seq.seq_id] = self._finish(tree.item, done)
         return [grown.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
     def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
@@ -94,11 +108,11 @@ class LevelDrafter(ABC):
             seq, drawn = tree.item.seq, None
             if tree.samples and draws_unseeded(seq.params):
                 drawn = int(torch.randint(1 << 62, (), generator=self._generator))
-            table, least = self.cache.blocks_of(seq.seq_id), self._least(seq)
+            table = self.cache.blocks_of(seq.seq_id)
             wanted.append(
                 WantedTree(
                     *(*size, tree.base, table, seq.params, len(seq.tokens)),
-                    least=least,
+                    ending=self._ending(seq),
                     adapter=seq.adapter if self.adapts else None,
                     drawn=drawn,
                 )
@@ -109,9 +123,17 @@ class LevelDrafter(ABC):
         joined = torch.cat(outputs) if outputs else None
         return growth(self.cache, wanted, logits, ids, joined, first)
 
-    def _least(self, seq: SequenceView) -> float:
-        """A chain ends behind a path of lower probability than this; 0: it goes on."""
-        return 0.0
+    def _ending(self, seq: SequenceView) -> Ending:
+        """Where its tree ends, by what was accepted so far."""
+        confidence = self._confidences.of(seq.params)
+        stop = self.stop if self.ends_early else 0.0
+        return Ending(confidence.power, stop, confidence.least(self._least))
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether drafts end where the drafter is unsure; level by level it would have to wait for
+        the device."""
+        return self.growth is not None and self.stop > 0
 
     def _room(self, length: int) -> int:
         """Most cache rows that the nodes of a tree take while it grows."""
@@ -159,8 +181,13 @@ class LevelDrafter(ABC):
         """Logits ``[R, columns]`` of the model as those of the target's tokens."""
         return logits
 
+    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
+        """Learn how far drafts were right."""
+        self._confidences.observe(commits)
+
     def forget(self, seq_id: int) -> None:
         """Drop all state of a sequence."""
+        self._confidences.forget(seq_id)
         self.cache.free(seq_id)
 
     @abstractmethod

@@ -15,21 +15,28 @@ from paceline.core.costs import CostCurve
 from paceline.core.draws import draw_of, draws_unseeded
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, chain_parents
-from paceline.draft.trees.grow import DynamicTree, Growing, StaticTree
-from paceline.draft.trees.shape import Shape, best_shape, expected_tokens
-from paceline.model.backends.base import GrownTree
+from paceline.draft.trees.dynamic import DynamicTree
+from paceline.draft.trees.grow import Growing, StaticTree
+from paceline.draft.trees.shape import Shape, best_shape
+from paceline.model.backends.base import WHOLE, Ending, GrownTree
 
 
 class GrammarChain(Growing):
     """A chain along a request's grammar. What that forces needs no pass of its own: it is run with
-    the token before it. It ends with the text, and where its path is less likely than ``least``."""
+    the token before it. It ends with the text, and where ``ending`` says."""
 
     def __init__(
-        self, item: Slice, length: int, device: torch.device, base: int = 0, least: float = 0.0
+        self,
+        item: Slice,
+        length: int,
+        device: torch.device,
+        base: int = 0,
+        ending: Ending = WHOLE,
     ) -> None:
         super().__init__(item, 1, device, base)
         self._length, self._draw = length, draw_of(item.seq)
         self.samples = self._draw is not Draw.POINT
+        least = ending.stop ** (1 / ending.power)
         self._least = math.log(least) if least > 0 else -math.inf
         self._path: list[int] = []
         self._scores: list[float] = []  # log-probabilities of the path up to each token
@@ -92,7 +99,8 @@ class GrammarChain(Growing):
 _CHAIN = Shape.branching((1,) * 64)
 _EVENLY = 8  # levels
 TYPICAL = (0.6, 0.18, 0.08)  # how often the candidates of a node are right, by rank
-FEWEST, MOST = 4, 32
+_ROWS = 8  # over which the price of a row is averaged
+_SPEEDUP = 1.75  # of drafts that pay: a token takes so much less than a plain step
 
 
 @dataclass(frozen=True)
@@ -142,22 +150,22 @@ class Policy:
         item: Slice,
         device: torch.device,
         base: int = 0,
-        forced: float | None = None,
+        ending: Ending = WHOLE,
+        forced: bool = False,
         sequences: int = 1,
     ) -> Growing:
         """An empty tree for a sequence with a draft length above 0, of so many that decode;
-        ``base`` as in Growing. ``forced``: chains take in what a grammar forces, and end
-        behind paths of lower probability than this."""
+        ``base`` as in Growing. ``forced``: chains take in what a grammar forces."""
         length = self.depth(item.draft_length)
-        if forced is not None and item.seq.constraint is not None:
-            return GrammarChain(item, length, device, base, forced)
+        if forced and item.seq.constraint is not None:
+            return GrammarChain(item, length, device, base, ending)
         if not self.nodes:
             return StaticTree(item, self.shape.cut(length), device, base)
         nodes = self.max_nodes(length, sequences)
         if draws_unseeded(item.seq.params):
             return StaticTree(item, sampled_shape(nodes, length), device, base)
         width = min(self.width, max(1, self.nodes // sequences)) if self.shared else self.width
-        return DynamicTree(item, length, width, nodes, device, base)
+        return DynamicTree(item, length, width, nodes, device, base, ending)
 
 
 @lru_cache(maxsize=256)
@@ -166,16 +174,8 @@ def sampled_shape(nodes: int, length: int) -> Shape:
     return best_shape([TYPICAL] * length, nodes)
 
 
-def paying_nodes(price: CostCurve) -> int:
-    """The number of nodes, ``FEWEST`` to ``MOST``, with the most tokens a second. ``price``:
-    seconds of a target forward over so many tokens of one sequence (nodes + 1). Acceptance is taken
-    as ``TYPICAL``; drafting costs are left out, as they depend on levels, hardly on nodes."""
-    tokens = _expected()
-    return max(range(FEWEST, MOST + 1), key=lambda nodes: tokens[nodes] / price(1 + nodes))
-
-
-@lru_cache(maxsize=1)
-def _expected() -> tuple[float, ...]:
-    """Tokens of a step with the best tree of 0, 1, ... ``MOST`` nodes."""
-    accuracy = [TYPICAL] * _EVENLY
-    return tuple(expected_tokens(best_shape(accuracy, n), accuracy) for n in range(MOST + 1))
+def paying_chance(price: CostCurve) -> float:
+    """The chance of acceptance from which a node more pays. ``price``: seconds of a target forward
+    over so many tokens of one sequence (nodes + 1)."""
+    row = max(0.0, price(1 + _ROWS) - price(1)) / _ROWS
+    return min(_SPEEDUP * row / price(1), 0.5)

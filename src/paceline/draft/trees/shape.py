@@ -104,16 +104,6 @@ def best_shape(accuracy: Sequence[Sequence[float]], nodes: int) -> Shape:
     return Shape.of_paths(chosen)
 
 
-def expected_tokens(shape: Shape, accuracy: Sequence[Sequence[float]]) -> float:
-    """Expected tokens of a step with this shape: one, and each node's chance of acceptance."""
-    chances: list[float] = []
-    depths = depths_of(shape.parents)
-    for parent, rank, depth in zip(shape.parents, shape.ranks, depths, strict=True):
-        chance = accuracy[depth - 1][rank] if depth <= len(accuracy) else 0.0
-        chances.append(chance * (chances[parent] if parent >= 0 else 1.0))
-    return 1.0 + sum(chances)
-
-
 def merge(
     candidates: Iterable[Sequence[int]], max_nodes: int | None = None, max_branch: int | None = None
 ) -> tuple[list[int], tuple[int, ...]]:

@@ -1,6 +1,6 @@
 // Drafts grown to their end in one call: for requests that only sample and truncate what
-// draft/trees/grow.py does, a forward a level, without a word of Python between the levels. And where the next level of a
-// chain no longer pays, it ends: drafts are matched, or verified by rules for which a chain may end by
+// draft/trees/grow.py does, a forward a level, without a word of Python between the levels. And where the next level
+// no longer pays, a tree ends: drafts are matched, or verified by rules for which a chain may end by
 // what was drawn so far (tests/laws), so that where they end moves no distribution.
 #include <algorithm>
 #include <cmath>
@@ -25,8 +25,13 @@ struct Tree {
   long row = 0, rows = 1;              // of its newest expanded nodes, in the level's forward
 
   bool chain() const { return want.width == 1; }
-  // What comes next costs a pass: of a chain, whose path is likely enough.
-  bool ends(long level) const { return level == want.depth || (chain() && score.back() < want.least); }
+  // What comes next costs a pass, which pays behind nodes that are likely enough; `from`: the level's first.
+  bool ends(long level, long from) const {
+    if (level == want.depth || want.stop <= 0) return level == want.depth;
+    float chance = 0;
+    for (int32_t c : best(from, want.width)) chance += std::exp(want.power * score[c]);
+    return chance < want.stop;
+  }
 
   long expanded() const { return static_cast<long>(place.size()); }
 
@@ -48,7 +53,7 @@ struct Tree {
     for (long e = 0; e < expanded(); e++) slot[place[e]] = static_cast<int32_t>(e);
     int32_t count = 0;
     for (int32_t c : best(0, want.nodes)) {
-      if (score[c] == NEVER) continue;
+      if (score[c] == NEVER || (score[c] < want.least && count && !chain())) continue;
       long at = index * g.most + count;
       g.tokens[at] = token[c];
       g.parents[at] = below[c] < 0 ? -1 : node[place[below[c]]];
@@ -108,7 +113,7 @@ void add_candidates(const Kernels& k, const pl_model& m, const pl_growth& g, con
       continue;
     }
     // A chain has no choice: what it scores says where it ends.
-    bool scored = count > 1 || want.least > NEVER;
+    bool scored = count > 1 || want.stop > 0;
     float mass = k.likeliest(m.dtype, row, g.columns, count, scored ? want.sharpness : 0.0f, place, value), first = value[0];
     for (long c = 0; c < count; c++) value[c] = want.sharpness * (value[c] - first) - std::log(mass);
   }
@@ -153,7 +158,7 @@ void Growth::run(Forward& forward, const Kernels& k, const Quantised& quantised,
     hidden_.clear();
     for (size_t n = 0; n < trees.size(); n++) {
       Tree* t = trees[n];
-      if (t->ends(level)) continue;
+      if (t->ends(level, before[n])) continue;
       long first = t->expanded(), above = first - t->rows, row = t->row;
       const int32_t* table = g.tables + t->want.table;
       for (int32_t c : t->best(before[n], t->want.width)) {

@@ -117,15 +117,17 @@ typedef struct {
 } pl_batch;
 
 // A tree below a committed token: after each expanded node its `width` likeliest tokens, of which
-// the `width` likeliest of a level are expanded; in the end the `nodes` likeliest stay. A width of 1
-// is a chain, which ends behind a token whose path is less likely than e^least.
+// the `width` likeliest of a level are expanded; in the end the `nodes` likeliest stay, but for those
+// of a log-probability below `least` (all but the first; a chain keeps what it has). A path of
+// probability p counts as p^power; where the expanded nodes of a level have less than `stop` together,
+// there is no other level. A width of 1 is a chain.
 typedef struct {
   int32_t depth, width, nodes;
   int32_t base, table;  // rows of the cache in front of the nodes; where its block table begins
   int32_t sampled;  // 0: greedy; 1: truncated as asked for; 2: and by the noise of seed and position; 3: drawn
   int32_t top_k;
   float sharpness;  // what is scored is softmax(sharpness * logits)
-  float top_p, min_p, least;
+  float top_p, min_p, power, stop, least;
   int64_t position;  // of the tree's first tokens
   uint64_t seed;  // hashed once
   const pl_pair* pair;  // of its adapter, as of a run; NULL: none

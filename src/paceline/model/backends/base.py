@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -56,12 +56,25 @@ class Adapted(Protocol):
 # -- growing whole drafts in one call ----------------------------------------------------------
 
 
+class Ending(NamedTuple):
+    """Where a tree ends. A path of probability p counts for a chance of p ** ``power``; behind a
+    level whose expanded nodes have less than ``stop`` together there is no other, and nodes less
+    probable than ``least`` are left out of a dynamic tree (but for one)."""
+
+    power: float = 1.0
+    stop: float = 0.0
+    least: float = 0.0
+
+
+WHOLE = Ending()  # it ends with its depth
+
+
 @dataclass(frozen=True)
 class WantedTree:
     """A tree below a committed token; the cache has ``base`` rows before its nodes. ``width``:
     candidates after an expanded node, and expanded nodes of a level; the ``nodes`` likeliest stay.
-    A width of 1 is a chain, which ends behind the first token whose path is less probable than
-    ``least``: what was drawn may say where a chain ends, but not drop what it ends with.
+    A width of 1 is a chain: what was drawn may say where a chain ends, but not drop what it ends
+    with.
     ``position``: index of its first token, on which seeded noise depends. ``drawn``: the seed of a
     chain's draws, where the request has none (Draw.IID)."""
 
@@ -72,7 +85,7 @@ class WantedTree:
     table: Sequence[int]  # the sequence's blocks, with room for what is expanded
     params: SamplingParams
     position: int
-    least: float = 0.0
+    ending: Ending = WHOLE
     adapter: Adapter | None = None
     drawn: int | None = None
 
@@ -80,7 +93,7 @@ class WantedTree:
 @dataclass(frozen=True)
 class GrownTree:
     """A tree, and by node its index among the expanded ones (-1: not expanded) and the
-    log-probability of its path (0 in chains without ``least``; () if not wanted)."""
+    log-probability of its path (0 in chains that do not end early; () if not known)."""
 
     tree: TokenTree
     slots: tuple[int, ...]

@@ -172,7 +172,7 @@ class ModelHandle:
             params, greedy = tree.params, tree.params.greedy
             # A softmax is one-hot beyond 1e6.
             sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
-            seeded = params.seed is not None
+            seeded, (power, stop, least) = params.seed is not None, tree.ending
             trees[i] = CTree(
                 *(tree.depth, tree.width, tree.nodes, tree.base, len(tables)),
                 sampled=0 if greedy else 2 if seeded else 1 if tree.drawn is None else 3,
@@ -180,7 +180,9 @@ class ModelHandle:
                 sharpness=sharpness,
                 top_p=params.top_p,
                 min_p=params.min_p,
-                least=math.log(tree.least) if tree.least > 0 else -math.inf,
+                power=power,
+                stop=stop,
+                least=math.log(least) if least > 0 else -math.inf,
                 position=tree.position,
                 seed=splitmix64(params.seed or tree.drawn or 0),
                 pair=tree.adapter and self._adapters and self._adapters.of(tree.adapter),
