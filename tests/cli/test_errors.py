@@ -179,6 +179,7 @@ def test_training_data_is_missing(tmp_path: Path) -> None:
     ("error", "words"),
     [
         (PacelineError("first line\n  second line"), ["error: first line second line\n"]),
+        (OSError(28, "No space left"), ["output cannot be written: No space left; make room"]),
         (ZeroDivisionError("by zero"), ["unexpected ZeroDivisionError: by zero", "--debug"]),
     ],
 )

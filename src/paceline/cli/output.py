@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import warnings
@@ -40,6 +41,8 @@ def reason_of(error: Exception) -> str:
     """What the one line says that a command ends with."""
     if isinstance(error, PacelineError):
         return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of the disk behind stdout
+        return f"the output cannot be written: {error.strerror}; make room there, and run it again"
     return f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback"
 
 
