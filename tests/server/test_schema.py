@@ -1,7 +1,12 @@
-"""schemathesis over our own OpenAPI document: whatever is sent, no 5xx, answers as documented."""
+"""schemathesis over our own OpenAPI document: whatever is sent, no 5xx, answers as documented.
+
+SCHEMA_EXAMPLES=500 python -m pytest -s tests/server/test_schema.py
+"""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +18,8 @@ from support.running_server import MODEL, Running, serve, service_of
 
 schemathesis = pytest.importorskip("schemathesis")
 
-EXAMPLES = 10
+EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "0"))
+STATUSES: Counter[int] = Counter()
 PATHS = (
     "/v1/responses",
     "/v1/responses/{name}",
@@ -68,6 +74,7 @@ def tamed(body: Any) -> Any:
 def check(case: Any) -> None:
     case.body = tamed(case.body)
     response = case.call(timeout=30)
+    STATUSES[response.status_code] += 1
     checks = schemathesis.checks
     case.validate_response(
         response, checks=[checks.not_a_server_error, checks.response_schema_conformance]
@@ -84,10 +91,10 @@ def test_no_server_errors(api: Any, path: str) -> None:
     for method, operation in api[path].items():
         strategy = operation.as_strategy()
         options = settings(
-            max_examples=EXAMPLES,
+            max_examples=EXAMPLES or 10,
             deadline=None,
             suppress_health_check=list(HealthCheck),
-            derandomize=True,
+            derandomize=not EXAMPLES,
             database=None,
         )
         options(given(case=strategy)(check))()
@@ -101,5 +108,6 @@ def test_every_path_is_covered(api: Any) -> None:
 def test_the_server_is_as_well_as_before(fuzzed: Running) -> None:
     """Runs last: nothing is left of all that."""
     assert fuzzed.service.client.alive and fuzzed.service.client.idle
+    print(f"{STATUSES.total()} requests: {dict(STATUSES.most_common())}")
     pool = fuzzed.service.client.engine.llm.engine.cache.pool
     assert pool.available == pool.total

@@ -1,6 +1,8 @@
 """The verifier on whole batches: every request as if it were alone, in one transfer."""
 
+import gc
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.errors import ConfigError
 from paceline.verify import verifier as verifier_module
-from paceline.verify.rules import block, siblings
+from paceline.verify.rules import Layout, block, layout_of, siblings
 from paceline.verify.verifier import Verifier
 from support.spans import judged
 
@@ -290,3 +292,16 @@ def test_chances_are_probabilities_and_stop_distributions_are_distributions():
             assert torch.allclose(outcome.stop.sum(-1), torch.ones(rows), atol=1e-5)
             if noise == 0.0:
                 assert (outcome.accept > 1 - 1e-5).all()
+
+
+def test_what_is_kept_of_many_shapes_is_bounded():
+    """Every step of a busy server has trees of new shapes."""
+    number = len(layouts())
+    for made in product(range(-1, 1), range(-1, 2), range(-1, 3), range(-1, 4), range(-1, 5)):
+        layout_of(((-1, *made),), torch.device("cpu"))
+    assert len(layouts()) - number <= 600
+    layout_of.cache_clear()
+
+
+def layouts():
+    return [item for item in gc.get_objects() if isinstance(item, Layout)]

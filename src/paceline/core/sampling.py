@@ -32,7 +32,7 @@ _LARGE_INVERSE_TEMPERATURE = 1e6
 NO_TOKEN = -1  # the choice of a row that is not a distribution: the verifier ends its request
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _path_index(parents: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """int64 [n + 1, depth]: for each row of a tree the nodes from the root to it, then zeros."""
     paths = paths_of(parents)

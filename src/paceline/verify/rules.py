@@ -42,7 +42,7 @@ class Layout:
     within: tuple[torch.Tensor, ...]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)  # 4,096 of 32 trees each held 67 MB
 def layout_of(shapes: Shapes, device: torch.device) -> Layout:
     parent_rows: list[int] = []
     ranks: list[tuple[list[int], list[int]]] = []
@@ -80,7 +80,7 @@ class ChainGrid:
     ends: torch.Tensor
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def chain_grid(shapes: Shapes, device: torch.device) -> ChainGrid:
     longest = max(map(len, shapes))
     nodes: list[list[int]] = []
