@@ -168,6 +168,17 @@ def test_a_full_disk_is_one_line(
     assert len(said) == 1 and "No space left" in said[0]
 
 
+def test_a_disk_without_room_is_one_line(
+    folder: Path, cache: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start would quantise anew, and nobody know why."""
+    full = SimpleNamespace(total=1 << 40, used=1 << 40, free=4096)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    packed_of(folder)
+    assert not list(cache.glob("*.forms"))
+    assert len(said) == 1 and "has room for 0 MB" in said[0] and "PACELINE_CACHE=" in said[0]
+
+
 def test_a_folder_that_cannot_be_made_is_no_failure(folder: Path, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("a file")

@@ -26,7 +26,7 @@ from torch import nn
 
 from paceline.core.memory import parse_bytes
 from paceline.core.stages import info, stage
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, WriteError
 from paceline.files import FileStamp, cache_folder, write_aside
 from paceline.files.ownership import digest_of
 from paceline.kernels.library import PLAIN
@@ -193,8 +193,12 @@ def write(file: Path, made: Sequence[Packed]) -> None:
     """Keep matrices for the next start; if that fails a line says so."""
     size = sum(packed.data.nbytes for packed in made)
     try:
-        if size > _limit() or 2 * size > shutil.disk_usage(file.parent).free:
-            return
+        room = min(_limit(), shutil.disk_usage(file.parent).free // 2)
+        if size > room:
+            raise WriteError(
+                f"{file.parent} has room for {room / 1e6:,.0f} MB, it takes {size / 1e6:,.0f} MB; "
+                "make room there, or PACELINE_CACHE=FOLDER names another"
+            )
         _evict(file.parent, _limit() - size)
         forms = [packed.form._asdict() for packed in made if packed.form is not None]
         with (
