@@ -22,7 +22,7 @@ from paceline.engine.driver import StepSums
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.certify.decoding import Difference
 from paceline.lab.demo import PROMPTS, Measurement, demo_table, total, with_memory
-from paceline.lab.report.render import print_table, rich_table
+from paceline.lab.report.render import print_table
 from support.command_lines import paceline
 from support.pulled_model import plant
 from support.tiny_models import TinyPair
@@ -76,7 +76,7 @@ def test_a_scene_without_drafts_says_so_in_the_table() -> None:
     silent = unaided(100, 6.0, 4.0)
     for item, said in ((silent, True), (measurement("x"), False)):
         out = io.StringIO()
-        Console(file=out, width=200).print(rich_table(demo_table([[item]], "d")))
+        print_table(demo_table([[item]], "d"), Console(file=out, width=200))
         assert ("none tried" in out.getvalue()) == said
         shown = " ".join(out.getvalue().split())
         assert ("no draft was tried, as it would not have paid" in shown) == said

@@ -58,6 +58,16 @@ def test_no_heading_breaks_on_a_narrow_screen() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_note_is_as_wide_as_the_screen_below_a_narrow_table() -> None:
+    """It was as narrow as the last part of the table: a word a line."""
+    out, note = io.StringIO(), "Every draft and every decision of one step, enumerated."
+    table = Table([*(f"long_name_{n}" for n in range(6)), "far"], [list(range(7))], "Of six", note)
+    print_table(table, Console(file=out, width=60))
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert note in lines and lines.count("Of six") == 1
+    assert sum("long_name_0" in line for line in lines) == 2
+
+
 def test_markdown(tmp_path: Path) -> None:
     write(sample(), tmp_path / "sub" / "r.md")
     text = (tmp_path / "sub" / "r.md").read_text(encoding="utf-8")

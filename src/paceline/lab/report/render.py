@@ -57,16 +57,17 @@ def print_report(report: Report, console: Console, details: bool = True) -> None
 
 
 def print_table(table: Table, console: Console) -> None:
-    """One that is too wide is printed in parts, so that no heading is broken. Every part begins
-    with the columns that tell the rows apart."""
+    """With its title above and its note below, both as wide as the console. A table that is too
+    wide is printed in parts, so that no heading is broken. Every part begins with the columns that
+    tell the rows apart."""
     columns, rows = range(len(table.columns)), table.rows
-    keys = next((n for n in columns if len({tuple(row[:n]) for row in rows}) == len(rows)), 1)
+    keys = next((n for n in columns if len({tuple(row[:n]) for row in rows}) == len(rows)), 1) or 1
     part, parts = [*columns[:keys]], list[RichTable]()
     unlimited = console.options.update_width(_UNLIMITED)
 
-    def printable(chosen: Sequence[int], note: str = "") -> RichTable:
+    def printable(chosen: Sequence[int]) -> RichTable:
         cells = [[row[i] for i in chosen] for row in rows]
-        return rich_table(Table([table.columns[i] for i in chosen], cells, table.title, note))
+        return rich_table(Table([table.columns[i] for i in chosen], cells))
 
     for column in columns[keys:]:
         least = Measurement.get(console, unlimited, printable([*part, column])).minimum
@@ -74,15 +75,17 @@ def print_table(table: Table, console: Console) -> None:
             parts.append(printable(part))
             part = part[:keys]
         part.append(column)
-    for shown in (*parts, printable(part, table.note)):
+    if table.title:
+        console.print(RichText(table.title, style="italic"))
+    for shown in (*parts, printable(part)):
         console.print(shown)
+    if table.note:
+        console.print(RichText(table.note, style="dim italic"))
 
 
 def rich_table(table: Table) -> RichTable:
-    """A table with its title above and its note below; numbers stand to the right."""
+    """A table's columns; numbers stand to the right."""
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    shown.title, shown.caption = table.title or None, table.note or None
-    shown.title_justify = shown.caption_justify = "left"
     for index, (heading, numbers) in enumerate(zip(table.columns, _of_numbers(table), strict=True)):
         cells = [show(cell) for cell in (heading, *(row[index] for row in table.rows))]
         widest = max(len(line) for cell in cells for line in cell.split("\n"))
