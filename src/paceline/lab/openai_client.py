@@ -26,6 +26,10 @@ class ServerFailedError(Exception):
     """The server did not answer, or with an error of its own (5xx), or not in the protocol."""
 
 
+class ServerTimeoutError(ServerFailedError):
+    """Nothing came in time."""
+
+
 @dataclass(frozen=True)
 class OpenAIClient:
     """A server at ``url``, which ends in its version. ``timeout``: seconds until something comes.
@@ -98,6 +102,10 @@ def _failing() -> Iterator[None]:
         kind = RequestRefusedError if 400 <= error.code < 500 else ServerFailedError
         raise kind(f"{error.code} {body}") from None
     except URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            raise ServerTimeoutError("no answer in time") from None
         raise ServerFailedError(str(getattr(error.reason, "strerror", error.reason))) from None
+    except TimeoutError:
+        raise ServerTimeoutError("no answer in time") from None
     except (OSError, HTTPException, ValueError, TypeError) as error:
         raise ServerFailedError(f"{type(error).__name__}: {error}") from None

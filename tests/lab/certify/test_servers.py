@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -113,6 +116,22 @@ def test_one_that_gives_no_logprobs_and_no_chats_says_what_was_left_out() -> Non
     assert any("no logprobs" in note for note in notes)
     assert any("no chats here" in note for note in notes)
     assert certificate.verdict.startswith("NOT ENOUGH: no positions for logprobs")
+
+
+def test_a_server_that_is_slow_is_not_called_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timeout was "NOT LOSSLESS: greedy: one: TimeoutError: timed out"."""
+    late = iter([TimeoutError("timed out"), URLError(TimeoutError("timed out"))])
+
+    def answer(request: Request, timeout: float) -> Any:
+        if request.data and (error := next(late, None)):
+            raise error
+        return urlopen(request, timeout=timeout)
+
+    monkeypatch.setattr("paceline.lab.openai_client.urlopen", answer)
+    certificate = outcome(PlantedServer())
+    assert not certificate.problems and not certificate.lossless
+    assert "without an answer in time" in certificate.verdict
+    assert certificate.verdict.startswith("NOT ENOUGH: ")
 
 
 def test_too_few_requests_certify_nothing() -> None:

@@ -197,6 +197,7 @@ class Part:
     requests: int = 0
     ties: int = 0
     failures: int = 0
+    timeouts: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

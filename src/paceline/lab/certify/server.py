@@ -33,7 +33,11 @@ from paceline.lab.certify.certificate import (
     too_little,
 )
 from paceline.lab.certify.decoding import first_difference
-from paceline.lab.openai_client import RequestRefusedError, ServerFailedError
+from paceline.lab.openai_client import (
+    RequestRefusedError,
+    ServerFailedError,
+    ServerTimeoutError,
+)
 from paceline.lab.report.document import Column
 
 _FAILURES = 3  # of a part, after which it is left
@@ -263,6 +267,7 @@ def lacks_of(parts: Sequence[Part], tests: Sequence[DistributionTest]) -> list[s
     """What must have been checked, or nothing is certified."""
     greedy, *others, _ = parts
     lacks = [f"no {part.unit} for {part.name}" for part in others if not part.checked]
+    lacks += [f"{p.name}: {p.timeouts} without an answer in time" for p in parts if p.timeouts]
     bias = min((test.smallest_bias for test in tests), default=1.0)
     return lacks + too_little(greedy.checked, bias)
 
@@ -309,6 +314,9 @@ class ServerCertifier(Asking):
         except RequestRefusedError as error:
             part.failures += 1
             part.note(f"the server refuses: {error}")
+        except ServerTimeoutError:
+            part.failures += 1
+            part.timeouts += 1
         except ServerFailedError as error:
             part.failures += 1
             part.problems.append(f"{name}: {error}")
