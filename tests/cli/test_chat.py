@@ -67,6 +67,12 @@ def test_commands_that_make_no_sense(line: str, words: str) -> None:
     assert done.exit_code == 1 and words in done.stderr and "Traceback" not in done.stderr
 
 
+def test_the_drafter_is_named_where_none_is_given() -> None:
+    """It switched drafts off."""
+    done = paceline("chat", *BASE, input="/draft\n")
+    assert done.exit_code == 0 and "drafting with ngram; /draft SPEC changes it" in done.stderr
+
+
 class Terminal:
     """A chat at a terminal of its own."""
 

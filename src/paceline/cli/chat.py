@@ -132,8 +132,10 @@ class _Session:
 
     def draft(self, spec: str) -> None:
         """Draft with another drafter, over the same weights. Raises PacelineErrors."""
+        if not spec:
+            return info(f"drafting with {', '.join(self.llm.drafts)}; /draft SPEC changes it")
         settings = explicit(vars(self.engine), "beside")
-        other = self.base.beside(None if spec in ("", "none") else spec, **settings)
+        other = self.base.beside(None if spec == "none" else spec, **settings)
         if self.llm is not self.base:
             self.llm.close()
         self.llm = other

@@ -70,8 +70,8 @@ def test_one_client_two_categories() -> None:
     text = shown(measured)
     assert "model:quick@2" in text and "a/quick" not in text
     assert (
-        "use model:quick@2: 2.00x, 2.00 to 2.00, by plain decoding. 3 of 4 texts are the same."
-        in text
+        "use model:quick@2: 2.00x, 2.00 to 2.00, of plain decoding's speed. "
+        "3 of 4 texts are the same." in text
     )
     assert "2.00x" in text
     assert "0.50 (8)" in text  # accepted at position 1, and how many drafts had one there
@@ -91,7 +91,7 @@ def test_a_draft_that_does_not_pay_is_not_advised() -> None:
     heat = one_heat(job())
     heat.outcomes["model:a/quick@2"] = outcome(8.0, drafted=4, accepted=2)
     text = shown(replace(result(job()), rows=rows(HeatRecord([heat]))))
-    assert "use no draft: the best, model:quick@2, reaches 0.50x, by plain" in text
+    assert "use no draft: the best, model:quick@2, reaches 0.50x, of plain" in text
 
 
 def test_sweeps_have_their_tables() -> None:

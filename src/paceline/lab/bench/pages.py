@@ -165,7 +165,7 @@ class _Pages:
         texts = self.result.texts.counts.get(best.method, {})
         alike, all_texts = texts.get(KINDS[0], 0), sum(texts.values())
         same = f" {alike} of {all_texts} texts are the same." if texts else ""
-        self.report.add("Verdict", Text(f"{line}, by plain decoding.{same}"))
+        self.report.add("Verdict", Text(f"{line}, of plain decoding's speed.{same}"))
 
     def run(self) -> None:
         """Where and how it was measured, and what must not be missed."""

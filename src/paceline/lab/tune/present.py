@@ -43,9 +43,9 @@ _PREDICTED = (
     "the largest batch that gains, sought to {0.largest_batch}. {0.prompt_count} prompts at hand."
 )
 _CONFIRMATION = (
-    "Medians of rounds in turns ({} done), speeds by plain decoding. predicted, decoding: without "
-    "reading prompts; the former only where they agree within 15 %. whole: with it; it decides. "
-    "Length auto is taken unless a fixed one beats it by 3 %."
+    "Medians of rounds in turns ({} done), speeds as multiples of plain decoding's. predicted, "
+    "decoding: without reading prompts; the former only where they agree within 15 %. whole: with "
+    "it; it decides. Length auto is taken unless a fixed one beats it by 3 %."
 )
 _rounded = "{:.0f}".format
 
