@@ -271,6 +271,26 @@ def test_bad_requests_are_refused_and_the_engine_goes_on(llm: LLM) -> None:
     assert len(llm.generate(PROMPT, FREE)[0].token_ids) == 20
 
 
+def test_none_is_no_list_of_vllms() -> None:
+    """vLLM's defaults, which programs pass on; they were refused."""
+    names = ("stop", "stop_token_ids", "logit_bias", "logits_processors", "prediction")
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()
+
+
+@pytest.mark.parametrize("model", [None, "", 5])
+def test_a_model_that_is_no_name(model: object) -> None:
+    with pytest.raises(ConfigError, match="give a folder, a GGUF file or a name on the hub"):
+        LLM(model)  # type: ignore[arg-type]
+
+
+def test_a_model_by_its_path_and_a_controller_that_is_none(random_pair: tuple[str, str]) -> None:
+    target = Path(random_pair[0])
+    with LLM(target, draft="none") as llm:
+        assert llm.generate(PROMPT, SamplingParams(max_tokens=1))
+    with pytest.raises(ConfigError, match="controller is 5; it lacks lengths, observe, forget"):
+        LLM(target, controller=5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [

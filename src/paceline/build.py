@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.control.adaptive import AdaptiveController
-from paceline.control.controller import Controller, FixedLength, LoggedController
+from paceline.control.controller import METHODS, Controller, FixedLength, LoggedController
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
@@ -64,6 +64,12 @@ class EngineOptions(EngineSettings):
     known: KnownCosts | None = None  # of a profile; None: measured at start-up
 
     def __post_init__(self) -> None:
+        missing = [name for name in METHODS if not hasattr(self.controller, name)]
+        if self.controller is not None and missing:
+            raise ConfigError(
+                f"controller is {self.controller!r}; it lacks {', '.join(missing)}: derive it from "
+                "paceline.control.controller.Controller"
+            )
         typical = self.rule == "typical"
         if typical and not self.lossy:
             raise ConfigError(

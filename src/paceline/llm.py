@@ -23,7 +23,7 @@ from paceline.errors import ConfigError
 from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
 from paceline.model.lora import Adapters
-from paceline.model.names import DEFAULT_DRAFT
+from paceline.model.names import DEFAULT_DRAFT, as_name
 from paceline.model.target import CausalModel
 from paceline.model.tokenizer import Tokenizer
 from paceline.request.completion import Completion, StreamEvent
@@ -104,7 +104,7 @@ class LLM:
     @forgiving("LLM")
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         draft: DraftLike | Sequence[DraftLike] | Mapping[str, Any] | None = DEFAULT_DRAFT,
         *,
         dtype: str = "auto",
@@ -143,7 +143,7 @@ class LLM:
 
     def _open(
         self,
-        model: str,
+        model: str | Path,
         draft: DraftLike | Sequence[DraftLike] | Mapping[str, Any] | None,
         profile: str | Path | None,
         controller: Controller | None,
@@ -151,6 +151,7 @@ class LLM:
         lora: Mapping[str, str | Path] | None,
     ) -> None:
         """Load what the arguments of the constructor say; ``given`` are settings of the engine."""
+        model = as_name(model)
         if not isinstance(profile, str | Path | None):
             raise ConfigError(f"profile is {profile!r}; it must be the path of a tuned profile")
         if (foreign := foreign_of(draft)) is not None:
@@ -166,8 +167,7 @@ class LLM:
                 parse_draft(spec)  # what is misspelt is said before anything is loaded
         with stage(f"loading {model}"):
             target = load_target(model, options)
-        self._ranks = target.ranks
-        notes = [target.note]
+        self._ranks, notes = target.ranks, [target.note]
         if tuned is not None and profile is not None:
             tuned.check_model(target, profile)
             if follows:

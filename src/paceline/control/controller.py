@@ -32,6 +32,7 @@ class Decision(NamedTuple):
 
 
 PLAIN = Decision(0)
+METHODS = ("lengths", "observe", "forget")  # of a controller
 
 
 class Controller:

@@ -131,6 +131,7 @@ def _whole_below(end: int) -> Callable[[Any], bool]:
 
 
 _RULES = tuple(_rules())
+_LISTS = ("stop", "stop_token_ids", "logits_processors", "prediction")
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,11 @@ class SamplingParams:
     receipt: bool = False
 
     def __post_init__(self) -> None:
+        for name in _LISTS:
+            if getattr(self, name) is None:  # as in vLLM and the OpenAI API
+                object.__setattr__(self, name, ())
+        if self.logit_bias is None:
+            object.__setattr__(self, "logit_bias", {})
         for name, allowed, rule in _RULES:
             value = getattr(self, name)
             if not allowed(value):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.core.keywords import did_you_mean
 from paceline.core.stages import stage
-from paceline.errors import ModelLoadError
+from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import FileStamp, cache_folder
 from paceline.model.gguf import SUFFIX, gguf_file
 
@@ -110,6 +110,14 @@ VARIABLE = "PACELINE_MODEL"
 IN_WORDS = f"{REAL} where pulled, else {EMBEDDED}; ${VARIABLE} names another"
 # The draft of commands, ``LLM`` and servers if none is named (draft/auto.py).
 DEFAULT_DRAFT = "auto"
+
+
+def as_name(model: object) -> str:
+    """The name of a model, which may be a Path. Raises ConfigError on anything else."""
+    name = str(model) if isinstance(model, Path) else model
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"model is {name!r}; give a folder, a GGUF file or a name on the hub")
+    return name
 
 
 def model_folder(entry: Pullable) -> Path:
