@@ -80,3 +80,52 @@ def test_a_response_that_goes_on(server: Running, accepted: list[int]) -> None:
     second = answer(server, path, RESULT, input="Again", previous_response_id=first["id"])
     assert json.loads(second["output"][0]["content"][0]["text"]) == RESULT
     assert sum(accepted) > 0.6 * second["usage"]["output_tokens"]
+
+
+THINKS = """{% for m in messages %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}
+</think>{% endif %}{{ m.role }}: {{ m.content }}
+{% endfor %}assistant: """
+WAYS = {  # of the client, and what the model thinks
+    "left out": "Shelf 3 holds 58 blue jugs and 26 tin plates, so nothing else fits there today.",
+    "as content": "Our van left the harbour at 6:40 with nine crates of limes and two spare tyres.",
+    "as reasoning": "Both keys open gate B, but only the brass one turns the lock of room 215.",
+    "as an item": "Add 17 to 88 first, then take away 41, which gives 64 apples for Tom and Mia.",
+    "by the id": "If Friday is cloudy, they will paint 12 doors green and wash every window twice.",
+}
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+
+
+def turns(way: str, thought: str, first: Any) -> dict[str, Any]:
+    """The fields of the next request of a conversation whose ``first`` answer had a thought."""
+    said = {"role": "assistant", "content": "Yes"}
+    item = {"type": "reasoning", "summary": [{"type": "summary_text", "text": thought}]}
+    return {
+        "left out": {"messages": [QUESTION, said, QUESTION]},
+        "as content": {"messages": [QUESTION, said | {"content": f"{thought} Yes"}, QUESTION]},
+        "as reasoning": {"messages": [QUESTION, said | {"reasoning_content": thought}, QUESTION]},
+        "as an item": {"input": [QUESTION, item, said, QUESTION]},
+        "by the id": {"input": "Again", "previous_response_id": first.get("id")},
+    }[way]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_thought_before(
+    server: Running, accepted: list[int], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """It is drafted where the model thinks it again, whether the client sends thoughts back or not:
+    then suffix decoding's memory of earlier answers has it."""
+    monkeypatch.setattr(server.service.tokenizer, "chat_template", THINKS)
+    path = RESPONSES if way in ("as an item", "by the id") else CHAT
+    drafter = server.service.client.engine.llm.engine.drafter.name
+    thought = WAYS[way]
+    begins = {"input": [QUESTION]} if path == RESPONSES else {"messages": [QUESTION]}
+    first = answer(server, path, f"<think>{thought}</think>Yes", **begins)
+    new = sum(accepted)
+    accepted.clear()
+    answer(server, path, f"<think>{thought}</think>No", **turns(way, thought, first))
+    tokens = len(accepted) + sum(accepted)
+    assert new < 0.4 * tokens
+    if way == "left out" and drafter == "ngram":
+        assert sum(accepted) < 0.4 * tokens
+    else:
+        assert sum(accepted) > 0.6 * tokens
