@@ -24,6 +24,7 @@ from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.origin import Origin
 from paceline.lab.bench.prompts import load_prompts
 from paceline.model.names import fetched
+from paceline.model.tokenizer import template_digest
 from support.diagonal import diagonal
 
 TOKENS = 2000  # within which a collapse is found
@@ -167,6 +168,25 @@ def test_a_head_that_knows_one_form_of_prompts(
         prompts = prompts[4:] + prompts[:4]
     assert watch.collapsed and watch.tokens <= before + TOKENS
     assert "perhaps prompts are not in the form of the target's chat template" in caplog.text
+
+
+def test_a_head_of_another_chat_template(
+    target: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its card names is the cause, if its drafts fail; with the target's it is not."""
+    lines = []
+    for form in ("0123456789ab", template_digest(target.tokenizer)):
+        folder = damaged("paceline/tiny-eagle3", tmp_path / form)
+        with (folder / "README.md").open("a") as card:
+            card.write(f"\nChat template: {form}\n")
+        llm = timed(target, f"eagle3:{folder}", 4, CHEAP, monkeypatch)
+        assert tokens_until_collapse(llm) is not None
+        lines.append(caplog.records[-1].getMessage())
+    assert (
+        "has collapsed" in lines[0] and "perhaps its card names the chat template 01234" in lines[0]
+    )
+    assert f"the target's is {form}: give the target the template" in lines[0]
+    assert "has collapsed" in lines[1] and "its card names" not in lines[1]
 
 
 def test_causes(target: LLM) -> None:

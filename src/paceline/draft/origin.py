@@ -22,9 +22,11 @@ from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared
 from paceline.errors import ModelLoadError
 from paceline.model.names import fetched
 from paceline.model.precision import usual_bits
+from paceline.model.tokenizer import template_digest
 
 # Of a card's table of acceptance (train/card.py): the first position, over all tasks.
 _STATED = re.compile(r"^\| all \| [\d.]+ \| ([\d.]+)", re.M)
+_FORM = re.compile(r"^Chat template: ([0-9a-f]{12}|none)$", re.M)
 _TEXT, _READ = 128, 24  # last tokens of a text on which layers are compared, and those only read
 _APART = 4  # positions from one that is drafted from to the next, where each has its own rows
 _BLOCK = 16
@@ -46,16 +48,19 @@ class Origin:
     gains: dict[int, list[float]] = field(default_factory=dict)
 
     @cached_property
-    def stated(self) -> float | None:
-        """How often the first drafted token is right by the card beside its weights; None without
-        such a card."""
+    def card(self) -> str:
+        """What stands beside its weights; "" without a card."""
         if self.spec.holds == "nothing":
-            return None
+            return ""
         try:
-            card = Path(fetched(self.spec.argument() or ""), "README.md").read_text("utf-8")
+            return Path(fetched(self.spec.argument() or ""), "README.md").read_text("utf-8")
         except (OSError, ValueError, ModelLoadError):
-            return None
-        row = _STATED.search(card)
+            return ""
+
+    @property
+    def stated(self) -> float | None:
+        """How often the first drafted token is right by its card; None if that does not say it."""
+        row = _STATED.search(self.card)
         return None if row is None else float(row[1])
 
     def cause(self, texts: Sequence[tuple[Sequence[int], int]]) -> str:
@@ -162,10 +167,17 @@ class Origin:
     # -- what else can be told -------------------------------------------------------------------
 
     def _template(self, prompts: set[int]) -> str:
-        """Whether prompts lack the marks that the target's chat template writes."""
+        """Whether it was trained on chats of another form, by its card, or prompts lack the marks
+        that the target's chat template writes."""
         tokenizer = self.loading.tokenizer
         if tokenizer.chat_template is None:
             return ""
+        stated, ours = _FORM.search(self.card), template_digest(tokenizer)
+        if stated and stated[1] != ours:
+            return (
+                f"its card names the chat template {stated[1]}, and the target's is {ours}: give "
+                "the target the template that it was trained on, or train the draft on this one"
+            )
         chat = [{"role": "user", "content": "?"}]
         try:
             text = str(tokenizer.apply_chat_template(chat, tokenize=False))

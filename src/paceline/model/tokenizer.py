@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,12 @@ def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
     if end is not None and 0 <= int(end) < len(tokenizer):  # transformers 5.17 takes <s> for it
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(end))
     return tokenizer
+
+
+def template_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """The first 12 hexadecimal digits of the chat template's SHA-256; "none" without one."""
+    template = tokenizer.chat_template
+    return sha256(str(template).encode()).hexdigest()[:12] if template else "none"
 
 
 def differences(

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from paceline.files import filled, replace_in
+from paceline.model.tokenizer import template_digest
 from paceline.train.acceptance import AcceptanceCounts, total
 from paceline.train.records import Records
 from paceline.train.trainer import Trainer
@@ -37,7 +38,8 @@ def write_card(trainer: Trainer, command: str) -> Path:
     tasks = counts_of(history[-1]) if history else {}
     if tasks:
         tasks["all"] = total(tasks.values())
-    made = {"data": data, "losses": losses, "tasks": tasks}
+    form = template_digest(trainer.tokenizer)
+    made = {"data": data, "losses": losses, "tasks": tasks, "form": form}
     template = Path(__file__).with_name("card.md")
     text = filled(template, trainer=trainer, config=config, command=command, **made)
     folder = trainer.out / trainer.result
