@@ -17,7 +17,7 @@ from paceline.draft.base import Drafter, Guess, LookupDrafter, Offer
 from paceline.draft.hybrid import HybridDrafter
 from paceline.drafters import DraftModel, Eagle3, Hybrid, NGram, parse_draft
 from paceline.errors import ConfigError
-from support.simulated_time import REST, STEP, Chance, Guesser, Machine, always
+from support.simulated_time import REST, STEP, Chance, Guesser, Machine, always, controller_of
 
 PLAIN = 1 / (STEP + REST)  # tokens a second
 
@@ -201,6 +201,32 @@ def test_nothing_is_learnt_from_what_a_grammar_forces() -> None:
         follower.forget(seq_id)
     after = cost.acceptance.everyone("half", 1).rates()
     assert after[0] < 0.2 < before[0]
+
+
+def test_a_model_behind_forced_text_learns_of_the_rest_alone() -> None:
+    """Its first two levels are certain, which makes it worth asking, and the third never right."""
+
+    class Forcing:
+        def forced(self, path: tuple[int, ...] = ()) -> Sequence[int]:
+            return (5, 6)
+
+    model = Guesser("model", always(1.0), 0.1)
+    model.takes_forced = 8
+    controller = controller_of(model)
+    acceptance, lengths = controller.cost.acceptance.everyone(0), list[int]()
+    before = acceptance.rates()[0]
+    for seq_id in range(1, 30):
+        seq = SequenceState(seq_id, [1, 2], 2, SamplingParams(max_tokens=90), cached=1)
+        seq.constraint = Forcing()  # type: ignore[assignment]
+        (choice,) = controller.lengths([seq])
+        lengths.append(levels := choice.length)
+        path = (0, 1)[:levels]
+        counts = {"drafted": levels, "levels": levels, "reached": min(3, levels), "scheduled": 1}
+        commit = Commit(seq_id, (5, 6, 7)[: len(path) + 1], path, **counts)
+        controller.observe([commit], STEP + REST + 0.1 * levels, 0.1 * levels)
+        controller.forget(seq_id)
+    assert sum(length >= 2 for length in lengths) > 20
+    assert acceptance.rates()[0] <= before
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 
 from paceline import LLM, Grammar, SamplingParams
+from paceline.core.batch import Plan
+from paceline.core.tree import TokenTree, paths_of
+from paceline.draft.base import forced_run, goes_on_behind, with_members
 from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.loading import load_tokenizer
 from paceline.request.grammar import GrammarCompiler
 from support import real_model
+from support.every_drafter import WEIGHTS
 
 SCHEMA = {
     "type": "object",
@@ -31,6 +35,21 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PROMPT = "A person as JSON: "
+
+
+# Drafts that go on behind what is forced.
+BEHIND = [
+    "ngram",
+    "suffix",
+    f"datastore:{WEIGHTS['datastore']}",
+    "lookahead",
+    "recycling",
+    "tree:paceline/tiny-draft",
+    "tree:paceline/tiny-draft,nodes=8,width=3",
+    "quantized:int4,nodes=8,width=3",
+    "hybrid:medusa:paceline/tiny-medusa+ngram",
+    "hybrid:ngram+eagle3:paceline/tiny-eagle3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +73,7 @@ def expected(target: LLM) -> list[tuple[list[SamplingParams], list[list[int]]]]:
 @pytest.mark.broad
 @pytest.mark.parametrize(
     "draft",
-    ["ngram", "paceline/tiny-draft", "hybrid:suffix+ngram", "quantized", "hybrid:suffix+quantized"],
+    ["paceline/tiny-draft", "hybrid:suffix+ngram", "quantized", "hybrid:suffix+quantized", *BEHIND],
 )
 def test_the_text_is_plain_decodings(
     target: LLM, expected: list[tuple[list[SamplingParams], list[list[int]]]], draft: str
@@ -97,13 +116,83 @@ def test_a_drafter_takes_them_into_its_chain(
         return real(self, *args)
 
     monkeypatch.setattr(drafter, "_first", first)
-    for takes_forced in (False, True):
+    for takes_forced in (0, 64):
         passes.append(0)
         monkeypatch.setattr(drafter, "takes_forced", takes_forced)
         (done,) = target.beside(draft, draft_length=12).generate(PROMPT, params)
         steps.append(done.stats.target_steps)
     assert steps[1] < steps[0]
     assert passes[-1] < 0.7 * done.stats.drafted_tokens
+
+
+@pytest.mark.parametrize("draft", BEHIND)
+def test_drafts_go_on_behind_it(target: LLM, draft: str) -> None:
+    """Of lookups, trees, and of those beside a head: fewer steps for the same text than if what is
+    forced were a draft of its own. A datastore of other texts finds nothing, and costs none."""
+    schema = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}
+    steps, texts = [0, 0], list[list[int]]()
+    for takes in (False, True):
+        for seed in (None, 3):
+            asked = {"temperature": 0.0} if seed is None else {"temperature": 1.0, "seed": seed}
+            params = SamplingParams(max_tokens=120, grammar=Grammar.json(schema), **asked)
+            llm = target.beside(draft, draft_length=12)
+            if not takes:
+                set_aside(llm.engine.drafter)
+            (done,) = llm.generate(PROMPT, params)
+            steps[takes] += done.stats.target_steps
+            texts.append(done.token_ids)
+            llm.close()
+    assert texts[:2] == texts[2:]
+    assert steps[True] < steps[False] + draft.startswith("datastore")
+
+
+def set_aside(drafter: Any) -> None:
+    """Let what is forced be a draft of its own."""
+    for member in with_members(drafter):
+        kind = type(member)
+        member.__class__ = type(kind.__name__, (kind,), {"takes_forced": Fixed()})
+
+
+class Fixed:
+    """None, whatever is set."""
+
+    def __get__(self, *_: Any) -> int:
+        return 0
+
+    def __set__(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("draft", BEHIND)
+def test_a_tree_has_room_for_what_is_forced(target: LLM, draft: str) -> None:
+    """Of any length of drafts, alone and beside others, at any place of the text."""
+    item = {"type": "object", "properties": {"is": {"type": "boolean"}}, "required": ["is"]}
+    schema = {"type": "array", "items": item | {"additionalProperties": False}, "minItems": 6}
+    grammar = Grammar.json(schema | {"maxItems": 6})
+    params = SamplingParams(max_tokens=90, grammar=grammar, temperature=1.0)
+    begun = 0
+    for length in (2, 5, 9, 16):
+        llm = target.beside(draft, draft_length=length, max_batch_size=3, strict=True)
+        drafter = llm.engine.drafter
+        real = drafter.propose
+
+        def propose(plan: Plan, drafter: Any = drafter, real: Any = real) -> list[TokenTree]:
+            nonlocal begun
+            runs = [forced_run(item) for item in plan.slices]
+            trees: list[TokenTree] = real(plan)
+            for item, run, tree in zip(plan.slices, runs, trees, strict=True):
+                if len(tree) and run and goes_on_behind(drafter, run, item):
+                    known = tree.tokens.tolist()
+                    paths = [[known[node] for node in path] for path in paths_of(tree.parents)]
+                    assert [*run] in paths
+                    begun += len(tree) > len(run)
+            return trees
+
+        drafter.propose = propose  # type: ignore[method-assign]
+        for done in llm.generate([PROMPT] * 3, params):
+            assert all(set(part) == {"is"} for part in json.loads(done.text))
+        llm.close()
+    assert begun or draft.startswith("datastore")
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 3}])

@@ -10,16 +10,19 @@ import torch
 from harness import (
     Setting,
     distance,
+    dynamic_tree,
     joint_distribution,
     plain_distribution,
     point_tree,
     sampled_chain,
     sampled_tree,
     step_distribution,
+    strings,
 )
 from placed import Placed, verifier_distribution
 
 from paceline.core.params import SamplingParams
+from paceline.core.tree import TokenTree
 
 PARAMS = {
     "plain": SamplingParams(temperature=0.8),
@@ -110,6 +113,84 @@ def test_a_drafter_that_knows_nothing_of_it_is_as_lossless():
             )
             < 1e-6
         )
+
+
+# --- drafts behind what a grammar forces ---------------------------------------------------------
+
+
+class Follows(NoneTwice):
+    """Behind 0 only 1 may stand, and behind 1 only 2."""
+
+    def allowed(self, path):
+        last = [*self.tokens, *path][-1]
+        return torch.arange(self.vocab) == last + 1 if last < 2 else super().allowed(path)
+
+
+def below_forced(make, depth, below=TokenTree.below):
+    """Drafts of ``make(levels)`` below the chain that is forced, as the drafters' trees are."""
+
+    def propose(table):
+        vocab, run, node = table.shape[1], [], 0
+        while len(run) < depth - 1 and int((table[node] > 0).sum()) == 1:
+            run.append(int(table[node].argmax()))
+            node = 1 + vocab * node + run[-1]
+        known = {path: number for number, path in enumerate(strings(vocab, depth))}
+        behind = [known[(*run, *path)] for path in strings(vocab, depth - len(run))]
+        return [whole(drafts, run) for drafts in make(depth - len(run))(table[behind])]
+
+    def whole(drafts, run):
+        q = drafts.q if drafts.q is not None else [None] * len(drafts.tokens)
+        trees = [
+            below(TokenTree(tokens, drafts.parents, drafts.draw, row), run)
+            for tokens, row in zip(drafts.tokens, q, strict=True)
+        ]
+        return replace(
+            drafts,
+            parents=trees[0].parents,
+            tokens=torch.stack([tree.tokens for tree in trees]),
+            q=None if drafts.q is None else torch.stack([tree.q for tree in trees]),
+        )
+
+    return propose
+
+
+BELOW = {
+    "point tree": (lambda levels: point_tree((2, 1, 1)[:levels]), "match"),
+    "dynamic tree": (lambda levels: dynamic_tree(levels, 4), "match"),
+    "chain, block": (sampled_chain, "block"),
+    "siblings": (lambda levels: sampled_tree((2, 1, 1)[:levels]), "siblings"),
+}
+
+
+def forcing(params):
+    setting = Setting.random(4, params, 5)
+    return replace(setting, constraint=lambda context: Follows(context, 4))
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
+@pytest.mark.parametrize("case", BELOW.values(), ids=BELOW.keys())
+def test_trees_below_forced_text_keep_the_law(case, params):
+    make, method = case
+    setting = forcing(params)
+    step = step_distribution(setting, below_forced(make, 3), 3, method)
+    expected = plain_distribution(setting, 4)
+    assert distance(joint_distribution(setting, step, 4), expected) < 1e-6
+    first = expected.view(4, -1)  # the prompt ends with 1
+    assert float(first[2].sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("case", ["chain, block", "siblings"])
+def test_forgetting_how_tokens_below_were_drawn_is_noticed(case):
+    """The mutation: as if they were drawn evenly."""
+
+    def evenly(tree, run):
+        q = torch.full_like(tree.q, 1 / tree.q.shape[1])
+        return replace(tree, q=q).below(run)
+
+    make, method = BELOW[case]
+    setting = forcing(PARAMS["plain"])
+    step = step_distribution(setting, below_forced(make, 3, evenly), 3, method)
+    assert distance(joint_distribution(setting, step, 4), plain_distribution(setting, 4)) > 0.01
 
 
 def test_forgetting_the_path_is_noticed():

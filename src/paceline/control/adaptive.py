@@ -189,6 +189,7 @@ class AdaptiveController(Controller):
         """Drafts of every length of the sequence's models, or of those that may pay, and what
         lookups found, cut at some lengths."""
         options, sampled = list[DraftOption](), is_sampled(seq.params)
+        forced = seq.constraint.forced() or () if seq.constraint else ()
         for name in self._members(seq):
             if (offer := offers.get(name)) is not None:
                 nodes, kind = offer.nodes, kind_of(offer.confidence)
@@ -196,10 +197,10 @@ class AdaptiveController(Controller):
                 lengths = [*(n for n in _LENGTHS if n < most), most]
                 drafts = self.drafts(seq, name, batch, kind, lengths, offer.certain)
                 options += [self._found(draft, nodes[draft.length], batch) for draft in drafts]
-            elif name not in self._lookups.drafters and not (
-                that_may_pay and not self.cost.may_pay(name, batch, sampled=sampled)
-            ):
-                options += self.drafts(seq, name, batch)
+            elif name not in self._lookups.drafters:
+                certain = len(forced) * (len(forced) <= self.cost.drafters[name].takes_forced)
+                if certain or not that_may_pay or self.cost.may_pay(name, batch, sampled=sampled):
+                    options += self.drafts(seq, name, batch, certain=certain)
         return options
 
     def _found(self, draft: DraftOption, nodes: int, batch: int) -> DraftOption:
@@ -239,8 +240,8 @@ class AdaptiveController(Controller):
         options: list[DraftOption] = []
         for n in lengths:
             reading = first * gains[n] / tokens
-            price = seconds[n] + reading, reading, first
-            options.append(DraftOption(name, n, fill * nodes[n], gains[n], *price, sampled))
+            price = seconds[n] + reading, reading, first, sampled, min(certain, n)
+            options.append(DraftOption(name, n, fill * nodes[n], gains[n], *price))
         return options
 
     def _tokens_read(self, seq: SequenceState) -> dict[Hashable, int]:
@@ -368,15 +369,18 @@ class AdaptiveController(Controller):
         """What a draft showed. Returns the tokens that the drafter had to read for it."""
         name, costs = draft.name, self.cost.drafters[draft.name]
         length = min(draft.length, costs.longest)
+        known = draft.certain  # nothing is learnt from what was forced
         if costs.ends_early:
             more = self.cost.acceptance.everyone(name, GOES_ON)
-            more.record(min(commit.levels + 1, length), commit.levels)
+            more.record(min(commit.levels + 1, length) - known, max(commit.levels - known, 0))
         full = commit.levels if costs.ends_early else length
         self.cost.record_fill(name, batch, commit.drafted, full)
         if name not in self._lookups.drafters:
-            reached = levels_tried(commit, length)
-            record = self.cost.acceptance.record
-            record(commit.seq_id, name, reached, len(commit.path), sampled=draft.sampled)
+            reached = levels_tried(commit, length) - known
+            if reached > 0:
+                record = self.cost.acceptance.record
+                accepted = len(commit.path) - known
+                record(commit.seq_id, name, reached, accepted, sampled=draft.sampled)
         if not costs.reads or commit.seq_id not in self._read:
             return 0
         read, end = self._read[commit.seq_id], commit.position + commit.scheduled

@@ -31,7 +31,7 @@ class DraftOption(NamedTuple):
     ``nodes`` to verify, expected tokens of the step (``gain``), ``seconds`` of its part of the step
     if all do alike, and of these what ``reading`` costs that must come first, written off over the
     tokens to come; ``first`` of it in this very step. ``sampled``: acceptance is that of sampled
-    text.
+    text. ``certain``: levels before those that acceptance is learnt of.
     """
 
     name: Hashable
@@ -42,6 +42,7 @@ class DraftOption(NamedTuple):
     reading: float = 0.0
     first: float = 0.0
     sampled: bool = False
+    certain: int = 0
 
 
 class _Alike(NamedTuple):

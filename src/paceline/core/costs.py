@@ -57,7 +57,8 @@ class _Drafts(Protocol):
     def passes(self, length: int) -> int: ...
 
 
-_FLAGS = ("reads", "follows", "ends_early", "shares")  # of drafters that have them
+# Of drafters that have them.
+_FLAGS = ("reads", "follows", "ends_early", "shares", "takes_forced")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class DrafterCosts:
     ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
     of sequences. ``reads``: it first reads what it has not seen of a sequence; ``follows``: it has
     seen the prompt. ``ends_early``: it ends drafts itself where it is unsure. ``shares``: sequences
-    that decode together share out the nodes. ``prior``: acceptance by level."""
+    that decode together share out the nodes. ``takes_forced``: so many tokens that a grammar forces
+    become part of its drafts. ``prior``: acceptance by level."""
 
     nodes: tuple[float, ...]
     passes: tuple[int, ...]
@@ -76,6 +78,7 @@ class DrafterCosts:
     follows: bool = False
     ends_early: bool = False
     shares: bool = False
+    takes_forced: int = 0
     prior: tuple[float, ...] = ()
 
     @classmethod

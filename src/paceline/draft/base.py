@@ -70,7 +70,8 @@ def check_trees(drafter: Drafter, plan: Plan, trees: Sequence[TokenTree], vocab:
         )
     for item, tree in zip(plan.slices, trees, strict=True):
         levels = item.draft_length if item.decodes else 0
-        deepest, most = max(tree.depths, default=0), drafter.max_nodes(levels)
+        deepest = max(tree.depths, default=0)
+        most = max(drafter.max_nodes(levels), levels)  # what a request brings is a chain
         rule = ""
         if deepest > levels:
             rule = f"a tree must not be deeper than draft_length, {levels}; it has {deepest} levels"
@@ -109,6 +110,7 @@ def vocabulary_of(drafter: object) -> str | None:
     return "; ".join(dict.fromkeys(text for text in vocabularies if text)) or None
 
 
+ANY_FORCED = 1 << 16  # of drafters that go on behind forced text of any length
 # Tokens and parents of a tree (``TokenTree.parents``), and, if known, the confidence and the levels
 # that are certain.
 Guess = (
@@ -149,6 +151,30 @@ class Offer(NamedTuple):
         return [self.tokens[node] for node in kept], below
 
 
+def forced_run(item: Slice) -> Sequence[int]:
+    """What the request's grammar forces next, at most as long as the draft."""
+    constraint = item.seq.constraint
+    return () if constraint is None else (constraint.forced() or ())[: item.draft_length]
+
+
+def goes_on_behind(drafter: Any, forced: Sequence[int], item: Slice) -> bool:
+    """Whether its draft begins with this forced text and has something behind it."""
+    most = min(int(getattr(drafter, "takes_forced", 0)), item.draft_length - 1)
+    return not forced or len(forced) <= most
+
+
+def behind(
+    forced: Sequence[int], tokens: Sequence[int], parents: Sequence[int], match: int
+) -> Guess:
+    """What was found behind forced text, with that; nothing if nothing was, as that is drafted
+    elsewhere."""
+    above = len(forced)
+    if not forced or not tokens:
+        return tokens, parents, match
+    chain = range(-1, above - 1)
+    return [*forced, *tokens], [*chain, *(parent + above for parent in parents)], match, above
+
+
 class States(dict[int, _State]):
     """State by ``seq_id``."""
 
@@ -166,13 +192,15 @@ class LookupDrafter:
     ``begin``, ``take_in`` and ``observe`` if they keep state.
 
     The controller sees offers before it decides. If looking changes the drafter's state set
-    ``offers`` to False: it is then chosen before it proposes.
+    ``offers`` to False: it is then chosen before it proposes. ``takes_forced``: tokens that a
+    grammar forces, behind which it goes on, at most.
     """
 
     name: str
     features: tuple[int, ...] = ()
     reads_logits = False
     offers = True
+    takes_forced = 0
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """``device`` is the target's."""

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from paceline.core.batch import Slice
-from paceline.draft.base import Guess, LookupDrafter
+from paceline.draft.base import ANY_FORCED, Guess, LookupDrafter, behind, forced_run
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
 from paceline.errors import DataError, ModelLoadError, VocabularyMismatchError
 from paceline.files import replace_files
@@ -192,6 +192,7 @@ class DatastoreDrafter(LookupDrafter):
     """Drafts the likeliest continuation in a datastore: a chain."""
 
     name = "datastore"
+    takes_forced = ANY_FORCED
 
     def __init__(self, device: torch.device | str, spec: Datastore, store: Store) -> None:
         super().__init__(device)
@@ -199,12 +200,16 @@ class DatastoreDrafter(LookupDrafter):
         self._known = store.about["vocab_size"]  # what ends texts is larger
 
     def guess(self, item: Slice) -> Guess:
-        positions, match = self._store.find(item.seq.tokens, self._spec.min)
-        if not match:
+        forced = forced_run(item)
+        text, levels = item.seq.tokens, item.draft_length - len(forced)
+        if forced:
+            text = [*text[-DEPTH:], *forced]
+        positions, match = self._store.find(text, self._spec.min)
+        if not match or not levels:
             return [], ()
-        rows = self._store.continuations(positions, item.draft_length)
+        rows = self._store.continuations(positions, levels)
         chain, chance, worth = list[int](), 1.0, 0
-        for level in range(item.draft_length):
+        for level in range(levels):
             token, count = Counter(row[level] for row in rows).most_common(1)[0]
             chance *= count / len(rows)
             if token >= self._known or chance < self._spec.min_prob:
@@ -213,7 +218,7 @@ class DatastoreDrafter(LookupDrafter):
             worth = worth or next(length for least, length in _WORTH if share >= least)
             chain.append(token)
             rows = [row for row in rows if row[level] == token]
-        return chain, range(-1, len(chain) - 1), worth
+        return behind(forced, chain, range(-1, len(chain) - 1), worth)
 
 
 # -- building --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, forced_run, goes_on_behind
 from paceline.draft.origin import prepare
 from paceline.draft.spec import DraftSpec, Loading, NoDraft, Prepared
 from paceline.errors import ConfigError
@@ -114,12 +114,14 @@ class _Joined:
 
 class HybridDrafter(_Joined):
     """Hands each slice to one member, by default known by its own name. Members are skipped if
-    nothing is asked of them, but all see each sequence once and every step with a prompt."""
+    nothing is asked of them, but all see each sequence once and every step with a prompt. Where a
+    grammar forces text, those that go on behind it are asked alone."""
 
     name = "hybrid"
 
     def __init__(self, members: Sequence[Drafter], device: torch.device | str) -> None:
         super().__init__(members, [member.name for member in members], device)
+        self.takes_forced = max(getattr(member, "takes_forced", 0) for member in members)
         self._known: set[int] = set()
 
     def propose(self, plan: Plan) -> list[TokenTree]:
@@ -129,8 +131,12 @@ class HybridDrafter(_Joined):
         if not by_all and not any(item.draft_length for item in plan.slices):
             return trees
         self._known |= ids
+        runs = [forced_run(item) for item in plan.slices]
         for name, member in zip(self.names, self.members, strict=True):
-            items = tuple(map(self._share, [name] * len(trees), plan.slices, trees))
+            items = tuple(
+                self._share(name, item, len(tree) > 0 or not goes_on_behind(member, run, item))
+                for item, tree, run in zip(plan.slices, trees, runs, strict=True)
+            )
             if by_all or any(item.draft_length for item in items):
                 for number, tree in enumerate(member.propose(Plan(items))):
                     if len(tree):
@@ -138,9 +144,9 @@ class HybridDrafter(_Joined):
         return trees
 
     @staticmethod
-    def _share(name: Hashable, item: Slice, tree: TokenTree) -> Slice:
-        """A member's part of a slice that has this tree from the members before it."""
-        wanted = item.drafter == name or (item.drafter is None and not len(tree))
+    def _share(name: Hashable, item: Slice, served: bool) -> Slice:
+        """A member's part of a slice; ``served``: it drafts only if it was chosen."""
+        wanted = item.drafter == name or (item.drafter is None and not served)
         return item if wanted or not item.draft_length else replace(item, draft_length=0)
 
     def forget(self, seq_id: int) -> None:

@@ -73,10 +73,8 @@ class ModelDrafter(LevelDrafter):
             return [self._empty] * len(plan.slices)
         return super().propose(plan)
 
-    @property
-    def takes_forced(self) -> bool:
-        plain = type(self._vocabulary) is SharedVocabulary
-        return plain and self._policy.chain and self.cache.states is None
+    def _follows_grammars(self) -> bool:
+        return type(self._vocabulary) is SharedVocabulary and self.cache.states is None
 
     @property
     def growth(self) -> Growth | None:
@@ -189,7 +187,7 @@ class StringDrafter(ModelDrafter):
     tokenised again, and paths that begin alike share nodes."""
 
     prefers_seeds = False  # a shadow is not sampled
-    takes_forced = False
+    takes_forced = 0
 
     def __init__(
         self, model: CausalModel, levels: Levels, match: Match, deliver_to: torch.device

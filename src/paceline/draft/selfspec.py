@@ -135,10 +135,9 @@ class SelfDrafter(LevelDrafter):
         self.view = view
         self._frequent = FrequentTokens(view.model.vocab_size, view.model.backend.head_share)
 
-    @property
-    def takes_forced(self) -> bool:
+    def _follows_grammars(self) -> bool:
         # States of recurrent layers are kept for pending tokens and nodes alone.
-        return self._policy.chain and self.cache.states is None
+        return self.cache.states is None
 
     @property
     def growth(self) -> Growth | None:

@@ -23,7 +23,17 @@ import numpy as np
 from paceline.core.batch import Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, Guess, LookupDrafter, Offer, States
+from paceline.draft.base import (
+    ANY_FORCED,
+    Drafter,
+    Guess,
+    LookupDrafter,
+    Offer,
+    States,
+    behind,
+    forced_run,
+    goes_on_behind,
+)
 from paceline.draft.trees.shape import merge
 from paceline.kernels.lookup import Draft, Ids, Lookup, NativeTextIndex, functions
 
@@ -194,6 +204,7 @@ class IndexedDrafter(LookupDrafter):
     """A lookup drafter with an index for each text. Long prompts are indexed in parts while they
     are prefilled, the rest beside the first lookups."""
 
+    takes_forced = ANY_FORCED
     _unasked = 0  # plans since a draft was wanted
     states: States[TextIndex]
 
@@ -221,7 +232,7 @@ class IndexedDrafter(LookupDrafter):
     def guess(self, item: Slice) -> Guess:
         """What is found, behind the text that a grammar forces there."""
         seq, tokens, index = item.seq, item.seq.tokens, self.states.of(item.seq, self.begin)
-        forced = _forced(item)
+        forced = forced_run(item)
         left, began = item.draft_length - len(forced), index.open_tokens
         if left <= 0:
             return (), ()
@@ -229,24 +240,13 @@ class IndexedDrafter(LookupDrafter):
         fresh, end = tokens[began:] if near else (), list[int]()
         if forced or not near:
             end = [*tokens[-index.rule.depth :], *forced][-index.rule.depth :]
-        behind, parents, match = self.continuation(seq, index, fresh, end, left)
-        if not forced or not behind:
-            return behind, parents, match
-        above = len(forced)
-        chain = range(-1, above - 1)
-        return [*forced, *behind], [*chain, *(parent + above for parent in parents)], match, above
+        return behind(forced, *self.continuation(seq, index, fresh, end, left))
 
     def continuation(
         self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
     ) -> Draft:
         """A draft of at most ``length`` levels; ``fresh`` and ``end`` as in ``TextIndex``."""
         raise NotImplementedError
-
-
-def _forced(item: Slice) -> Sequence[int]:
-    """What the request's grammar forces next."""
-    constraint = item.seq.constraint
-    return () if constraint is None else (constraint.forced() or ())[: item.draft_length]
 
 
 # -- what a request brings with it -----------------------------------------------------------------
@@ -265,27 +265,37 @@ class Predictions(LookupDrafter):
 
     def beside(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
         """One tree per slice: the request's own if there is one, else ``drafter``'s. Forced text
-        that a drafter takes into its own tree is left to it."""
-        predicted = [self._is_asked(item, drafter) for item in plan.slices]
-        if not any(predicted):
+        is left to a drafter that goes on behind it, where that drafts anything."""
+        asked = [item for item in plan.slices if self._is_asked(item)]
+        if not asked:
             return drafter.propose(plan)
-        pairs = zip(plan.slices, predicted, strict=True)
-        predictions = self.propose(
-            Plan(tuple(item if asked else replace(item, draft_length=0) for item, asked in pairs))
-        )
-        left = zip(plan.slices, predictions, strict=True)
-        rest = Plan(tuple(replace(i, draft_length=0) if len(tree) else i for i, tree in left))
-        others = drafter.propose(rest)
-        return [
-            first if len(first) else second
-            for first, second in zip(predictions, others, strict=True)
+        later = [
+            item.seq.seq_id
+            for item in asked
+            if item.drafter is None
+            and not item.seq.params.prediction
+            and goes_on_behind(drafter, forced_run(item), item)
         ]
+        own = self._proposed([item for item in asked if item.seq.seq_id not in later])
+        rest = [
+            replace(item, draft_length=0) if item.seq.seq_id in own else item
+            for item in plan.slices
+        ]
+        trees = drafter.propose(Plan(tuple(rest)))
+        pairs = list(zip(plan.slices, trees, strict=True))
+        own |= self._proposed([i for i, tree in pairs if i.seq.seq_id in later and not len(tree)])
+        return [own.get(item.seq.seq_id, tree) for item, tree in pairs]
 
-    def _is_asked(self, item: Slice, drafter: Drafter) -> bool:
-        params, constraint = item.seq.params, item.seq.constraint
-        takes_forced = item.drafter is None and getattr(drafter, "takes_forced", False)
-        brings = params.prediction or (constraint and not takes_forced)
+    def _is_asked(self, item: Slice) -> bool:
+        brings = item.seq.params.prediction or item.seq.constraint
         return bool(item.draft_length and brings and item.drafter in (None, self.name))
+
+    def _proposed(self, items: Sequence[Slice]) -> dict[int, TokenTree]:
+        """Trees that are not empty, by ``seq_id``."""
+        if not items:
+            return {}
+        pairs = zip(items, self.propose(Plan(tuple(items))), strict=True)
+        return {item.seq.seq_id: tree for item, tree in pairs if len(tree)}
 
     def lookup(self, slices: Sequence[Slice]) -> list[Offer | None]:
         if not any(item.seq.params.prediction or item.seq.constraint for item in slices):
@@ -296,9 +306,9 @@ class Predictions(LookupDrafter):
     def guess(self, item: Slice) -> Guess:
         """What is forced, else how the prediction goes on if the end of the text occurs in it."""
         seq, length = item.seq, item.draft_length
-        forced = _forced(item)
+        forced = forced_run(item)
         if forced:
-            return forced, range(-1, len(forced) - 1), _RULE.depth
+            return forced, range(-1, len(forced) - 1), _RULE.depth, len(forced)
         if not seq.params.prediction:
             return (), ()
         index = self.states.of(seq, self.begin)

@@ -20,6 +20,7 @@ from paceline.draft.trees.policy import Policy
 from paceline.model.backends.base import Ending, GrownTree, Growth, WantedTree
 from paceline.model.paged.cache import PagedCache
 
+_DEEPEST = 64
 _BLOCKS = 4  # of context when warming up, about as when the target is measured
 
 
@@ -76,7 +77,7 @@ class LevelDrafter(ABC):
                 ending = self._ending(item.seq)
                 trees.append(
                     self._policy.start(
-                        item, self.cache.device, base, ending, self.takes_forced, sequences
+                        item, self.cache.device, base, ending, self.takes_forced > 0, sequences
                     )
                 )
                 span = trees[-1].first(span)
@@ -84,9 +85,9 @@ class LevelDrafter(ABC):
                 spans.append(span)
         grown: dict[int, TokenTree] = {}
         for tree, done in zip(trees, self._grow(trees, spans), strict=True):
-            seq = tree.item.seq
-            self._confidences.proposed(seq.seq_id, seq.params, done)
-            grown[seq.seq_id] = self._finish(tree.item, done)
+            seq, whole = tree.item.seq, _with_forced(tree, done)
+            self._confidences.proposed(seq.seq_id, seq.params, whole)
+            grown[seq.seq_id] = self._finish(tree.item, whole)
         return [grown.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
     def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
@@ -150,8 +151,11 @@ class LevelDrafter(ABC):
         return self._policy.shared
 
     @property
-    def takes_forced(self) -> bool:
-        """Whether text that a grammar forces becomes part of its chains."""
+    def takes_forced(self) -> int:
+        """So many tokens that a grammar forces become part of its trees."""
+        return self._policy.depth(_DEEPEST) - 1 if self._follows_grammars() else 0
+
+    def _follows_grammars(self) -> bool:
         return False
 
     @property
@@ -232,3 +236,11 @@ class LevelDrafter(ABC):
         finally:
             for seq in seqs:
                 cache.free(seq.seq_id)
+
+
+def _with_forced(tree: Growing, done: GrownTree) -> GrownTree:
+    """The finished tree below what was forced, whose rows stand before it."""
+    above = len(tree.forced)
+    slots = (*range(above), *(slot + above if slot >= 0 else -1 for slot in done.slots))
+    scores = (*[0.0] * above, *done.scores) if done.scores else ()
+    return GrownTree(done.tree.below(tree.forced), slots, scores) if above else done

@@ -29,7 +29,7 @@ class OnePassDrafter(LevelDrafter):
     """
 
     growth = None
-    takes_forced = False
+    takes_forced = 0
 
     def __init__(self, mask: int, *given: Any) -> None:
         super().__init__(*given)

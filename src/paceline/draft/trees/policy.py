@@ -155,13 +155,32 @@ class Policy:
         sequences: int = 1,
     ) -> Growing:
         """An empty tree for a sequence with a draft length above 0, of so many that decode;
-        ``base`` as in Growing. ``forced``: chains take in what a grammar forces."""
+        ``base`` as in Growing. ``forced``: trees begin behind what a grammar forces; chains take
+        it in wherever it comes."""
         length = self.depth(item.draft_length)
+        run: Sequence[int] = ()
         if forced and item.seq.constraint is not None:
-            return GrammarChain(item, length, device, base, ending)
+            if self.chain:
+                return GrammarChain(item, length, device, base, ending)
+            run = (item.seq.constraint.forced() or ())[: length - 1]
+        tree = self._tree(item, device, base + len(run), ending, length, len(run), sequences)
+        tree.forced = run
+        return tree
+
+    def _tree(
+        self,
+        item: Slice,
+        device: torch.device,
+        base: int,
+        ending: Ending,
+        length: int,
+        forced: int,
+        sequences: int,
+    ) -> Growing:
+        """One of so many levels with those that are forced."""
+        nodes, length = self.max_nodes(length, sequences) - forced, length - forced
         if not self.nodes:
             return StaticTree(item, self.shape.cut(length), device, base)
-        nodes = self.max_nodes(length, sequences)
         if draws_unseeded(item.seq.params):
             return StaticTree(item, sampled_shape(nodes, length), device, base)
         width = min(self.width, max(1, self.nodes // sequences)) if self.shared else self.width
