@@ -33,6 +33,9 @@ _BLOCK = 16
 _SURE, _FEWEST = 3.5, 48  # standard errors from which layers are wrong, and positions
 _UNLIKELY, _FEW = 1.5, 24  # and from which those that it reads are right
 _HEALTHY = 0.3  # share of first tokens that are right, from which nothing else is looked for
+# The same by what the card states, at so many positions: of sampled text fewer are right. Collapsed
+# ones have a tenth of it (collapse.py).
+_SOUND, _MANY = 0.25, 192
 _FOREIGN = 0.25  # share of tokens, or of letters, from which a text is of another kind
 
 
@@ -88,8 +91,8 @@ class Origin:
             return [], ""
         others = (-1, 1) if len(given) > 1 else ()
         shifts = (0, *(shift for shift in others if self._errors(shift, _FEW) > -_UNLIKELY))
-        if len(shifts) == 1 and fmean(self.gains.get(0, (0,))) > _HEALTHY:
-            return [], ""  # nothing is wrong
+        if len(shifts) == 1 and self._is_healthy():
+            return [], ""
         choices = {shift: tuple(layer + shift for layer in given) for shift in shifts}
         layers = {s: n for s, n in choices.items() if min(n) >= 0 and max(n) <= target.num_layers}
         out = self._forward(tokens, sorted({layer for ids in layers.values() for layer in ids}))
@@ -109,6 +112,12 @@ class Origin:
                     f"numbers are one off; use --draft {right}"
                 )
         return outcomes, ""
+
+    def _is_healthy(self) -> bool:
+        """Whether enough first tokens were right in the examined texts."""
+        right = self.gains.get(0, (0,))
+        least = _SOUND * (self.stated or 1.0) if len(right) >= _MANY else _HEALTHY
+        return fmean(right) > min(least, _HEALTHY)
 
     def _errors(self, shift: int, fewest: int) -> float:
         """By how many standard errors the texts' tokens are likelier with other layers; 0 with no
