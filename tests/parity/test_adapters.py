@@ -12,6 +12,7 @@ from weakref import ref
 import pytest
 
 from paceline import LLM, ConfigError, SamplingParams
+from paceline.draft.selfspec import SelfDrafter
 from paceline.drafters import DRAFTERS
 from paceline.model.loading import read_config
 from paceline.model.lora import Adapters
@@ -116,6 +117,19 @@ def test_drafted_text_is_plain_text(
         for name in (*REQUESTS, *(["greedy"] if example == examples[0] else [])):
             assert mixed(drafted, REQUESTS[name]) == plain[name], example
         drafted.close()
+
+
+def test_a_self_draft_has_the_request_s_adapter(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, it drafts what the model says without one."""
+    shares = []
+    for adapts in (True, False):
+        monkeypatch.setattr(SelfDrafter, "adapts", adapts)
+        drafted = llm.beside("quantized:int8", draft_length=4)
+        done = drafted.generate(PROMPTS, replace(GREEDY, max_tokens=24), lora="one")
+        drafts = sum(out.stats.drafted_tokens for out in done)
+        shares.append(sum(out.stats.accepted_tokens for out in done) / drafts)
+        drafted.close()
+    assert shares[0] > 0.9 > 1.5 * shares[1]
 
 
 def test_caches_and_memories_are_kept_apart(llm: LLM) -> None:
