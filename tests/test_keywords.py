@@ -51,7 +51,7 @@ def test_what_one_writes_for_vllm() -> None:
     ("keywords", "words"),
     [
         ({"max_model_length": 5}, "no keyword max_model_length; did you mean max_model_len?"),
-        ({"gpu_memory_utilization": 0.9}, "kv_cache_memory="),
+        ({"gpu_memory_utilization": 0.9}, "kv_cache_memory=.*--kv-cache-memory 2G"),
         ({"max_num_seqs": 4, "max_batch_size": 4}, "max_num_seqs is max_batch_size here"),
         ({"logits_processors": [print]}, "SamplingParams"),
         ({"enable_lora": True}, "give adapters as lora={name: folder}"),
