@@ -235,7 +235,7 @@ class AdaptiveController(Controller):
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0
         if not costs.costless:
             first += self._aftermath(batch) / batch
-        seconds, nodes = cost.table(name, batch), cost.nodes(name, batch)
+        seconds, nodes = cost.priced(name, batch, expected, sampled), cost.nodes(name, batch)
         fill, tokens = cost.fill[name], min(left, _HORIZON)
         options: list[DraftOption] = []
         for n in lengths:

@@ -141,6 +141,25 @@ class CostModel:
         alone = {name: self.passes(name, levels) for name, levels in lengths.items()}
         return self.rest(batch, sum(nodes) / batch) + self.drafting(batch, alone)
 
+    def priced(
+        self, name: Hashable, batch: int, gains: Sequence[float], sampled: bool
+    ) -> Sequence[float]:
+        """``table`` for a sequence whose drafts gain so much: those that end early go on where they
+        are right, so who gains a token more than all do has a level more."""
+        table, costs = self.table(name, batch), self.drafters[name]
+        if not costs.ends_early:
+            return table
+        level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.longest - 1)
+        level *= self._rest.drift * self._passes[name].factor * costs.seconds(batch) / batch
+        everyone = self.acceptance.everyone(name, None, sampled).rates()[: len(gains) - 1]
+        more = [
+            gain - of_all for gain, of_all in zip(gains, expected_tokens(everyone), strict=True)
+        ]
+        return [
+            table[0],
+            *(max(t + level * n, table[1]) for t, n in zip(table[1:], more[1:], strict=False)),
+        ]
+
     def table(self, name: Hashable, batch: int) -> Sequence[float]:
         """A sequence's part of the step, by draft length, if all draft alike."""
         table = self._tables.get((name, batch))

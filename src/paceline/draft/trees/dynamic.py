@@ -9,6 +9,7 @@ that the text reaches another level.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -93,7 +94,7 @@ class DynamicTree(Growing):
 
     def chosen(self) -> torch.Tensor:
         """The candidates that stay, in order, after a -1 for each missing one; then the candidate
-        that each expanded node is."""
+        that each expanded node is; then the scores of the first, as the bits of float32."""
         scores = torch.cat(self._scores)
         best = scores.topk(min(self._nodes, len(scores)))
         least = self._ending.least
@@ -102,28 +103,30 @@ class DynamicTree(Growing):
         # Minus infinity marks a missing candidate.
         stays = (best.values > -torch.inf) & ~unlikely
         self._stay = torch.where(stays, best.indices, -1).sort().values
-        self._of_all = scores
-        return torch.cat([self._stay, *self._expanded_as])
+        kept = scores.index_select(0, self._stay.clamp(min=0)).float()
+        return torch.cat([self._stay, *self._expanded_as, kept.view(torch.int32).long()])
 
     def finish(self, chosen: Sequence[int]) -> GrownTree:
-        staying, candidate_of = chosen[: len(self._stay)], chosen[len(self._stay) :]
+        most = len(self._stay)
+        staying, candidate_of, bits = chosen[:most], chosen[most:-most], chosen[-most:]
         kept = [column for column in staying if column >= 0]
+        known = array("f", array("i", bits).tobytes())[most - len(kept) :]
+        scores: list[float] = []
         node_of: dict[int, int] = {}
         expanded_of = {candidate: index for index, candidate in enumerate(candidate_of)}
         parents: list[int] = []
-        for candidate in kept:
+        for candidate, score in zip(kept, known, strict=True):
             above = self._parents[candidate]
             parent = node_of.get(candidate_of[above]) if above >= 0 else -1
             if parent is None:
                 continue  # its parent had the same score and was left out
             node_of[candidate] = len(parents)
             parents.append(parent)
+            scores.append(score)
         stay = self._stay[len(staying) - len(kept) :]
         if len(node_of) < len(kept):
             rest = [number for number, candidate in enumerate(kept) if candidate in node_of]
             stay = stay.index_select(0, to_device(rest, stay.device))
         tokens = torch.cat(self._tokens).index_select(0, stay)
         slots = tuple(expanded_of.get(candidate, -1) for candidate in node_of)
-        # Reading scores of a device would wait for it.
-        known = [] if transfer.has_separate_memory(stay.device) else self._of_all[stay].tolist()
-        return GrownTree(TokenTree(tokens, tuple(parents)), slots, tuple(known))
+        return GrownTree(TokenTree(tokens, tuple(parents)), slots, tuple(scores))
