@@ -41,7 +41,9 @@ PROMPT = "A person as JSON: "
 BEHIND = [
     "ngram",
     "suffix",
-    f"datastore:{WEIGHTS['datastore']}",
+    pytest.param(
+        f"datastore:{WEIGHTS['datastore']}", id="datastore"
+    ),  # the folder has no fixed name
     "lookahead",
     "recycling",
     "tree:paceline/tiny-draft",
