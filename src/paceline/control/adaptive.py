@@ -235,12 +235,12 @@ class AdaptiveController(Controller):
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0
         if not costs.costless:
             first += self._aftermath(batch) / batch
-        seconds, nodes = cost.priced(name, batch, expected, sampled), cost.nodes(name, batch)
-        fill, tokens = cost.fill[name], min(left, _HORIZON)
+        table = cost.table(name, batch) if certain else cost.priced(name, batch, expected, sampled)
+        fill, nodes, tokens = cost.fill[name], cost.nodes(name, batch), min(left, _HORIZON)
         options: list[DraftOption] = []
         for n in lengths:
             reading = first * gains[n] / tokens
-            price = seconds[n] + reading, reading, first, sampled, min(certain, n)
+            price = table[n] + reading, reading, first, sampled, min(certain, n)
             options.append(DraftOption(name, n, fill * nodes[n], gains[n], *price))
         return options
 
