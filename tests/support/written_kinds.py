@@ -135,7 +135,14 @@ def token_stream(folder: Path, number: int) -> None:
 def card(folder: Path, number: int) -> None:
     sizes = {"batch_tokens": 8, "held_out": 1, "held_out_tokens": 8}
     config = SimpleNamespace(exclude_licenses=(), **sizes)
-    run: Any = SimpleNamespace(config=config, out=folder, result="", sources=[], history=[])
+    run: Any = SimpleNamespace(
+        tokenizer=SimpleNamespace(chat_template=None),
+        config=config,
+        out=folder,
+        result="",
+        sources=[],
+        history=[],
+    )
     run.step, run.about, run.measured_drafts = number, lambda: "x" * 99, "drafts"
     write_card(run, "train it")
 

@@ -276,15 +276,16 @@ class Predictions(LookupDrafter):
             and not item.seq.params.prediction
             and goes_on_behind(drafter, forced_run(item), item)
         ]
-        own = self._proposed([item for item in asked if item.seq.seq_id not in later])
+        brought = self._proposed([item for item in asked if item.seq.seq_id not in later])
         rest = [
-            replace(item, draft_length=0) if item.seq.seq_id in own else item
+            replace(item, draft_length=0) if item.seq.seq_id in brought else item
             for item in plan.slices
         ]
         trees = drafter.propose(Plan(tuple(rest)))
         pairs = list(zip(plan.slices, trees, strict=True))
-        own |= self._proposed([i for i, tree in pairs if i.seq.seq_id in later and not len(tree)])
-        return [own.get(item.seq.seq_id, tree) for item, tree in pairs]
+        empty = [i for i, tree in pairs if i.seq.seq_id in later and not len(tree)]
+        brought |= self._proposed(empty)
+        return [brought.get(item.seq.seq_id, tree) for item, tree in pairs]
 
     def _is_asked(self, item: Slice) -> bool:
         brings = item.seq.params.prediction or item.seq.constraint

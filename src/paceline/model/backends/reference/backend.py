@@ -67,8 +67,8 @@ class TorchBackend(Backend):
 
     def check_adapter(self, adapter: Adapter) -> None:
         for name in adapter.pairs:
-            above, _, own = name.rpartition(".")
-            if reads_weight(module := self.hf.get_submodule(above), own):
+            above, _, layer = name.rpartition(".")
+            if reads_weight(module := self.hf.get_submodule(above), layer):
                 raise ConfigError(
                     f"the adapter {adapter.name} changes {name}, whose weight "
                     f"{type(module).__name__} multiplies by itself; merge it into the model "
