@@ -151,14 +151,9 @@ class CostModel:
             return table
         level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.longest - 1)
         level *= self._rest.drift * self._passes[name].factor * costs.seconds(batch) / batch
-        everyone = self.acceptance.everyone(name, None, sampled).rates()[: len(gains) - 1]
-        more = [
-            gain - of_all for gain, of_all in zip(gains, expected_tokens(everyone), strict=True)
-        ]
-        return [
-            table[0],
-            *(max(t + level * n, table[1]) for t, n in zip(table[1:], more[1:], strict=False)),
-        ]
+        usual = expected_tokens(self.acceptance.everyone(name, None, sampled).rates())
+        longer = [s + level * (g - u) for s, g, u in zip(table, gains, usual, strict=False)]
+        return [table[0], *(max(seconds, table[1]) for seconds in longer[1:])]
 
     def table(self, name: Hashable, batch: int) -> Sequence[float]:
         """A sequence's part of the step, by draft length, if all draft alike."""
