@@ -47,7 +47,8 @@ def measurement(name: str, difference: Difference | None = None) -> Measurement:
 
 def unaided(tokens: int, plain: float, fast: float, drafted: int = 0) -> Measurement:
     """A scene in which nothing was accepted: the tokens of its answer, and seconds of both."""
-    counts = DraftCounts(target_steps=tokens, drafted=drafted)
+    silent = {} if drafted else {"too dear": tokens}
+    counts = DraftCounts(target_steps=tokens, drafted=drafted, not_drafted=silent)
     return Measurement("y", decoded(100, plain), decoded(tokens, fast), counts, None)
 
 
@@ -79,7 +80,7 @@ def test_a_scene_without_drafts_says_so_in_the_table() -> None:
         print_table(demo_table([[item]], "d"), Console(file=out, width=200))
         assert ("none tried" in out.getvalue()) == said
         shown = " ".join(out.getvalue().split())
-        assert ("no draft was tried, as it would not have paid" in shown) == said
+        assert ("none tried: no draft was tried (too dear)" in shown) == said
         assert "None" not in out.getvalue()
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from paceline import LLM, ConfigError, SamplingParams
+from paceline.control.controller import FixedLength
 from paceline.core.batch import Plan, Slice
+from paceline.core.sequence import SequenceState
 from paceline.core.tree import depths_of
 from paceline.drafters import Draw, LookupDrafter, TokenTree
 from paceline.lab.laws import _WAYS, Law, drafters_of, laws
@@ -136,6 +138,20 @@ def test_names_that_lead_nowhere() -> None:
         with pytest.raises(ConfigError, match=words):
             drafters_of(name, TARGET)
     assert next(iter(drafters_of("paceline.draft.ngram:NGram", TARGET))).startswith("ngram")
+
+
+@pytest.mark.parametrize("given", [[], [3, 3]])
+def test_a_controller_with_a_list_of_another_length_is_told_the_rule(given: list[int]) -> None:
+    """It was zip's error."""
+
+    class Short(FixedLength):
+        def lengths(self, seqs: Sequence[SequenceState]) -> list[int]:  # type: ignore[override]
+            return given
+
+    llm = LLM(TARGET, "ngram", controller=Short(3), strict=True)
+    rule = f"Short: lengths must return one draft for each .* 1 sequences, and {len(given)} drafts"
+    with pytest.raises(ConfigError, match=rule):
+        llm.generate(PROMPT, SamplingParams(max_tokens=4))
 
 
 def test_strict_raises_with_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

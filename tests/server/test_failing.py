@@ -102,6 +102,34 @@ def test_an_engine_that_gives_up(
     assert pool.available == pool.total
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_stream_that_breaks_off_is_no_200_in_the_log(
+    small: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    leaves: bool,
+) -> None:
+    """Its first line said 200; then the engine was lost, or the client had gone."""
+    caplog.set_level("INFO", "paceline.server")
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{small.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200 and answer.readline().startswith(b"data: {")
+        if not leaves:
+            break_steps(small, monkeypatch, EngineLostError("every forward fails"))
+            assert error_of(answer.read().decode())["code"] == "engine_lost"
+
+    def logged() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "/v1/completions" in r.getMessage()]
+
+    wait_until(lambda: bool(logged()))
+    assert [line.split()[2] for line in logged()] == ["499" if leaves else "503"]
+
+
 def test_the_process_ends_when_the_engine_is_lost(
     target: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

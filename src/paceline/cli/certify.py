@@ -80,7 +80,7 @@ def _certify_server(
 
     texts = [(prompt.name, prompt.text) for prompt in evenly(prompts.load(1), effort.texts)]
     of_model = model or None, os.environ.get("OPENAI_API_KEY")
-    answering, reference = connect(url, *of_model)
+    answering, reference = connect(url, *of_model, timeout=min(120.0, max(1.0, budget.left)))
     if against is not None:
         reference, _ = connect(against, *of_model)
     certifier = ServerCertifier(answering, reference, texts, effort, budget)

@@ -27,6 +27,7 @@ from paceline.draft.text_index import Predictions
 from paceline.engine.clock import PhaseClock, phase
 from paceline.engine.recovery import Failure, failed, log, recovered
 from paceline.engine.scheduler import Scheduler
+from paceline.errors import ConfigError
 from paceline.model.paged.cache import PagedCache, path_moves
 from paceline.model.target import CausalModel
 from paceline.verify.logprobs import prompt_logprobs
@@ -118,10 +119,17 @@ class Engine:
         return max(most, length) if most else 0
 
     def choices(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
-        """The controller's drafts."""
-        if any(seq.drafts for seq in seqs):
-            return self.controller.lengths(seqs)
-        return [PLAIN] * len(seqs)
+        """The controller's drafts. Raises ConfigError unless there is one for each sequence."""
+        if not any(seq.drafts for seq in seqs):
+            return [PLAIN] * len(seqs)
+        choices = self.controller.lengths(seqs)
+        if len(choices) != len(seqs):
+            raise ConfigError(
+                f"{type(self.controller).__name__}: lengths must return one draft for each "
+                f"sequence, in their order; there are {len(seqs)} sequences, and {len(choices)} "
+                "drafts"
+            )
+        return choices
 
     def account(self, commits: Sequence[Commit], start: float) -> None:
         """Record a step that began at ``start``, for statistics and the controller."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.lab.report.document import (
     NONE_TRIED,
-    UNTRIED,
     Column,
     Table,
     number,
@@ -20,6 +19,7 @@ from paceline.lab.report.document import (
     share,
     table_of,
     times,
+    untried,
 )
 from paceline.model.names import EMBEDDED
 
@@ -122,7 +122,8 @@ def with_memory(llm: LLM) -> list[SuffixDrafter]:
 
 def demo_table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
     """All prompts as they were asked first and, where that makes a difference, again."""
-    silent = any(item.counts.acceptance_rate is None for group in groups for item in group)
+    counted = [item.counts for group in groups for item in group]
+    silent = [counts.not_drafted for counts in counted if counts.acceptance_rate is None]
     first, *repeated = ([*group, total(group)] for group in groups)
     again = [replace(item, name=f"{item.name} again") for group in repeated for item in group]
     return table_of(
@@ -131,7 +132,7 @@ def demo_table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
         "Time of whole requests, prompts included; the two take turns every 0.05 s. "
         "Accepted length: tokens per target step."
         + (" Again: the same prompts, of which the drafter remembers the answers." if again else "")
-        + (f" {UNTRIED}" if silent else ""),
+        + (f" {untried(silent)}" if silent else ""),
         f"Greedy decoding, plain and with --draft {draft}",
     )
 

@@ -1,8 +1,9 @@
 """The HTTP request being answered, and its line in the log.
 
-The line has method, path, status, seconds and tokens, never content. Its level is info; for
-successful polls of metrics and health, debug. Every answer has an ``x-request-id``, the client's if
-it sent one, and lists ignored fields in ``x-paceline-ignored``.
+The line has method, path, status, seconds and tokens, never content; a stream that breaks off has
+its error's status. Its level is info; for successful polls of metrics and health, debug. Every
+answer has an ``x-request-id``, the client's if it sent one, and lists ignored fields in
+``x-paceline-ignored``.
 """
 
 from __future__ import annotations
@@ -61,6 +62,13 @@ def note(name: str) -> None:
     exchange = _exchange.get()
     if exchange is not None and len(exchange.ignored) < _MOST_NOTES:
         exchange.ignored[re.sub(r"[^ -~]", "?", name)] = None  # it goes into a header
+
+
+def end_with(status: int) -> None:
+    """How the stream that is sent has ended, behind the status of its first line."""
+    exchange = _exchange.get()
+    if exchange is not None:
+        exchange.status = status
 
 
 def request_id() -> str:

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from paceline.server.errors import error_body
 from paceline.server.failures import APIError, as_api_error, client_gone
+from paceline.server.requestlog import end_with
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -94,29 +95,35 @@ class EventStream(StreamingResponse):
 
     def __init__(self, answer: Answer, ticket: Ticket) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_bodies(answer, ticket), headers=headers, media_type="text/event-stream")
+        bodies = self._bodies(answer)
+        super().__init__(bodies, headers=headers, media_type="text/event-stream")
         self._ticket = ticket
+        self._outcome = client_gone().status  # of a stream that is left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._ticket.cancel()
+            end_with(self._outcome)
 
-
-async def _bodies(answer: Answer, ticket: Ticket) -> AsyncIterator[bytes]:
-    try:
-        while events := await ticket.next():
-            chunks = [chunk for event in events for chunk in answer.feed(event)]
-            if chunks:
-                yield _lines(answer, chunks)
-        yield _lines(answer, answer.closing()) + (b"" if answer.named else b"data: [DONE]\n\n")
-    except Exception as error:
-        # The status line has been sent: the error is an event.
-        shown = as_api_error(error)
-        if shown is not error and shown.status >= 500:
-            log.warning("a stream ended early: %s", shown, exc_info=error)
-        yield _lines(answer, [answer.failed(shown)])
+    async def _bodies(self, answer: Answer) -> AsyncIterator[bytes]:
+        outcome = self.status_code
+        try:
+            while events := await self._ticket.next():
+                chunks = [chunk for event in events for chunk in answer.feed(event)]
+                if chunks:
+                    yield _lines(answer, chunks)
+            done = b"" if answer.named else b"data: [DONE]\n\n"
+            yield _lines(answer, answer.closing()) + done
+        except Exception as error:
+            # The status line has been sent: the error is an event.
+            shown = as_api_error(error)
+            outcome = shown.status
+            if shown is not error and shown.status >= 500:
+                log.warning("a stream ended early: %s", shown, exc_info=error)
+            yield _lines(answer, [answer.failed(shown)])
+        self._outcome = outcome
 
 
 def _lines(answer: Answer, chunks: Sequence[Chunk]) -> bytes:

@@ -31,7 +31,7 @@ def one_heat(where: BenchJob, turn: int = 0) -> Heat:
     common = {"decoding": sums(1, phases)}
     fast = {"drafted": 4, "accepted": 2, "reached_at": [2, 1], "accepted_at": [1, 1]}
     outcomes = {
-        "plain": outcome(4.0, **common),
+        "plain": outcome(4.0, **common, not_drafted={"none is asked for": 4}),
         "model:a/quick@2": outcome(2.0, **common, **fast),
     }
     return Heat(where, turn, outcomes)
@@ -142,7 +142,7 @@ def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() ->
     text = shown(measured)
     # At both temperatures, and the note.
     assert text.count("none tried") == 3
-    assert "no draft was tried, as it would not have paid" in text
+    assert "no draft was tried (none is asked for)" in text
 
 
 def test_medians_with_spread() -> None:

@@ -11,6 +11,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.lab.budget import Budget
 from paceline.lab.certify.asking import AnswerChoice, AnswerToken, connect, name_of, parting
 from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
@@ -132,6 +133,27 @@ def test_a_server_that_is_slow_is_not_called_lossy(monkeypatch: pytest.MonkeyPat
     assert not certificate.problems and not certificate.lossless
     assert "without an answer in time" in certificate.verdict
     assert certificate.verdict.startswith("NOT ENOUGH: ")
+
+
+def test_a_server_that_hangs_ends_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was waited for to the end of the request's own timeout, 120 s behind the budget."""
+    now, waited = [0.0], []
+
+    def answer(request: Request, timeout: float) -> Any:
+        if not request.data:
+            return urlopen(request, timeout=timeout)
+        waited.append(timeout)
+        now[0] += timeout
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr("paceline.lab.openai_client.urlopen", answer)
+    with served(PlantedServer()) as url:
+        budget = Budget(150.0, clock=lambda: now[0])
+        certifier = ServerCertifier(connect(url)[0], None, PROMPTS, EFFORT, budget)
+        certifier.run()
+    assert waited == [120.0, 30.0] and certifier.budget.left == 0
+    verdict = certifier.certificate().verdict
+    assert verdict.startswith("NOT ENOUGH: ") and "greedy: 1 without an answer in time" in verdict
 
 
 def test_too_few_requests_certify_nothing() -> None:

@@ -14,7 +14,6 @@ from paceline.lab.bench.result import KINDS, OVERALL, BenchResult, Row
 from paceline.lab.bench.runner import EVERYTHING
 from paceline.lab.report.document import (
     NONE_TRIED,
-    UNTRIED,
     Column,
     Report,
     Table,
@@ -25,6 +24,7 @@ from paceline.lab.report.document import (
     table_across,
     table_of,
     times,
+    untried,
 )
 
 _NOTE = (
@@ -204,8 +204,9 @@ class _Pages:
             columns.append(Column("", "cost", "", lambda r: f"{r.cost_per_million(price):.3g}"))
         if len({row.concurrency for row in self.totals}) > 1:
             note += _CLIENTS
-        if NONE_TRIED in map(self.accepted, self.totals):
-            note += f" {UNTRIED}"
+        silent = [row for row in self.totals if self.accepted(row) == NONE_TRIED]
+        if silent:
+            note += f" {untried(row.drafts['not_drafted'] for row in silent)}"
         self.report.add("Methods", table_of(self.totals, columns, note))
         latencies = table_of(self.totals, [*swept, *_LATENCIES], _LATENCY)
         self.report.add("Latency", latencies, detail=True)

@@ -157,6 +157,7 @@ def draft_figures(run: TimedRun) -> dict[str, Any]:
         "length": counts.drafted / steps if tells and steps else None,
         "acceptance": tuple(counts.rates),
         "reached": tuple(counts.reached_at),
+        "not_drafted": dict(counts.not_drafted),
     }
 
 

@@ -112,8 +112,8 @@ def counted(answer: Mapping[str, Any], kind: str) -> int | None:
     return count if isinstance(count, int) else None
 
 
-class RequestsSpentError(Exception):
-    """As many requests were sent as may be."""
+class EffortSpentError(Exception):
+    """As many requests were sent as may be, or the time is over."""
 
 
 class Asking:
@@ -139,11 +139,20 @@ class Asking:
         self._taken: dict[tuple[int, int], int] = {}
 
     def counting(self, server: OpenAIClient | None = None) -> OpenAIClient:
-        """Who gets the next request. Raises RequestsSpentError."""
-        if self.sent >= self.effort.requests:
-            raise RequestsSpentError
+        """Who gets the next request, which must be answered within the time that is left. Raises
+        EffortSpentError."""
+        left, server = self.budget.left, server or self.server
+        if self.sent >= self.effort.requests or left <= 0:
+            raise EffortSpentError
         self.sent += 1
-        return server or self.server
+        return replace(server, timeout=min(server.timeout, left))
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The chunks of a stream. Raises EffortSpentError, also in the middle of it."""
+        for chunk in self.counting().stream(path, body):
+            if self.budget.left <= 0:
+                raise EffortSpentError
+            yield chunk
 
     def complete(
         self,

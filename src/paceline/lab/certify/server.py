@@ -17,8 +17,8 @@ from paceline.lab.certify.asking import (
     TOP,
     AnswerChoice,
     Asking,
+    EffortSpentError,
     Part,
-    RequestsSpentError,
     counted,
     name_of,
     parting,
@@ -88,7 +88,7 @@ def check_streams(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     """A stream says what the whole answer says, and brings as many tokens as it counts."""
     body = {"prompt": prompt, "temperature": 0, "max_tokens": asking.max_tokens, "logprobs": 1}
     whole, usage = asking.greedy(prompt), {"stream_options": {"include_usage": True}}
-    chunks = list(asking.counting().stream("completions", {**body, **usage}))
+    chunks = list(asking.stream("completions", {**body, **usage}))
     deltas = [AnswerChoice.of(choice) for chunk in chunks for choice in chunk.get("choices") or ()]
     reasons = [delta.reason for delta in deltas if delta.reason is not None]
     tokens = tuple(token for delta in deltas for token in delta.tokens)
@@ -217,7 +217,7 @@ def check_structure(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     path = "chat/completions"
     try:
         whole = _content([asking.counting().answer(path, body)], "message")
-        streamed = _content(asking.counting().stream(path, body), "delta")
+        streamed = _content(asking.stream(path, body), "delta")
     except RequestRefusedError as error:
         part.note(f"{form} was not checked: the server says {error}")
         return
@@ -296,7 +296,7 @@ class ServerCertifier(Asking):
                 if part.failures < _FAILURES:
                     advance(f"{part.name}: {name}")
                     self._check(part, name, prompt)
-        except RequestsSpentError:
+        except EffortSpentError:
             pass
         self._ended = True
 
@@ -315,6 +315,8 @@ class ServerCertifier(Asking):
             part.failures += 1
             part.note(f"the server refuses: {error}")
         except ServerTimeoutError:
+            if self.budget.left <= 0:
+                raise EffortSpentError from None
             part.failures += 1
             part.timeouts += 1
         except ServerFailedError as error:

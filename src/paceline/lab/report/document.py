@@ -5,6 +5,7 @@ as columns, for JSON and for tables."""
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -69,9 +70,16 @@ def is_number(cell: Cell) -> bool:
     return cell is not None
 
 
-# An acceptance where there was a drafter that drafted nothing; and the note beside such a table.
+# An acceptance where there was a drafter that drafted nothing.
 NONE_TRIED = "none tried"
-UNTRIED = "none tried: no draft was tried, as it would not have paid."
+
+
+def untried(reasons: Iterable[Mapping[str, int]]) -> str:
+    """The note beside such a table, from ``not_drafted`` of those that drafted nothing."""
+    counts = sum(map(Counter, reasons), Counter[str]())
+    why = "".join(f" ({reason})" for reason, _ in counts.most_common(1))
+    return f"{NONE_TRIED}: no draft was tried{why}."
+
 
 times = "{:.2f}x".format
 number = "{:.2f}".format

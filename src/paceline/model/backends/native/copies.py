@@ -126,7 +126,13 @@ def _file_of(checkpoint: Sequence[FileStamp], matrices: Sequence[_Matrix]) -> Pa
         return None
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    if not _limit() or (not os.access(folder, os.W_OK) and not any(folder.glob("*.forms"))):
+    if os.environ.get(SETTING) and not _limit():
+        return None
+    if not os.access(folder, os.W_OK) and not any(folder.glob("*.forms")):
+        info(
+            f"the quantised form is not kept for the next start: {folder} cannot be written to; "
+            "PACELINE_CACHE=FOLDER names another place"
+        )
         return None
     try:
         if tuple(FileStamp.of(Path(stamp.path)) for stamp in checkpoint) != tuple(checkpoint):
