@@ -234,7 +234,7 @@ dist-check: dist  ## the same, this machine's wheel run alone, offline, without 
 	cd build && $(FRESH)/paceline serve --print-config
 	cd build && ! $(FRESH)/paceline chat "Hello" --model paceline/smollm2
 	build/venv/bin/python -m pip check
-	mkdir -p build/sbom && $(BIN)/cyclonedx-py environment --output-reproducible -o build/sbom/installed.cdx.json build/venv/bin/python
+	mkdir -p build/sbom && $(BIN)/cyclonedx-py environment --gather-license-texts --output-reproducible -o build/sbom/installed.cdx.json build/venv/bin/python
 	@echo "the wheel works alone"
 
 clean:  ## remove .venv and caches
