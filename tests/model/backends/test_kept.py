@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(
     cache.parent.mkdir()
     cache.write_text("a file")
     assert len(packed_of(folder)) == 15 and cache.read_text() == "a file"
-    assert len(said) == 1 and "not kept for the next start" in said[0]
+    assert len(said) == 1 and f"{cache} cannot be written to" in said[0]
 
 
 def test_a_folder_that_is_read_only_is_one_line(

@@ -128,7 +128,8 @@ def _file_of(checkpoint: Sequence[FileStamp], matrices: Sequence[_Matrix]) -> Pa
         folder.mkdir(parents=True, exist_ok=True)
     if os.environ.get(SETTING) and not _limit():
         return None
-    if not os.access(folder, os.W_OK) and not any(folder.glob("*.forms")):
+    writable = folder.is_dir() and os.access(folder, os.W_OK)
+    if not writable and not any(folder.glob("*.forms")):
         info(
             f"the quantised form is not kept for the next start: {folder} cannot be written to; "
             "PACELINE_CACHE=FOLDER names another place"
