@@ -143,6 +143,7 @@ READERS += (adapter, suffix_memory, datastore, tuned)
 NUMBERS = [0, 1, 3, 127, 65537, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**64 - 1]
 VALUES = [str(number).encode() for number in (*NUMBERS, -1, -5, 0.5, 10**30)]
 VALUES += [b"1e999", b"NaN", b"null", b"true", b"[]", b"{}", b'""', b'"x"', b"[[1]]", b'{"a": 1}']
+VALUES += [b"[" * 3000 + b"]" * 3000]
 VALUE = re.compile(rb'"[^"\\\n]*"|-?\d[\d.eE+-]*|true|false|null')
 
 

@@ -56,7 +56,7 @@ def _read(text: str) -> ForeignDraft:
         parsed = json.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {where}: {error.strerror}") from None
-    except ValueError:  # no text, or no JSON
+    except (ValueError, RecursionError):  # no text, or no JSON
         parsed = None
     if not isinstance(parsed, dict):
         raise ConfigError(
@@ -103,7 +103,7 @@ def _head_config(model: str) -> Mapping[str, Any]:
     """The config.json of a local folder; {} if it cannot be read."""
     try:
         config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
 

@@ -155,7 +155,7 @@ def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
         table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror}{end}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{what} {path} is not valid TOML: {error}{end}") from None
     return table
 

@@ -181,7 +181,7 @@ def read_options(config: Path) -> dict[str, Any]:
     """The content of a config.json. Raises ModelLoadError."""
     try:
         options = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(
             f"{config} is not valid JSON ({first_line(error)}); copy the file again"
         ) from None
@@ -214,7 +214,7 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
         named = {folder / str(file) for file in index["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
     return sorted(file for file in named if file.is_file())
 

@@ -124,7 +124,7 @@ def _read_config(where: str, path: Path) -> Mapping[str, Any]:
             f"{where}: cannot read {path / _CONFIG} ({error.strerror}); give a folder that peft's "
             "save_pretrained wrote"
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ConfigError(f"{where}: {path / _CONFIG} is not of a LoRA adapter (peft_type LORA)")
