@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.core import noise as noise_module
-from paceline.core.noise import gumbel, key_of, keys_of, race, splitmix64
+from paceline.core.noise import gumbel, key_of, keys_of, splitmix64
 
 GOLDEN_KEYS = (-6411193824288604561, 7244599215465125564)
 GOLDEN_HASHES = [
@@ -132,18 +132,3 @@ def test_small_values_keep_their_precision():
     ratio = smallest[99:].div(torch.arange(100, 1001) / noise.numel())
     assert float(ratio.min()) > 0.7 and float(ratio.max()) < 1.4
     assert smallest.unique().numel() == 1000
-
-
-@pytest.mark.parametrize("kept", [1, 3, 50, 5000, 20000, 49152])
-def test_a_race_of_the_likely_is_a_race_of_all(kept):
-    """Noise for the tokens that have a probability only, and one row at a time: the same bits."""
-    generator = torch.Generator().manual_seed(kept)
-    probs = torch.rand(3, 49152, generator=generator)
-    for distribution in probs:
-        distribution[torch.randperm(49152, generator=generator)[kept:]] = 0.0
-    probs[2] = float("nan")
-    seeds, positions = [5, 6, 7], [3, 1 << 40, 0]
-    raced = race(probs, keys_of(seeds, positions))
-    noise = exponential(seeds, positions, 49152)
-    assert torch.equal(raced[:2], probs[:2] / noise[:2])
-    assert raced[2].isnan().all()

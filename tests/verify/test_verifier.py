@@ -127,32 +127,6 @@ def test_fast_greedy_path_equals_the_general_one(dtype, monkeypatch):
     assert any(verdict.path for verdict in fast)
 
 
-def test_rows_beside_the_path_have_no_distribution_made(monkeypatch):
-    """Of a tree of 5 nodes with one accepted two rows are looked at, one after the other; a drafter
-    that learns from all of them gets all of them."""
-    generator = torch.Generator().manual_seed(2)
-    seq = request(temperature=0.8, seed=4)
-    logits = torch.randn(6, VOCAB, generator=generator)
-    wanted = TokenTree(torch.tensor([3, 1, 4, 1, 5]), BRANCHING, wants_choices=True)
-    (whole,) = Verifier()(logits, [judged(seq, 0, wanted)])
-    tokens = torch.tensor([whole.choices[0], *[VOCAB - 1 - whole.choices[1]] * 4])
-    looked = []
-    probs_of = verifier_module.probs_of_scores
-
-    def counted(scores, params):
-        looked.append(len(scores))
-        return probs_of(scores, params)
-
-    tree = TokenTree(tokens, BRANCHING)
-    (quick,) = Verifier()(logits, [judged(seq, 0, tree)])
-    monkeypatch.setattr(verifier_module, "can_decide", lambda *_: False)
-    monkeypatch.setattr(verifier_module, "probs_of_scores", counted)
-    (verdict,) = Verifier()(logits, [judged(seq, 0, tree)])
-    assert verdict.path == (0,) and looked == [1, 1] and quick == verdict
-    assert verdict.choices == (*whole.choices[:2], 0, 0, 0, 0)
-    assert all(choice >= 0 for choice in whole.choices)
-
-
 def test_plain_decoding_is_the_argmax():
     logits = torch.tensor([[0.0, 2.0, 2.0]])
     (verdict,) = Verifier()(logits, [judged(request(), 0, TokenTree.empty())])

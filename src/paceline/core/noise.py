@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-import numpy as np
 import torch
 
 from paceline.core.transfer import to_device
@@ -21,8 +20,6 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 # Where -log1p(-v) is finite and above zero in float32.
 _LOWEST, _HIGHEST = 2.0**-63, 1.0 - 2.0**-24
-_LARGE = 1 << 15  # entries from which one row at a time is faster on a CPU
-_FEW = 0.25  # of a vocabulary: up to this share noise for them alone is cheaper
 
 
 def _signed(value: int) -> int:
@@ -105,19 +102,5 @@ def gumbel(
 
 def race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """float32 [rows, vocab]: distributions over exponential noise under keys [rows, 1]; a row's
-    argmax is a draw. On a CPU only tokens with probability get noise."""
-    if probs.is_cuda or probs.numel() < _LARGE:
-        return probs / exponential(keys, probs.shape[1])
-    ids = _id_hashes(probs.shape[1], probs.device)
-    raced = torch.zeros_like(probs)
-    # Row by row: intermediate results stay in the processor's cache.
-    for distribution, out, key in zip(probs, raced, keys, strict=True):
-        possible = distribution.numpy() != 0
-        if np.count_nonzero(possible) > _FEW * len(distribution):
-            torch.div(distribution, _exponential(_mixed(key, ids)), out=out)
-        else:
-            ids_with_mass = torch.from_numpy(np.flatnonzero(possible))
-            rows = distribution.index_select(0, ids_with_mass)
-            noise = _exponential(_mixed(key, ids.index_select(0, ids_with_mass)))
-            out.index_copy_(0, ids_with_mass, rows.div_(noise))
-    return raced
+    argmax is a draw."""
+    return probs / exponential(keys, probs.shape[1])

@@ -21,7 +21,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from paceline.core import transfer
 from paceline.core.batch import Span, Verdict
 from paceline.core.draws import coupled_choice, drawn_choice, draws_unseeded, is_coupled
 from paceline.core.sampling import (
@@ -184,8 +183,6 @@ class Verifier:
     def _judged(self, logits: torch.Tensor, spans: Sequence[Span]) -> list[Verdict]:
         logits = _rows_of(logits, spans)
         wanted = any(span.seq.params.logprobs is not None for span in spans)
-        if not wanted and self._can_walk(logits, spans):
-            return self._verdicts(spans, Decisions(self._walked_choices(logits, spans)), None)
         if not needs_logits(span.seq for span in spans):
             return self._verdicts(spans, Decisions(greedy_choice(logits)), None)
         rows = Rows.of(spans)
@@ -199,52 +196,6 @@ class Verifier:
         else:
             decisions = self._decide(scores, rows, spans)
         return self._verdicts(spans, decisions, scores if wanted else None)
-
-    # -- deciding, row by row, where looking waits for nothing ----------------------------------
-
-    def _can_walk(self, logits: torch.Tensor, spans: Sequence[Span]) -> bool:
-        """Whether rows off the accepted paths need no distribution."""
-        return (
-            not transfer.has_separate_memory(logits.device)
-            and not self.lossy  # TypicalVerifier decides differently
-            and any(len(span.tree) for span in spans)
-            and not any(span.tree.wants_choices for span in spans)
-            and all(method_of(span, self.rule) == "match" for span in spans)
-        )
-
-    def _walked_choices(self, logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """int64 [R]: the choices of rows on the walks, 0 elsewhere; one level of all trees at a
-        time, as a distribution over a large vocabulary costs more than a lookup of the chosen
-        child."""
-        rows, first, starts = Rows.of(spans), 0, []
-        for span in spans:
-            starts.append(first)
-            first += span.judged_rows
-        choices = torch.zeros(first, dtype=torch.int64)
-        tokens = [span.tree.host_tokens() for span in spans]
-        greedy = all(span.seq.params.greedy for span in spans)
-        uniforms = choices if greedy else self.uniforms(first, logits.device)
-        at = dict.fromkeys(range(len(spans)), 0)
-        while at:
-            index = [starts[n] + row for n, row in at.items()]
-            part, on_device = rows.select(index), to_device(index, logits.device)
-            scores = processed(logits[on_device], part)
-            if greedy:
-                drawn = greedy_tokens(scores, part)
-            else:
-                scores = adjusted(scores, part)
-                probs = probs_of_scores(scores, [seq.params for seq in part.seqs])
-                drawn = drawn_choice(probs, probs, part, uniforms[on_device])
-            chosen = drawn.tolist()
-            below: dict[int, int] = {}
-            for (n, row), choice in zip(at.items(), chosen, strict=True):
-                choices[starts[n] + row] = choice
-                for child in children_of(spans[n].tree.parents)[row]:
-                    if tokens[n][child] == choice:
-                        below[n] = child + 1
-                        break
-            at = below
-        return choices
 
     # -- deciding, on the device --------------------------------------------------------------
 
