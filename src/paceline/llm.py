@@ -27,8 +27,8 @@ from paceline.model.names import DEFAULT_DRAFT, as_name
 from paceline.model.target import CausalModel
 from paceline.model.tokenizer import Tokenizer
 from paceline.request.completion import Completion, StreamEvent
-from paceline.request.defaults import SamplingDefaults, sampling_defaults
 from paceline.request.grammar import GrammarCompiler
+from paceline.request.options import SamplingDefaults, sampling_defaults
 from paceline.request.owner import EngineOwner
 from paceline.request.progress import bars
 from paceline.request.receipt import Receipts

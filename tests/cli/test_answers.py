@@ -13,7 +13,7 @@ import pytest
 
 from embedded_target import train_tokenizer
 from paceline import DataError, SamplingParams
-from paceline.cli.sample import AnswerWriter
+from paceline.cli.train import AnswerWriter
 from paceline.train.configs import PromptSelection
 from paceline.train.data import encode_stream
 from paceline.train.prompts import FOLLOW_UPS, NumberedPrompt, prompts_of

@@ -19,7 +19,7 @@ from paceline import ConfigError
 from paceline.model.tensorfile import verify
 from paceline.train.acceptance import written_texts
 from paceline.train.checkpoint import previous, read_state, write_state
-from paceline.train.documents import Windows
+from paceline.train.data import Windows
 from paceline.train.reading import FeatureCache, Observed
 from support.damages import damages
 from support.training_runs import smallest_run, write_words

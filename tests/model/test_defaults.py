@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from paceline.cli.bench import TargetOptions
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
-from paceline.cli.tune import TargetOptions
 from paceline.files import cache_folder
 from paceline.lab.tune import search
 from paceline.lab.tune.search import at_hand

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from paceline import LLM, SamplingParams
 from paceline.cli.main import app
 from paceline.errors import ConfigError
-from paceline.request.defaults import SamplingDefaults, of_checkpoint
+from paceline.request.options import SamplingDefaults, of_checkpoint
 from paceline.server.config import configure
 from paceline.server.local import load_llm
 from support.asking import ask

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.request.detokenise import Spelling
-from paceline.request.text import StopScan, TextStream
+from paceline.request.text import Spelling, StopScan, TextStream
 from support.made_tokenizers import KINDS, TOKENIZER, decode, tokens_of
 
 FROM_THE_START = KINDS["llama"]

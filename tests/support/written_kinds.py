@@ -25,8 +25,7 @@ from paceline.settings import tuned
 from paceline.settings.tuned import TunedProfile
 from paceline.train.acceptance import written_texts
 from paceline.train.card import write_card
-from paceline.train.data import Stream, write_stream
-from paceline.train.documents import Windows
+from paceline.train.data import Stream, Windows, write_stream
 from paceline.train.reading import FeatureCache, Observed
 
 Write = Callable[[Path, int], Any]  # writes another content for every number

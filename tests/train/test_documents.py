@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from paceline import DataError
-from paceline.train.data import Stream
-from paceline.train.documents import Documents
+from paceline.train.data import Documents, Stream
 from paceline.train.losses import distribution_loss, mixed_probs
 from paceline.train.unrolled import DraftStarts
 

@@ -18,7 +18,7 @@ from paceline.llm import LLM
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total
 from paceline.train.draft import DraftConfig, DraftTrainer
 from paceline.train.losses import distillation_loss, total_variation
-from paceline.train.masks import MaskedRows
+from paceline.train.unrolled import MaskedRows
 from support import training_runs
 from support.tiny_models import TinyPair
 

@@ -1,28 +1,32 @@
-"""``paceline bench``: plain decoding against any methods, on any prompts."""
+"""``paceline bench``, ``tune`` and ``profile``: how fast decoding is with which drafts, and where
+the time goes."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.measuring import (
-    NOT_ENOUGH,
-    Interruption,
-    RunOptions,
-    spending,
-)
-from paceline.cli.options import ModelOptions, expand
+from paceline.cli.measuring import NOT_ENOUGH, Interruption, ReportOptions, RunOptions, spending
+from paceline.cli.options import ModelOptions, TargetName, expand, load_llm
+from paceline.cli.output import debugging
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PromptError
+from paceline.files import check_place
+from paceline.files.ownership import check_file
 from paceline.lab.bench import BenchOptions, PromptOptions
+from paceline.lab.budget import Budget
+from paceline.lab.tune import TuneOptions
 from paceline.model.names import DEFAULT_DRAFT, default_drafts
-from paceline.settings import changed, under
+from paceline.settings import LoadSettings, changed, setting, under
+from paceline.settings.tuned import is_profile
 
 if TYPE_CHECKING:
     from paceline import LLM
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.bench.runner import HeatRecord, Method, Sweep
-    from paceline.lab.budget import Budget
+    from paceline.lab.profiling.runs import ProfileResult
 
 _PER_CATEGORY = 3
 
@@ -148,3 +152,151 @@ def _measured(
         "unequal": starter.unequal,
         "spending": spending_of(record, sweep, prompts, budget),
     }
+
+
+_model = under("Model")
+_TUNED_BY = 8
+
+
+@dataclass(frozen=True)
+class TargetOptions(LoadSettings, TargetName):
+    """The target and the drafters to try."""
+
+    draft: tuple[str, ...] = _model(
+        (),
+        "A drafter to try, as for generate. Draft models and EAGLE heads are tried "
+        "as chains and trees. Drafters that need no training are tried besides.",
+        shown="what is at hand",
+    )
+    only: bool = _model(False, "Try nothing but the drafters given.")
+
+
+@dataclass(frozen=True)
+class TuneRun(RunOptions):
+    """Where the profile goes, too. Raises ConfigError, before measuring, if none may go there."""
+
+    out: str = setting("paceline.toml", "Where the profile is written.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        path, out = Path(self.out), self.out
+        if path.is_dir():
+            raise ConfigError(f"--out {out} is a folder; name a file in it, as in paceline.toml")
+        if path.exists() and not self.force:
+            raise ConfigError(
+                f"{out} exists already; give --force to overwrite it, or another --out"
+            )
+        check_file(path, "the profile", is_profile)
+        check_place(path, "the profile")
+
+
+@expand
+def tune(
+    target: TargetOptions,
+    prompts: PromptOptions,
+    options: TuneOptions,
+    run: TuneRun,
+) -> int:
+    """Find the fastest drafter and settings; write them to a file for --config.
+
+    Exit status 3 if the time was not enough to confirm anything; no profile is written then.
+    """
+    budget = run.begin()
+    chosen_prompts = prompts.load(_TUNED_BY)
+    from paceline.lab.tune.plan import TuningOutcome, turns
+    from paceline.lab.tune.plan import tune as search
+    from paceline.lab.tune.present import profile_of, report_of, tuning_record
+    from paceline.lab.tune.search import at_hand
+
+    options = replace(options, source=prompts.prompts or options.source)
+    candidates = at_hand(target.model, target.draft, target.only)
+    llm = load_llm(target, target.model, "none", max_batch_size=1)
+    outcome = TuningOutcome.start(options, llm)
+    pieces = turns(candidates, options)
+    with Interruption() as interrupted, spending("tuning", budget, pieces) as advance:
+        search(llm, candidates, chosen_prompts, outcome, advance, budget)
+    confirmed = outcome.chosen is not None
+    record = {**tuning_record(outcome), "profile": run.out if confirmed else None}
+    run.emit(record, report_of(outcome))
+    if not confirmed:
+        info("no profile was written: nothing is confirmed")
+        return interrupted.code or NOT_ENOUGH
+    profile_of(outcome, llm).write(run.out)
+    info(f"profile: {run.out} (use it with --config {run.out})")
+    return interrupted.code
+
+
+_BATCH = 8  # sequences together where nobody says how many
+
+
+@expand
+def profile(
+    engine: ModelOptions,
+    source: PromptOptions,
+    output: ReportOptions,
+    concurrency: int = setting(1, "Sequences decoded at once.", low=1),
+    steps: int = setting(40, "Steady steps a round.", low=5),
+    rounds: int = setting(5, "Timed rounds; the median counts.", low=1),
+    trace: str | None = setting(
+        None,
+        "Trace of the drafting run, else the plain one, for ui.perfetto.dev.",
+        metavar="FILE.json[.gz]",
+    ),
+) -> int:
+    """Say whether steady decoding waits for memory, compute, kernel launches or Python."""
+    if not debugging():  # the profiler's library reports its starts and stops on stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with stage("starting"):
+        from paceline.lab.profiling import runs, steady
+        from paceline.lab.profiling.steady import check_path
+
+    if trace is not None:
+        check_path(trace)
+    prompts = source.load()
+    engines = _engines(engine, concurrency)
+    target = engines[0][1]
+    encoded = [prompt.encode(target) for prompt in prompts]
+    indices = steady.choose(encoded, concurrency, target.max_model_len)
+    chosen = [encoded[number] for number in indices]
+    result = runs.ProfileResult()
+    pieces = runs.stages(len(engines), rounds)
+    with Interruption() as interrupted, spending("profile", Budget(), pieces) as advance:
+        runs.profile_all(engines, chosen, steps, rounds, trace, result, advance)
+    names = list(dict.fromkeys(prompts[number].name for number in indices))
+    record = {
+        "model": engine.model,
+        "draft": engine.resolved_draft,
+        "concurrency": concurrency,
+        "prompts": names,
+        **runs.record(result),
+        "trace": trace if len(result.runs) == len(engines) else None,
+    }
+    output.emit(record, runs.report_of(result, _setting(engine, concurrency, names, result)))
+    return interrupted.code
+
+
+def _engines(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]]:
+    """Plain decoding, and then the draft's if there is one, over the same weights. Raises
+    ConfigError if fewer sequences are decoded together than ``concurrency`` asks for."""
+    draft = engine.resolved_draft
+    if engine.max_batch_size is None and engine.profile is None and concurrency > _BATCH:
+        engine = replace(engine, max_batch_size=concurrency)
+    loaded = engine.open(draft)
+    batch = loaded.engine.scheduler.config.max_batch_size
+    if concurrency > batch:
+        raise ConfigError(
+            f"--concurrency is {concurrency}, but sequences decoded together are at most {batch}; "
+            f"add --max-batch-size {concurrency}"
+        )
+    if draft is None:
+        return [("plain", loaded)]
+    return [("plain", engine.plain_beside(loaded)), (draft, loaded)]
+
+
+def _setting(
+    engine: ModelOptions, concurrency: int, names: list[str], result: ProfileResult
+) -> str:
+    together = "1 sequence" if concurrency == 1 else f"{concurrency} sequences at once"
+    context = f" with about {result.runs[0].context:.0f} tokens of context" if result.runs else ""
+    prompts = f"prompt {names[0]}" if len(names) == 1 else f"{len(names)} prompts"
+    return f"{engine.model}, {together}{context}, {prompts}."

@@ -23,8 +23,7 @@ from paceline.lab.bench import PromptOptions
 from paceline.lab.budget import Budget
 from paceline.lab.certify.effort import Effort
 from paceline.lab.report.document import Text
-from paceline.request.defaults import SamplingDefaults
-from paceline.request.options import DistributionOptions
+from paceline.request.options import DistributionOptions, SamplingDefaults
 from paceline.settings import TableEntry, entries, under
 
 if TYPE_CHECKING:

@@ -1,19 +1,31 @@
-"""``paceline generate``, and what ``paceline chat`` shares with it."""
+"""``paceline generate`` and ``paceline chat``: text that goes on, and a conversation at a terminal
+or in a pipe."""
 
 from __future__ import annotations
 
+import json
+import select
 import sys
-from dataclasses import MISSING, dataclass, replace
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
 
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
+from paceline.core.keywords import did_you_mean
 from paceline.core.params import EMPTY_PROMPT
-from paceline.errors import PromptError
+from paceline.core.stages import info
+from paceline.errors import ConfigError, PacelineError, PromptError
+from paceline.files import replace_text
 from paceline.request.options import SamplingOptions
-from paceline.settings import AdapterSettings, setting, under
+from paceline.settings import AdapterSettings, entries, explicit, setting, under
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion, SamplingParams
@@ -95,3 +107,188 @@ def generate(
     if chat:
         inputs = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
     return any(completion.error for completion in run(llm, inputs, params, output))
+
+
+Messages = list[dict[str, str]]
+_QUOTES = '"""'
+_HELP = f"""\
+/set NAME VALUE   a sampling option, as in /set temperature 0.7; /set alone lists them
+/draft SPEC       draft with this: auto, none, ngram ...
+/save [FILE]      write the conversation as JSON
+/clear            start again
+/quit             end; so does Ctrl-D
+{_QUOTES}               begins and ends a text of several lines; pasted lines stay together
+Ctrl-C            stops an answer"""
+
+
+@expand
+def chat(
+    engine: ModelOptions,
+    adapters: AdapterSettings,
+    sampling: SamplingOptions,
+    output: OutputOptions,
+    prompt: str | None = setting(None, "Ask this and exit; without it, talk.", flags=("PROMPT",)),
+    system: str | None = setting(None, "Instruction that opens the conversation."),
+) -> None:
+    """Talk to the model; /help says how."""
+    llm, params = opened(engine, adapters, sampling)
+    opening = [{"role": "system", "content": system}] if system else []
+    session = _Session(llm, engine, sampling, output, opening, params.lora)
+    if prompt is not None:
+        session.answer(read(prompt))
+        return
+    while (text := _read_turn()) is not None:
+        try:
+            if not session.obeyed(text) and text:
+                session.answer(text)
+        except (PacelineError, KeyboardInterrupt) as error:
+            if not sys.stdin.isatty():
+                raise
+            info(f"error: {error}" if isinstance(error, PacelineError) else "stopped")
+
+
+@dataclass
+class _Session:
+    """A conversation, and how its next answer is made."""
+
+    base: LLM
+    engine: ModelOptions
+    sampling: SamplingOptions
+    output: OutputOptions
+    opening: Messages
+    lora: str | None
+    messages: Messages = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.llm = self.base  # or one beside it, with another draft
+        self.clear("")
+
+    def answer(self, text: str) -> None:
+        """A turn of the user, and the answer to it as far as it came."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        params = replace(self.sampling.params(self.llm.sampling_defaults), lora=self.lora)
+        prompts = [self.llm.render_chat(asked)]
+        rendered = sys.stdout.isatty() and params.n == 1
+        if rendered and not self.output.as_json and self.output.show_draft is None:
+            answer = _stream_markdown(self.llm, prompts[0], params)
+        else:
+            answer = run(self.llm, prompts, params, self.output)[0].text
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def obeyed(self, line: str) -> bool:
+        """Whether the line was a command."""
+        commands: dict[str, Callable[[str], None]] = {
+            **{"/help": lambda _: info(_HELP), "/set": self.set, "/draft": self.draft},
+            **{"/save": self.save, "/clear": self.clear, "/reset": self.clear},
+        }
+        name, _, rest = line.partition(" ")
+        if not name.startswith("/") or "\n" in line or "/" in name[1:]:
+            return False
+        if name not in commands:
+            advice = did_you_mean(name, commands, "/help lists all")
+            raise ConfigError(f"there is no {name}; {advice}")
+        commands[name](rest.strip())
+        return True
+
+    def set(self, words: str) -> None:
+        """Change a sampling option. Raises ConfigError."""
+        known = {entry.name: entry for entry in entries(SamplingOptions, "command")}
+        name, _, value = words.partition(" ")
+        name = name.replace("-", "_")
+        if not words:
+            info("  ".join(f"{name} {getattr(self.sampling, name)}" for name in known))
+            return
+        if name not in known:
+            advice = did_you_mean(name, known, "/set lists all")
+            raise ConfigError(f"there is no {name}; {advice}")
+        entry = known[name]
+        try:
+            made = msgspec.convert((value,) if entry.is_list else value, entry.type, strict=False)
+        except msgspec.ValidationError:
+            raise ConfigError(f"{name} is {value!r}; give /set {name} and its value") from None
+        changed = replace(self.sampling, **{name: made})
+        changed.params()
+        self.sampling = changed
+
+    def draft(self, spec: str) -> None:
+        """Draft with another drafter, over the same weights. Raises PacelineErrors."""
+        if not spec:
+            return info(f"drafting with {', '.join(self.llm.drafts)}; /draft SPEC changes it")
+        settings = explicit(vars(self.engine), "beside")
+        other = self.base.beside(None if spec == "none" else spec, **settings)
+        if self.llm is not self.base:
+            self.llm.close()
+        self.llm = other
+        info(f"drafting with {', '.join(other.drafts) or 'nothing'}")
+
+    def save(self, path: str) -> None:
+        """Write the messages. Raises WriteError."""
+        file = path or time.strftime("chat-%Y%m%d-%H%M%S.json")
+        text = json.dumps(self.messages, indent=2, ensure_ascii=False)
+        replace_text(file, f"{text}\n", "the conversation", None)
+        info(f"wrote {file}")
+
+    def clear(self, _: str) -> None:
+        self.messages = list(self.opening)
+
+
+def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str:
+    """Show an answer as it grows; finished blocks stay, the last one is drawn anew. Ctrl-C ends it;
+    returns the text."""
+    console, text, shown = Console(), "", 0
+    done: Completion | None = None
+    events = llm.stream([prompt], params)
+    with suppress(KeyboardInterrupt), Live(console=console, transient=True) as live:
+        for event in events:
+            text, done = text + event.text, event.completion
+            end = _finished(text, shown)
+            if end > shown:
+                console.print(Markdown(text[shown:end]))
+                shown = end
+            live.update(Markdown(text[shown:]))
+    events.close()  # type: ignore[attr-defined]
+    console.print(Markdown(text[shown:]))
+    if done is None:
+        info("stopped")
+    else:
+        note(summary(done, llm.drafters != ("none",)))
+    return text
+
+
+def _finished(text: str, shown: int) -> int:
+    """Where the last block that is complete ends: at an empty line outside a fence."""
+    end = text.rfind("\n\n", shown)
+    while end >= 0 and text.count("```", shown, end) % 2:
+        end = text.rfind("\n\n", shown, end)
+    return shown if end < 0 else end + 2
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def _read_turn() -> str | None:
+    """The next text from the user, or None at the end. Lines that were pasted together, or stand
+    between triple quotes, are one. Ctrl-C empties the line."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # editing and history for input()
+
+        with suppress(Exception):  # libedit knows nothing of it
+            readline.parse_and_bind("set enable-bracketed-paste on")
+    try:
+        text = input("you> " if interactive else "").strip()
+        while interactive and select.select([sys.stdin], [], [], 0.02)[0]:  # pasted
+            text += "\n" + input()
+        while text.startswith(_QUOTES) and not text.endswith(_QUOTES, len(_QUOTES)):
+            text += "\n" + input("...> " if interactive else "")
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        if not interactive:
+            raise
+        print(" (Ctrl-D ends)", file=sys.stderr)
+        return ""
+    if text.startswith(_QUOTES):
+        text = text.removeprefix(_QUOTES).removesuffix(_QUOTES)
+    text = text.strip()
+    return None if text in ("/quit", "/exit") else text

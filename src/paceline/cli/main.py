@@ -13,25 +13,16 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli.bench import bench
+from paceline.cli.bench import bench, profile, tune
 from paceline.cli.certify import certify
-from paceline.cli.chat import chat
-from paceline.cli.check_drafter import check_drafter
 from paceline.cli.datastore import app as datastore
 from paceline.cli.demo import demo
-from paceline.cli.doctor import doctor
-from paceline.cli.export import export
-from paceline.cli.generate import generate
+from paceline.cli.generate import chat, generate
+from paceline.cli.models import check_drafter, doctor, export, pull, quantize, recommend, replay
 from paceline.cli.options import Command, switches_take_nothing
 from paceline.cli.output import debugging, reason_of
-from paceline.cli.profile import profile
-from paceline.cli.pull import pull
-from paceline.cli.quantize import quantize
-from paceline.cli.recommend import recommend
-from paceline.cli.replay import replay
 from paceline.cli.serve import serve
 from paceline.cli.train import app as train
-from paceline.cli.tune import tune
 from paceline.kernels.compile import are_kernels_here, origin
 
 _LEAST_COLUMNS = 60

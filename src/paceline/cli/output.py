@@ -138,7 +138,7 @@ class Painter:
 
     def __init__(self, tokenizer: Any, coloured: bool, prompt: Sequence[int] = ()) -> None:
         # Here, because it loads tokenizers, which --help need not.
-        from paceline.request.detokenise import Detokeniser
+        from paceline.request.text import Detokeniser
 
         self._detokeniser = Detokeniser(tokenizer, prompt)
         self._coloured = coloured

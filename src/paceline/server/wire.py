@@ -27,7 +27,7 @@ import msgspec
 
 from paceline.core.params import SamplingParams
 from paceline.request.completion import StreamEvent
-from paceline.request.defaults import SamplingDefaults
+from paceline.request.options import SamplingDefaults
 from paceline.request.validation import ContextBudget
 from paceline.server.config import ServeConfig
 from paceline.server.failures import APIError

@@ -25,8 +25,8 @@ from paceline.train.acceptance import AcceptanceCounts, WrittenText, context_of,
 from paceline.train.configs import DraftConfig as DraftConfig
 from paceline.train.data import Mixture
 from paceline.train.losses import distillation_loss, rows_that_count
-from paceline.train.masks import MaskedRows
 from paceline.train.trainer import Trainer, run_name, save_model
+from paceline.train.unrolled import MaskedRows
 
 _LOSSES = {
     "kl": "the KL divergence",

@@ -27,7 +27,7 @@ from paceline.train.acceptance import (
     walk,
 )
 from paceline.train.configs import HeadConfig
-from paceline.train.documents import Documents, Windows
+from paceline.train.data import Documents, Windows
 from paceline.train.losses import mixed_probs
 from paceline.train.reading import FeatureCache, NativeReader, Observed
 from paceline.train.trainer import Trainer, run_name

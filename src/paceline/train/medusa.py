@@ -22,9 +22,8 @@ from paceline.train.acceptance import AcceptanceCounts, WrittenText, drafting_ro
 from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
 from paceline.train.heads import HeadTrainer
 from paceline.train.losses import falling
-from paceline.train.optim import MasterOptimizer
 from paceline.train.reading import Observed
-from paceline.train.trainer import run_name, save_model
+from paceline.train.trainer import MasterOptimizer, run_name, save_model
 from paceline.train.unrolled import DraftStarts, loss_ahead
 
 _RANKS = 10  # candidates of each head whose accuracy is measured

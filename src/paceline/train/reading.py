@@ -21,7 +21,7 @@ from paceline.files import write_cached
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import as_bytes, verify
-from paceline.train.documents import Windows
+from paceline.train.data import Windows
 
 _BLOCK = 16  # tokens of a cache block
 _GROUP = 64  # values of a kept feature that share a scale, if the width divides

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.params import Grammar, SamplingParams, shown
 from paceline.errors import PromptError
 from paceline.model.tokenizer import Tokenizer
-from paceline.request.defaults import SamplingDefaults
+from paceline.request.options import SamplingDefaults
 from paceline.request.validation import apply_template
 from paceline.server.api.protocol import (
     ChatMessage,

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from paceline.model.tokenizer import Tokenizer
-from paceline.request.detokenise import Detokeniser, Spelling
+from paceline.request.text import Detokeniser, Spelling
 
 if TYPE_CHECKING:
     from paceline.core.params import TokenLogprob

@@ -1,0 +1,260 @@
+"""The short commands: models are fetched, examined and converted, drafters and answers checked."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from paceline.cli.measuring import Interruption, ReportOptions
+from paceline.cli.options import ModelOptions, expand, fetch, load_llm
+from paceline.cli.output import JsonOptions, WriteOptions, print_json
+from paceline.core.stages import info, stage
+from paceline.errors import PacelineError
+from paceline.lab.report.document import Column, record_of, table_of
+from paceline.model.names import EMBEDDED, PULLABLE, Pullable, megabytes, pulled
+from paceline.settings import AdapterSettings, LoadSettings, changed, entries, explicit, setting
+
+_LISTED = (
+    *map(Column, ("name", "what", "source", "location", "licence")),
+    Column("download_bytes", path="download"),
+    Column("disk_bytes", path="on_disk"),
+    Column("sha256", path="weights_sha256"),
+    Column("folder", path="", stored=pulled),
+)
+
+
+@expand
+def pull(
+    output: WriteOptions,
+    name: str | None = setting(None, "Name of a model, as in smollm2.", flags=("NAME",)),
+    show_list: bool = setting(False, "Print what can be pulled, and stop.", flags=("--list",)),
+) -> None:
+    """Fetch a built-in model into the cache folder, once.
+
+    Nothing else fetches it; names of the model hub (OWNER/NAME) are fetched where they are used.
+    What was downloaded is checked by its SHA-256. The folder is $PACELINE_CACHE, else
+    $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
+    """
+    if show_list:
+        models = PULLABLE.values()
+        output.show({"models": [record_of(m, _LISTED) for m in models]}, *map(_described, models))
+        return
+    if name is None:
+        raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
+    result = fetch(name)
+    entry, folder = result.entry, str(result.folder)
+    same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
+    did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
+    word = "ready" if result.fetched else "already there"
+    output.show(
+        {"name": entry.full_name, "folder": folder, **same, **did},
+        f"{entry.full_name} is {word}: {entry.what} ({entry.licence})",
+        f"  {folder}\n  SHA-256 of the weights {result.sha256}",
+        f"Try: paceline chat --model {entry.full_name}",
+    )
+
+
+def _described(entry: Pullable) -> str:
+    sizes = f"{megabytes(entry.download)} to download, {megabytes(entry.on_disk)} on disk"
+    return (
+        f"{entry.name}: {entry.what} ({entry.licence})\n"
+        f"  {sizes}; {'is here' if pulled(entry) else 'not pulled yet'}\n"
+        f"  {entry.source}: {entry.location}\n"
+        f"  SHA-256 of the weights {entry.weights_sha256 or 'as the hub states it'}"
+    )
+
+
+@expand
+def recommend(
+    output: JsonOptions,
+    model: str = setting(MISSING, "Folder, GGUF file, built-in or hub name.", flags=("MODEL",)),
+    memory: int | None = setting(
+        None, "What the process may take, as in 16G.", kind="size", shown="what is free"
+    ),
+) -> int:
+    """Say what a model would run at here, plainly, with drafts, in 8 and 4 bits, and what to type.
+
+    Reads the headers of its files alone, and measures this machine for about 8 seconds.
+
+    Exits with 1 if no form of it fits into the memory.
+    """
+    with stage("starting"):
+        from paceline.lab import recommend as lab
+    advice = lab.recommend(model, memory)
+    output.show(advice.record, advice.table, *advice.notes, *advice.lines)
+    return int(advice.best is None)
+
+
+@expand
+def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOptions) -> int:
+    """Look at a model and its draft before loading them: what will go wrong, and what helps.
+
+    A few of the model's layers are loaded, and their logits compared with transformers'.
+
+    Exits with 1 if there is an error among the findings.
+    """
+    draft = engine.resolved_draft
+    with stage(f"examining {engine.model}"):
+        from paceline.lab.doctor import Severity, check_logits, examine
+        from paceline.lab.doctor.findings import by_severity, record, report_of
+
+        settings = explicit(vars(engine), "LLM")
+        findings = examine(engine.model, draft, lora=adapters.adapters, **settings)
+    errors = {item.about for item in findings if item.severity is Severity.ERROR}
+    with Interruption() as interrupted:
+        if "target" not in errors:
+            how = {"device": engine.device, "backend": engine.backend}
+            findings.append(check_logits(engine.model, **how))
+    about = engine.model, draft, by_severity(findings)
+    examined = record(*about)
+    output.emit(examined, report_of(*about))
+    return interrupted.code or int(examined["errors"] > 0)
+
+
+@expand
+def quantize(
+    output: WriteOptions,
+    model: str = setting(MISSING, "Folder, GGUF file, built-in or hub name.", flags=("MODEL",)),
+    to: str = setting(MISSING, "Precision; w4a16 is 4 bits for vLLM.", metavar="int8|int4|w4a16"),
+    out: Path = setting(MISSING, "Folder to write; replaced if Paceline wrote all that is in it."),
+    calibrate: Path | None = setting(
+        None, "Text to round by (GPTQ), JSONL; without it to the nearest code.", metavar="FILE"
+    ),
+    tokens: int = setting(32_768, "Tokens of the calibration text to read.", low=512),
+    evaluate: Path | None = setting(
+        None,
+        "Text for the perplexity.",
+        metavar="FILE",
+        shown="other documents of the calibration text, else bench's prompts",
+    ),
+    group: int = setting(32, "Inputs that share a scale, at 4 bits: 32, 64 or 128."),
+    head: str | None = setting(
+        None, "Quantise the head, too (vLLM wants it as it is).", metavar="int8|int4", shown=""
+    ),
+    seed: int = setting(0, "Of the choice of texts.", low=0),
+) -> None:
+    """Round a model's weights to 8 or 4 bits, and say what that costs in perplexity.
+
+    The layout is that of compressed-tensors, which transformers loads, too, and vLLM but for int4.
+    """
+    from paceline.lab.quantize import quantize as run
+    from paceline.model.quantised.convert import scheme_named
+
+    report = run(model, out, scheme_named(to, group, head), calibrate, tokens, evaluate, seed)
+    output.show(report.record(), report.table())
+
+
+ENGINES = "vllm|sglang|tensorrt-llm|llama.cpp|openvino"
+
+
+@expand
+def export(
+    engine: ModelOptions,
+    output: WriteOptions,
+    to: str = setting(MISSING, "The engine.", metavar=ENGINES),
+    out: Path | None = setting(None, "Folder for command, configuration and converted heads."),
+) -> None:
+    """Say the same target, draft, length and rule in another engine's words.
+
+    With --config it is what `paceline tune` found. What the engine has no equivalent of is
+    refused by name, or approximated, with what that costs.
+    """
+    from paceline.lab.export import export as run
+
+    made = run(to, engine.model, engine.resolved_draft, **engine.speculation(), out=out)
+    if output.as_json:
+        print_json(made.record())
+        return
+    for line in (*made.steps, made.command_line):  # as it can be pasted
+        print(line)
+    for approximation in made.approximations:
+        info(f"approximated: {approximation.line()}")
+    if made.head is None and out is None and "eagle" in str(made.config):
+        info("note: the head is not converted; give --out FOLDER for that")
+    info(f"checked against {made.version}")
+
+
+_LAWS = (
+    Column("drafter", "drafter"),
+    Column("law", "law", "name"),
+    Column("broken", "holds", "broken", lambda broken: broken or "yes"),
+)
+
+
+@expand
+def check_drafter(
+    output: JsonOptions,
+    drafter: str = setting(MISSING, "A record, a class or a function.", flags=("MODULE:NAME",)),
+    model: str = setting(EMBEDDED, "The target; a record's examples may need weights made for it."),
+) -> bool:
+    """Run the laws on a drafter of your own, and say which it breaks.
+
+    Trees are well-formed, text and distribution are plain decoding's, and nothing is kept of what
+    has ended. Of errors raised at one place the first traceback is shown.
+    """
+    from paceline.lab.laws import Law, drafters_of, laws
+
+    rows: list[Law] = []
+    for name, make in drafters_of(drafter, model).items():
+        with stage(f"checking {name}"):
+            rows += laws(name, make, model)
+    broken = [law for law in rows if law.broken]
+    errors = [law.error for law in reversed(broken) if law.error is not None]
+    raised = {str(traceback.extract_tb(error.__traceback__)[-1]): error for error in errors}
+    for error in () if output.as_json else raised.values():
+        traceback.print_exception(error)
+    record = {"holds": not broken, "laws": [record_of(row, _LAWS) for row in rows]}
+    output.show(record, table_of(rows, _LAWS))
+    return bool(broken)
+
+
+NOT_COMPARABLE = 3
+
+
+@expand
+def replay(
+    receipt: str = setting(MISSING, "A receipt, or an answer with one.", flags=("RECEIPT",)),
+    model: str | None = setting(
+        None, "Folder, file or name of the model.", shown="as the receipt says"
+    ),
+    threads: int | None = changed(LoadSettings, "threads", None),
+    as_json: bool = setting(False, "Print one JSON object a receipt.", flags=("--json",)),
+) -> int:
+    """Decode an answer again, without drafts, from its receipt: is it the model's text?
+
+    Exits with 0 if it is the same, 1 if it parts, 3 if the receipt was changed or is of other
+    weights or settings.
+    """
+    from paceline.request.receipt import ReceiptError, read_receipts
+
+    parted = False
+    try:
+        receipts = read_receipts(Path(receipt))
+        first = receipts[0]  # those of one answer are of one engine
+        wanted = {"backend": first["backend"]["name"], **first["settings"]}
+        names = {entry.name for entry in entries(LoadSettings)}
+        known: dict[str, Any] = {name: wanted[name] for name in names & wanted.keys()}
+        settings = LoadSettings(**known, threads=threads)
+        try:
+            llm = load_llm(settings, model or first["model"], "none", max_batch_size=1)
+        except PacelineError as error:
+            raise ReceiptError(f"the receipt's model: {error}") from None
+        from paceline.lab.replay import replay as decode_again
+
+        for record in receipts:
+            with stage("decoding again"):
+                outcome, line = decode_again(llm, record)
+            parted |= not outcome["same"]
+            if as_json:
+                print_json(outcome)
+            else:
+                print(line)
+    except ReceiptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return NOT_COMPARABLE
+    return int(parted)
