@@ -37,8 +37,8 @@ from paceline.kernels.library import (
     check,
     instructions,
     library,
-    zeros,
 )
+from paceline.kernels.pages import zeros
 from paceline.lab.profiling.limits import read_bandwidth
 from paceline.model.backends.counters import NativeWork, counted
 from paceline.model.paged.cache import PagedCache

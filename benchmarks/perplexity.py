@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.lab.quantize import perplexity, read_windows
+from paceline.lab.perplexity import perplexity, read_windows
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.paged.int8 import cache_dtype
 from paceline.model.quantised.convert import Scheme, quantise_module

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.lab.quantize import perplexity, read_windows, shipped_windows
+from paceline.lab.perplexity import perplexity, read_windows, shipped_windows
 from paceline.llm import LLM
 from paceline.model.loading import load_tokenizer
 from paceline.model.target import CausalModel

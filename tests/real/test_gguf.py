@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from paceline.lab.quantize import perplexity
+from paceline.lab.perplexity import perplexity
 from paceline.model.loading import load_module
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel

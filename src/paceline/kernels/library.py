@@ -1,18 +1,13 @@
-"""The compiled kernels in ctypes: structures and functions are read from csrc/paceline_native.h;
-and memory for packed weights in huge pages, where the system has them."""
+"""The compiled kernels in ctypes: structures and functions are read from csrc/paceline_native.h."""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import platform
 import re
 import sys
-import threading
-import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from ctypes import POINTER, Structure, c_char_p, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -140,39 +135,3 @@ def check(status: int, work: str = "a forward of this size") -> None:
         raise IndexError("a token id or a position is out of range")
     if status:
         raise MemoryError(f"no memory for {work}")
-
-
-_HUGE = 2 << 20  # bytes of a huge page
-_SLAB = 32 << 20  # where nothing larger is asked for
-_LINE = 64  # a matrix begins at a cache line
-_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
-
-
-class _Slab:
-    """A mapping that only its matrices keep alive, and the bytes of it that are taken."""
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self.memory = weakref.ref(memory)
-        self.taken = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
-
-
-_lock = threading.Lock()
-_last: _Slab | None = None  # the one with room
-
-
-def zeros(size: int) -> torch.Tensor:
-    """uint8 zeros in huge pages on Linux; torch's statistics do not count them."""
-    global _last
-    if _ADVICE is None or size == 0:
-        return torch.zeros(size, dtype=torch.uint8)
-    with _lock:
-        memory = None if _last is None else _last.memory()
-        if _last is None or memory is None or _last.taken + size > len(memory):
-            length = max(_SLAB, -(-size // _HUGE) * _HUGE) + _HUGE
-            memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # of a kernel without huge pages
-                memory.madvise(_ADVICE)
-            _last = _Slab(memory)
-        first = _last.taken
-        _last.taken += -(-size // _LINE) * _LINE
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=first)

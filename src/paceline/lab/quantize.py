@@ -1,25 +1,20 @@
-"""``paceline quantize``: a checkpoint of eight or four bits, and what it costs in perplexity: how
-well a model predicts given text."""
+"""``paceline quantize``: a checkpoint of eight or four bits, and what it costs in perplexity."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
 
-from paceline.core.batch import Span
 from paceline.core.stages import info, stage
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError
 from paceline.files import check_place, folder_aside
 from paceline.files.ownership import check_folder
-from paceline.lab.bench.prompts import load_prompts
+from paceline.lab.perplexity import EVALUATED, Perplexity, perplexity, read_windows, shipped_windows
 from paceline.lab.report.document import Table
 from paceline.lab.report.render import as_table
 from paceline.model.loading import load_module, load_tokenizer
@@ -28,82 +23,6 @@ from paceline.model.probe import ATTENTION
 from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
 from paceline.model.quantised.formats import METHOD, quantization_config, tensors_of
 from paceline.model.target import CausalModel
-from paceline.train.data import encode_stream
-
-WINDOW = 512  # tokens that are read together; a longer text is read in such parts
-EVALUATED = 4096  # tokens
-_ROWS = 128  # rows whose logits are held at once
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """``tokens`` that were predicted, and the sum of their surprise in ``nats``."""
-
-    tokens: int
-    nats: float
-
-    @property
-    def value(self) -> float:
-        """``exp`` of the mean surprise; 1 would be certainty."""
-        return math.exp(self.nats / self.tokens)
-
-    def record(self) -> dict[str, Any]:
-        return {"perplexity": self.value, "tokens": self.tokens, "nats": self.nats}
-
-
-def read_windows(
-    path: Path, tokenizer: PreTrainedTokenizerFast, most_tokens: int, seed: int | None = None
-) -> list[list[int]]:
-    """The texts of a JSONL file (``messages``, ``text``, ...) as token ids, so many in all; with a
-    ``seed`` in random order. Raises DataError if there are none."""
-    stream = encode_stream(path, tokenizer, loss_on="all")
-    documents = np.split(stream.ids, stream.starts[1:])
-    if seed is not None:
-        np.random.default_rng(seed).shuffle(documents)
-    parts = (ids[i : i + WINDOW].tolist() for ids in documents for i in range(0, len(ids), WINDOW))
-    windows = _cut(parts, most_tokens)
-    if not windows:
-        raise DataError(f"{path} has no text of two tokens or more; give longer texts")
-    return windows
-
-
-def shipped_windows(tokenizer: PreTrainedTokenizerFast, most_tokens: int) -> list[list[int]]:
-    """The questions that ``paceline bench`` asks, as plain text: token ids, so many in all."""
-    texts = ["\n\n".join(prompt.turns) for prompt in load_prompts()]
-    return _cut((ids[:WINDOW] for ids in tokenizer(texts)["input_ids"]), most_tokens)
-
-
-def _cut(texts: Iterable[list[int]], most_tokens: int) -> list[list[int]]:
-    """The first texts, of ``most_tokens`` together; what has no second token predicts nothing."""
-    kept, left = list[list[int]](), most_tokens
-    for ids in texts:
-        if len(ids[:left]) > 1:
-            kept.append(ids[:left])
-            left -= len(kept[-1])
-    return kept
-
-
-@torch.inference_mode()
-def perplexity(model: CausalModel, windows: Sequence[Sequence[int]]) -> Perplexity:
-    """Of every token but the first of each window, as ``model`` computes it in the engine."""
-    nats, tokens = 0.0, 0
-    longest = max(len(ids) for ids in windows)
-    cache = model.new_cache(1, longest, share=False)
-    with stage("reading text for its perplexity", total=len(windows), unit="texts") as progress:
-        for ids in windows:
-            cache.admit(0, ids)
-            cache.reserve(0, len(ids))
-            for begin in range(0, len(ids) - 1, _ROWS):
-                rows = list(ids[begin : begin + _ROWS])
-                batch = cache.batch_of([Span.of(0, begin, rows)])
-                logits = model(replace(batch, logit_rows=None), cache).logits
-                wanted = torch.tensor(ids[begin + 1 : begin + 1 + len(rows)], device=model.device)
-                scores = logits[: len(wanted)].float().log_softmax(-1)
-                nats -= float(scores.gather(1, wanted[:, None]).double().sum())
-                tokens += len(wanted)
-            cache.free(0)
-            progress.advance()
-    return Perplexity(tokens, nats)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.kernels import pages
-from paceline.kernels.library import zeros
+from paceline.kernels.pages import zeros
 
 
 @pytest.fixture(autouse=True)

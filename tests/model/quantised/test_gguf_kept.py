@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.errors import ModelLoadError
-from paceline.lab.quantize import perplexity
+from paceline.lab.perplexity import perplexity
 from paceline.model.gguf_weights import weight_of_blocks
 from paceline.model.loading import load_module
 from paceline.model.quantised.weights import QuantisedLinear

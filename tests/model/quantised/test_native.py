@@ -12,7 +12,7 @@ import torch
 
 from paceline.kernels.compile import NativeUnavailableError
 from paceline.kernels.library import INSTRUCTIONS, choose, instructions
-from paceline.lab.quantize import perplexity
+from paceline.lab.perplexity import perplexity
 from paceline.model.backends.native.packing import Form, Packed
 from paceline.model.quantised.rounding import Zero, nearest, round_to_nearest
 from paceline.model.quantised.weights import (

@@ -28,8 +28,8 @@ from paceline.kernels.library import (
     check,
     library,
     pointer,
-    zeros,
 )
+from paceline.kernels.pages import zeros
 from paceline.model.backends.counters import NativeWork, WeightRead, count_work
 from paceline.model.quantised.experts import Experts
 from paceline.model.quantised.weights import (
