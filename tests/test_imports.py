@@ -190,7 +190,7 @@ PUBLIC_ONLY: dict[str, set[str]] = {
         "model/names",
     },
     # Which models there are, which one was tuned, and forwards measured alone.
-    "lab/tune": {"model/names", "model/identity", "model/measure"},
+    "lab/tune": {"model/names", "model/measure"},
     "lab/profiling": {"model/backends/counters", "model/loading", "model/measure"},
     "lab/doctor": {  # what loading checkpoints asks of them, and a batch for a few layers
         "core/batch",

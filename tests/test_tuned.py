@@ -11,10 +11,9 @@ import pytest
 
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.control.adaptive import AdaptiveController
-from paceline.model.identity import ModelIdentity, count_parameters
 from paceline.model.target import CausalModel
 from paceline.settings import tuned
-from paceline.settings.tuned import TunedProfile
+from paceline.settings.tuned import ModelIdentity, TunedProfile, count_parameters
 from support.tiny_models import TinyPair
 
 PROMPT = "Once upon a time there was a little"

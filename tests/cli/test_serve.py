@@ -16,11 +16,10 @@ from paceline import LLM
 from paceline.cli import serve
 from paceline.cli.main import app
 from paceline.errors import ModelLoadError
-from paceline.model.identity import ModelIdentity
 from paceline.server.config import ServeConfig, configure, keys
 from paceline.server.local import load_llm
 from paceline.settings import tuned
-from paceline.settings.tuned import TunedProfile
+from paceline.settings.tuned import ModelIdentity, TunedProfile
 from support.command_lines import assert_one_line, paceline
 from support.served_process import ServedProcess
 

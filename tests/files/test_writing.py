@@ -373,7 +373,7 @@ FREE = {
     ("train/trainer.py", "save_pretrained"),
     ("pull/run.py", "write_text"),
     ("pull/run.py", "save_pretrained"),
-    ("pull/wheel.py", "open"),  # the output of pip, in a folder that goes away
+    ("pull/run.py", "open"),  # the output of pip, in a folder that goes away
     ("lab/quantize.py", "write_text"),
     ("lab/quantize.py", "save_pretrained"),
     ("lab/quantize.py", "save_file"),

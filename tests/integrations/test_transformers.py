@@ -18,7 +18,7 @@ from transformers.generation import (
 
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.integrations.transformers import SpeculativeOutput, forget, generate
-from paceline.integrations.transformers import shared as sharing
+from paceline.integrations.transformers import decode as sharing
 from paceline.model.names import resolve
 from paceline.model.target import CausalModel
 

@@ -20,9 +20,8 @@ from paceline.draft.suffix import SuffixDrafter
 from paceline.lab.profiling import steady
 from paceline.lab.report.document import Report, Text
 from paceline.lab.report.render import write
-from paceline.model.identity import ModelIdentity
 from paceline.settings import tuned
-from paceline.settings.tuned import TunedProfile
+from paceline.settings.tuned import ModelIdentity, TunedProfile
 from paceline.train.acceptance import written_texts
 from paceline.train.card import write_card
 from paceline.train.data import Stream, Windows, write_stream

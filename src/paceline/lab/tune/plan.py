@@ -24,8 +24,8 @@ from paceline.lab.tune.search import (
     hybrid_of,
 )
 from paceline.llm import LLM
-from paceline.model.identity import count_parameters
 from paceline.model.measure import measure_target
+from paceline.settings.tuned import count_parameters
 
 LARGEST_BATCH = 32  # to which break-even is sought
 _DEFAULT_LENGTH = 8  # of the adaptive length

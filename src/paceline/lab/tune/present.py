@@ -20,7 +20,6 @@ from paceline.lab.tune.measure import CALM, PLAIN, Confirmation
 from paceline.lab.tune.plan import TuningOutcome
 from paceline.lab.tune.search import MeasuredMethod
 from paceline.llm import LLM
-from paceline.model.identity import ModelIdentity
 from paceline.settings.tuned import (
     VERSION,
     DraftChoice,
@@ -28,6 +27,7 @@ from paceline.settings.tuned import (
     KnownCosts,
     MachineIdentity,
     Measured,
+    ModelIdentity,
     PassCosts,
     TunedProfile,
 )
