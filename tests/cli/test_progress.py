@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.cli.measuring import spending
+from paceline.cli.output import spending
 from paceline.core.stages import info, is_heard, stage
 from paceline.lab.budget import Budget
 from paceline.model.target import CausalModel

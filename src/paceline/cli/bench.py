@@ -8,9 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.measuring import NOT_ENOUGH, Interruption, ReportOptions, RunOptions, spending
 from paceline.cli.options import ModelOptions, TargetName, expand, load_llm
-from paceline.cli.output import debugging
+from paceline.cli.output import (
+    NOT_ENOUGH,
+    Interruption,
+    ReportOptions,
+    RunOptions,
+    debugging,
+    spending,
+)
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PromptError
 from paceline.files import check_place

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.measuring import (
+from paceline.cli.options import ModelOptions, expand
+from paceline.cli.output import (
     NOT_ENOUGH,
     Interruption,
     ReportOptions,
     RunOptions,
     spending,
 )
-from paceline.cli.options import ModelOptions, expand
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.lab.bench import PromptOptions

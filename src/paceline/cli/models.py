@@ -10,9 +10,8 @@ from typing import Any
 
 import typer
 
-from paceline.cli.measuring import Interruption, ReportOptions
 from paceline.cli.options import ModelOptions, expand, fetch, load_llm
-from paceline.cli.output import JsonOptions, WriteOptions, print_json
+from paceline.cli.output import Interruption, JsonOptions, ReportOptions, WriteOptions, print_json
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.lab.report.document import Column, record_of, table_of

@@ -13,8 +13,7 @@ from torch import nn
 
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
-from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_module
-from paceline.model.quantised.experts import split_experts
+from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_module, split_experts
 from paceline.model.quantised.formats import is_supported, quantised_weights, tensor_suffixes
 from paceline.model.quantised.weights import (
     ROW_GROUP,

@@ -16,8 +16,7 @@ from paceline import LLM, SamplingParams
 from paceline.lab.quantize import quantize
 from paceline.model.backends.base import NATIVE, REFERENCE, relative_error, trial_logits
 from paceline.model.copies import quantised_copy
-from paceline.model.quantised.convert import scheme_named
-from paceline.model.quantised.experts import Experts, split_experts
+from paceline.model.quantised.convert import Experts, scheme_named, split_experts
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
 

@@ -26,7 +26,7 @@ from paceline.model.gguf_weights import check_taken
 from paceline.model.names import SMALL, check_hub_name, hub_message, is_path, located
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.paged.states import bytes_per_state
-from paceline.model.quantised.experts import split_experts
+from paceline.model.quantised.convert import split_experts
 from paceline.model.target import UNLIMITED_POSITIONS
 from paceline.model.tensorfile import verify
 from paceline.model.text_part import key_mapping

@@ -55,8 +55,7 @@ from paceline.model.backends.native.recognise import (
 )
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import KeyValueStore
-from paceline.model.quantised.convert import children
-from paceline.model.quantised.experts import Experts
+from paceline.model.quantised.convert import Experts, children
 
 _PARTIAL_BYTES = 32 << 20  # of attention (csrc/forward.cpp)
 _LEFT_OUT = torch.empty(0, 0)  # logits

@@ -31,7 +31,7 @@ from paceline.kernels.library import (
 )
 from paceline.kernels.pages import zeros
 from paceline.model.backends.counters import NativeWork, WeightRead, count_work
-from paceline.model.quantised.experts import Experts
+from paceline.model.quantised.convert import Experts
 from paceline.model.quantised.weights import (
     ROW_GROUP,
     LinearBase,

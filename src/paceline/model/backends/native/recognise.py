@@ -19,7 +19,7 @@ from paceline.kernels.library import DTYPES, GELU_TANH, SILU, CModel
 from paceline.model.backends.native.packing import GATED, PROJECTIONS, same_form
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.segments import Pattern
-from paceline.model.quantised.experts import Experts
+from paceline.model.quantised.convert import Experts
 from paceline.model.quantised.weights import QuantisedLinear, is_plain
 
 _GEMMA = {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
