@@ -74,11 +74,12 @@ _BELOW_ONE = 1.0 - 2.0**-50
 def inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An index in each row of ``probs`` [R, V] by its weight, and the row's sum, float64 [R];
     ``uniforms`` [R] in [0, 1). Weights need not sum to one; zero weights are never taken. The index
-    is void where the sum is zero, infinite or not a number."""
+    is one of the row's, but void, where the sum is zero, infinite or not a number."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     mass = cumulative[:, -1:]
     points = mass * (uniforms.to(torch.float64).unsqueeze(1) * _BELOW_ONE)
-    return torch.searchsorted(cumulative, points, right=True).squeeze(1), mass.squeeze(1)
+    indices = torch.searchsorted(cumulative, points, right=True).squeeze(1)
+    return indices.clamp_(max=probs.shape[1] - 1), mass.squeeze(1)
 
 
 _ROUNDING = 1e-4  # above that of a softmax's sum
