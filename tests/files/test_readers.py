@@ -55,11 +55,13 @@ Made = tuple[list[Path], Callable[[], Any]]  # files to damage, and what reads t
 
 
 def gguf_header(root: Path) -> Made:
+    pytest.importorskip("gguf")
     write_gguf(root / "model.gguf", "llama")
     return [root / "model.gguf"], lambda: read_gguf(root / "model.gguf")
 
 
 def gguf_model(root: Path) -> Made:
+    pytest.importorskip("gguf")
     write_gguf(root / "model.gguf", "llama", quantisation="Q8_0")
     return [root / "model.gguf"], lambda: CausalModel.load(str(root / "model.gguf"), "float32")
 
