@@ -18,7 +18,7 @@ from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.loading import load_tokenizer
 from paceline.request.grammar import GrammarCompiler
 from support import real_model
-from support.every_drafter import WEIGHTS
+from support.every_drafter import SPECS, WEIGHTS
 
 SCHEMA = {
     "type": "object",
@@ -51,7 +51,15 @@ BEHIND = [
     "quantized:int4,nodes=8,width=3",
     "hybrid:medusa:paceline/tiny-medusa+ngram",
     "hybrid:ngram+eagle3:paceline/tiny-eagle3",
+    "medusa:paceline/tiny-medusa",
+    "eagle:paceline/tiny-eagle",
+    "eagle3:paceline/tiny-eagle3",
+    "dflash:paceline/tiny-dflash",
+    "dspark:paceline/tiny-dspark",
 ]
+# The same of heads and models that have not learnt to draft.
+UNLEARNT = [pytest.param(SPECS[kind], id=kind) for kind in SPECS if kind.endswith("one pass")]
+UNLEARNT += [pytest.param(SPECS["mtp"], id="mtp")]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +83,10 @@ def expected(target: LLM) -> list[tuple[list[SamplingParams], list[list[int]]]]:
 @pytest.mark.broad
 @pytest.mark.parametrize(
     "draft",
-    ["paceline/tiny-draft", "hybrid:suffix+ngram", "quantized", "hybrid:suffix+quantized", *BEHIND],
+    [
+        *("paceline/tiny-draft", "hybrid:suffix+ngram", "quantized", "hybrid:suffix+quantized"),
+        *(*BEHIND, *UNLEARNT),
+    ],
 )
 def test_the_text_is_plain_decodings(
     target: LLM, expected: list[tuple[list[SamplingParams], list[list[int]]]], draft: str
@@ -129,7 +140,7 @@ def test_a_drafter_takes_them_into_its_chain(
 
 @pytest.mark.parametrize("draft", BEHIND)
 def test_drafts_go_on_behind_it(target: LLM, draft: str) -> None:
-    """Of lookups, trees, and of those beside a head: fewer steps for the same text than if what is
+    """Of lookups, trees and heads: fewer steps for the same text than if what is
     forced were a draft of its own. A datastore of other texts finds nothing, and costs none."""
     schema = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}
     steps, texts = [0, 0], list[list[int]]()
@@ -165,7 +176,7 @@ class Fixed:
         pass
 
 
-@pytest.mark.parametrize("draft", BEHIND)
+@pytest.mark.parametrize("draft", [*BEHIND, *UNLEARNT])
 def test_a_tree_has_room_for_what_is_forced(target: LLM, draft: str) -> None:
     """Of any length of drafts, alone and beside others, at any place of the text."""
     item = {"type": "object", "properties": {"is": {"type": "boolean"}}, "required": ["is"]}

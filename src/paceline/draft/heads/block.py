@@ -79,7 +79,7 @@ class DFlash(BlockSpec):
 
 class _Block(NamedTuple):
     """What a pass says about one sequence: ``outputs [drafts, H]``, ``logits [drafts, columns]``;
-    ``last``: int64 ``[1]``, the anchor."""
+    ``last``: int64 ``[1]``, the token before the tree."""
 
     outputs: torch.Tensor
     logits: torch.Tensor
@@ -114,7 +114,7 @@ class BlockDrafter(FeatureDrafter):
         parents, seen = _within(config.block_size, config.causal, device)
         masks = [config.mask_token] * (config.block_size - 1)
         spans = [
-            Span.of(tree.item.seq.seq_id, tree.base, (), parents, [last, *masks], ancestors=seen)
+            Span.of(tree.item.seq.seq_id, tree.text, (), parents, [last, *masks], ancestors=seen)
             for tree in trees
             for last in tree.item.seq.tokens[-1:]
         ]
@@ -123,7 +123,7 @@ class BlockDrafter(FeatureDrafter):
         count = max(self._policy.depth(tree.item.draft_length) for tree in trees)
         outputs = outputs[:, :count]
         logits = self._step.logits(outputs)
-        lasts = to_device([tree.item.seq.tokens[-1] for tree in trees], device)
+        lasts = to_device([[*t.item.seq.tokens[-1:], *t.forced][-1] for t in trees], device)
         self._blocks = {
             tree.item.seq.seq_id: _Block(*block)
             for tree, *block in zip(trees, outputs, logits, lasts[:, None], strict=True)
@@ -135,7 +135,7 @@ class BlockDrafter(FeatureDrafter):
         parts = []
         for tree in trees:
             block, depth = self._blocks[tree.item.seq.seq_id], tree.depth
-            before = tree.fresh if depth else block.last
+            before = tree.fresh if len(tree.fresh) else block.last
             bias = self.head.bias(block.outputs[depth].expand(len(before), -1), before)
             logits = block.logits[depth]
             parts.append(logits.expand(len(before), -1) if bias is None else logits + bias)
@@ -203,7 +203,8 @@ class DSparkDrafter(BlockDrafter):
         for tree, done in zip(trees, finished, strict=True):
             block, tokens = self._blocks[tree.item.seq.seq_id], done.tree.tokens
             before = torch.cat((block.last, tokens[:-1]))
-            chances = self.head.confidence(block.outputs[: len(tokens)], before).float().sigmoid()
+            outputs = block.outputs[len(tree.forced) :][: len(tokens)]
+            chances = self.head.confidence(outputs, before).float().sigmoid()
             sure.append((chances.cumprod(0) >= self.stop).sum())
         lengths = torch.stack(sure).tolist()  # a second wait for the device, which knows the shapes
         return [_cut(done, max(1, length)) for done, length in zip(finished, lengths, strict=True)]

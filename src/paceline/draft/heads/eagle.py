@@ -24,6 +24,7 @@ import torch
 
 from paceline.core.batch import ModelOutput, Span
 from paceline.core.sequence import SEQUENCE_IDS
+from paceline.core.transfer import to_device
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
 from paceline.draft.heads.features import FeatureDrafter, FeatureRows, HeadSpec, on_features
@@ -123,30 +124,40 @@ class EagleDrafter(FeatureDrafter):
         return self._step.growth
 
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
-        """Run the rows whose features have arrived."""
-        return self._run(spans, trees, self._taken(spans), fused=False)
+        """Run the rows whose features have arrived, then what is forced, in one pass."""
+        logits = self._run(spans, trees, self._taken(spans), fused=False)
+        rows = [row for row, tree in enumerate(trees) if tree.forced]
+        if rows:
+            some = [trees[row] for row in rows]
+            runs = [Span.of(tree.item.seq.seq_id, tree.text, tree.forced) for tree in some]
+            logits.index_copy_(0, to_device(rows, logits.device), self._below(runs, some))
+        return self._narrow(logits)
 
     def _level(self, trees: list[Growing]) -> Logits:
-        """Run the newest nodes of some trees, each with its parent's output as its feature."""
+        """Run the newest nodes of some trees."""
+        return self._narrow(self._below([tree.newest() for tree in trees], trees))
+
+    def _below(self, spans: Sequence[Span], trees: Sequence[Growing]) -> torch.Tensor:
+        """Run rows of some trees, each with its parent's output as its feature; all that is forced
+        has that of the token before it: one pass, and no less is accepted than by one for each."""
         inputs = []
-        for tree in trees:
+        for span, tree in zip(spans, trees, strict=True):
             assert tree.outputs is not None
-            above = tree.above
-            inputs.append(tree.outputs if above is None else tree.outputs.index_select(0, above))
-        return self._run([tree.newest() for tree in trees], trees, torch.cat(inputs), fused=True)
+            outputs, above = tree.outputs, tree.above
+            outputs = outputs if above is None else outputs.index_select(0, above)
+            inputs.append(outputs.expand(span.pending or -1, -1))
+        return self._run(spans, trees, torch.cat(inputs), fused=True)
 
     def _run(
         self, spans: Sequence[Span], trees: Sequence[Growing], inputs: torch.Tensor, fused: bool
-    ) -> Logits:
+    ) -> torch.Tensor:
         """One pass of the head: logits at the trees' rows; the trees get its outputs ``[R, H]``
         there."""
         outputs, logits = self._step(self.cache.batch_of(spans), self.cache, inputs, fused)
-        if not trees:
-            return logits
         counts = [len(tree.fresh) or 1 for tree in trees]
-        for tree, part in zip(trees, torch.split(outputs, counts), strict=True):
+        for tree, part in zip(trees, torch.split(outputs, counts) if trees else (), strict=True):
             tree.outputs = part
-        return self._narrow(logits)
+        return logits
 
     @torch.inference_mode()
     def first_logits(self, tokens: Sequence[int], out: ModelOutput) -> torch.Tensor:

@@ -61,9 +61,8 @@ class Growing(ABC):
     int64: tokens of the newest expanded nodes. ``above`` int64: the row, among the newest expanded
     nodes before, of each one's parent; None if they are those rows.
 
-    ``forced``: tokens between the committed ones and the tree, which are run with the former;
-    ``base``: rows of both in the drafter's cache. ``outputs [rows, H]``: an EAGLE head's outputs at
-    the newest rows.
+    ``forced``: tokens between the committed ones and the tree; ``base``: rows of both in the
+    drafter's cache. ``outputs [rows, H]``: an EAGLE head's outputs at the newest rows.
     """
 
     samples: bool
@@ -87,6 +86,11 @@ class Growing(ABC):
     def depth(self) -> int:
         """Of the newest expanded nodes, or of what is forced before there are any."""
         return len(self.forced) + sum(depths_of(self.expanded_parents)[-1:])
+
+    @property
+    def text(self) -> int:
+        """Committed tokens in the drafter's cache."""
+        return self.base - len(self.forced)
 
     @property
     def rows(self) -> int:

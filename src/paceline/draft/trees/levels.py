@@ -46,6 +46,7 @@ class LevelDrafter(ABC):
     features: tuple[int, ...] = ()
     reads_logits = False
     adapts = False  # its model runs with a request's adapter
+    _along = True  # its chains take in what a grammar forces wherever it comes
 
     def __init__(self, levels: Levels, max_positions: int) -> None:
         """``max_positions``: longest context of the model."""
@@ -74,13 +75,9 @@ class LevelDrafter(ABC):
         for item, span in zip(plan.slices, known, strict=True):
             if span is not None and span.wants_logits:
                 base = span.context + span.pending
-                ending = self._ending(item.seq)
-                trees.append(
-                    self._policy.start(
-                        item, self.cache.device, base, ending, self.takes_forced > 0, sequences
-                    )
-                )
-                span = trees[-1].first(span)
+                given = self._ending(item.seq), self._forced(item), sequences
+                trees.append(self._policy.start(item, self.cache.device, base, *given))
+                span = self._with_run(trees[-1], span)
             if span is not None:
                 spans.append(span)
         grown: dict[int, TokenTree] = {}
@@ -157,6 +154,17 @@ class LevelDrafter(ABC):
 
     def _follows_grammars(self) -> bool:
         return False
+
+    def _forced(self, item: Slice) -> Sequence[int] | None:
+        """As in ``Policy.start``."""
+        constraint = item.seq.constraint
+        if constraint is None or not self.takes_forced:
+            return ()
+        return None if self._along and self._policy.chain else constraint.forced() or ()
+
+    def _with_run(self, tree: Growing, span: Span) -> Span:
+        """What to run before the first level: the tokens not read yet, and what is forced."""
+        return tree.first(span)
 
     @property
     def prefers_seeds(self) -> bool:

@@ -29,7 +29,7 @@ class OnePassDrafter(LevelDrafter):
     """
 
     growth = None
-    takes_forced = 0
+    _along = False
 
     def __init__(self, mask: int, *given: Any) -> None:
         super().__init__(*given)
@@ -48,10 +48,10 @@ class OnePassDrafter(LevelDrafter):
 
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
         """Run the text and its masks: logits of the first drafted token."""
-        masks = {t.item.seq.seq_id: self._room(t.item.draft_length) for t in trees}
-        return self._drafted(
-            [self._masked(span, masks.get(span.seq_id, 0)) for span in spans], trees
-        )
+        ends = {t.item.seq.seq_id: t.text + self._room(t.item.draft_length) for t in trees}
+        known = [(span, span.context + span.pending) for span in spans]
+        masked = [self._masked(span, ends.get(span.seq_id, end) - end) for span, end in known]
+        return self._drafted(masked, trees)
 
     def _masked(self, span: Span, count: int) -> Span:
         return replace(span, parents=chain_parents(count), nodes=[self._mask] * count)
@@ -60,16 +60,20 @@ class OnePassDrafter(LevelDrafter):
         logits = self._pass(spans)
         if not trees:
             return logits
-        parts = torch.split(logits, [1 + self._room(t.item.draft_length) for t in trees])
+        drafting = [span for span in spans if span.wants_logits]
+        counts = [(span.pending > 0) + len(span.nodes) for span in drafting]
+        parts = torch.split(logits, counts)
         ids = [tree.item.seq.seq_id for tree in trees]
         self._after = dict(zip(ids, parts, strict=True))
         return self._level(list(trees))
 
     def _level(self, trees: list[Growing]) -> Logits:
-        rows = [self._after[tree.item.seq.seq_id][tree.depth] for tree in trees]
-        counts = [max(1, len(tree.fresh)) for tree in trees]
-        joined = torch.cat([row.expand(n, -1) for row, n in zip(rows, counts, strict=True)])
-        return self._narrow(joined)
+        """Logits at the trees' depths, counted from the deepest."""
+        parts = []
+        for tree in trees:
+            depth = tree.depth - 1 - self._room(tree.item.draft_length)
+            parts.append(self._after[tree.item.seq.seq_id][depth].expand(tree.rows, -1))
+        return self._narrow(torch.cat(parts))
 
     def forget(self, seq_id: int) -> None:
         self._after.pop(seq_id, None)

@@ -151,40 +151,29 @@ class Policy:
         device: torch.device,
         base: int = 0,
         ending: Ending = WHOLE,
-        forced: bool = False,
+        forced: Sequence[int] | None = (),
         sequences: int = 1,
     ) -> Growing:
         """An empty tree for a sequence with a draft length above 0, of so many that decode;
-        ``base`` as in Growing. ``forced``: trees begin behind what a grammar forces; chains take
-        it in wherever it comes."""
+        ``base`` as in Growing. ``forced``: what a grammar forces before the tree; None: a chain
+        takes it in wherever it comes."""
         length = self.depth(item.draft_length)
-        run: Sequence[int] = ()
-        if forced and item.seq.constraint is not None:
-            if self.chain:
-                return GrammarChain(item, length, device, base, ending)
-            run = (item.seq.constraint.forced() or ())[: length - 1]
-        tree = self._tree(item, device, base + len(run), ending, length, len(run), sequences)
+        if forced is None:
+            return GrammarChain(item, length, device, base, ending)
+        run = forced[: length - 1]
+        base, length = base + len(run), length - len(run)
+        nodes = self.max_nodes(item.draft_length, sequences) - len(run)
+        tree: Growing
+        if not self.nodes:
+            tree = StaticTree(item, self.shape.cut(length), device, base)
+        elif draws_unseeded(item.seq.params):
+            tree = StaticTree(item, sampled_shape(nodes, length), device, base)
+        else:
+            most = max(1, self.nodes // sequences) if self.shared else self.width
+            width = min(self.width, most)
+            tree = DynamicTree(item, length, width, nodes, device, base, ending)
         tree.forced = run
         return tree
-
-    def _tree(
-        self,
-        item: Slice,
-        device: torch.device,
-        base: int,
-        ending: Ending,
-        length: int,
-        forced: int,
-        sequences: int,
-    ) -> Growing:
-        """One of so many levels with those that are forced."""
-        nodes, length = self.max_nodes(length, sequences) - forced, length - forced
-        if not self.nodes:
-            return StaticTree(item, self.shape.cut(length), device, base)
-        if draws_unseeded(item.seq.params):
-            return StaticTree(item, sampled_shape(nodes, length), device, base)
-        width = min(self.width, max(1, self.nodes // sequences)) if self.shared else self.width
-        return DynamicTree(item, length, width, nodes, device, base, ending)
 
 
 @lru_cache(maxsize=256)
