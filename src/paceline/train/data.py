@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -216,8 +217,11 @@ def token_stream(
 
 def write_stream(file: Path, stream: Stream) -> None:
     """Raises WriteError."""
-    with write_cached(file, file.parent, "the token stream") as sink:
-        np.savez(sink, **vars(stream))
+    # Not np.savez: an older numpy leaves the archive of a full disk open.
+    with write_cached(file, file.parent, "the token stream") as sink, ZipFile(sink, "w") as archive:
+        for name, value in vars(stream).items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
+                np.lib.format.write_array(part, np.asarray(value))
 
 
 class Mixture:
