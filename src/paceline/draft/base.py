@@ -83,9 +83,10 @@ def check_trees(drafter: Drafter, plan: Plan, trees: Sequence[TokenTree], vocab:
             rule = "known must be the tree's tokens"
         elif tree.q is not None and len(tree):
             drawn = tree.q.gather(1, tree.tokens.clamp(max=tree.q.shape[1] - 1)[:, None])
-            if bool(((tree.q.sum(1) - 1).abs() > 1e-3).any() | (tree.q < 0).any()):
+            sums = tree.q.sum(1, keepdim=True)  # 0 where a grammar allows none of its tokens
+            if bool(((sums - sums.sign()).abs() > 1e-3).any() | (tree.q < 0).any()):
                 rule = "every row of q must be a distribution: it adds up to 1"
-            elif tree.draw is Draw.IID and not bool((drawn > 0).all()):
+            elif tree.draw is Draw.IID and not bool(((drawn > 0) | (sums == 0)).all()):
                 rule = "a drawn token must have a probability above 0 in its row of q"
         if rule:
             raise ConfigError(f"{drafter.name}: {rule}")
