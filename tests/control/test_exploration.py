@@ -322,7 +322,8 @@ def test_a_draft_that_is_cut_short_counts_as_it_was_made() -> None:
 def test_lookups_that_win_less_than_asking_takes_are_asked_in_one_of_some_steps(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every question takes a tenth of a step: 0.9 of plain decoding where nothing is found."""
+    """Every question takes a tenth of a step: 0.9 of plain decoding where nothing is found, and
+    0.995 if one of 20 steps asks."""
     clock = count(step=0.1 * (STEP + REST))
     monkeypatch.setattr("paceline.control.following.perf_counter", lambda: next(clock))
     lookup = Sure("lookup", always(None))
@@ -336,7 +337,7 @@ def test_lookups_that_win_less_than_asking_takes_are_asked_in_one_of_some_steps(
 
     monkeypatch.setattr(lookup, "lookup", look)
     machine.together(256, batch)
-    assert asked < 80
+    assert asked < 40
     lookup.chance, lookup.match = always(1.0), 32
     assert machine.together(480, batch) > (3 if batch == 1 else 1.5)
 

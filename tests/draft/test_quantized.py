@@ -11,6 +11,7 @@ from torch import nn
 
 from embedded_target import train_tokenizer
 from paceline import LLM, SamplingParams
+from paceline.draft.base import runs_torch
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.spec import Loading
 from paceline.drafters import prepare_one
@@ -59,6 +60,16 @@ def test_the_copy_is_the_model_quantised_when_loaded(
         assert torch.equal(dense(model)[name], before[name]), "the model itself stays"
     assert usual_bits(copied.hf) == {"int8": 8, "int4": 4}[precision] and usual_bits(model.hf) == 32
     assert quantised_copy(model, precision) is copied, "rounded once"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_without_operators_of_torch_skip_its_inference_mode(folder: str, layout: str) -> None:
+    """It costs a step 30 microseconds; lookups and the kernels do not need it."""
+    llm = LLM(
+        folder, draft="hybrid:suffix+quantized:int4", dtype="float32", device="cpu", backend=layout
+    )
+    assert runs_torch(llm.engine.drafter) == (layout == "reference")
+    assert not runs_torch(llm.beside("hybrid:suffix+ngram").engine.drafter)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

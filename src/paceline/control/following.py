@@ -16,8 +16,8 @@ from paceline.draft.base import LookupDrafter, Offer
 Offers = Mapping[Hashable, Offer]  # by lookup
 _READ_ALONG = 16  # pending tokens; more are a prompt
 _DEEPEST = 24  # levels that are asked for
-# Where asking does not pay, only in one of so many steps: of one sequence, and of many.
-_RARELY, _RAREST = 4, 32
+# Where asking does not pay, only in one of so many steps, so that it takes this share of the time.
+_RARELY, _RAREST, _SHARE = 4, 32, 0.005
 _BOUND = 1.0  # plain steps that asking may lose, and that must be won back, at most
 
 
@@ -52,6 +52,7 @@ class LookupFollower:
     def __init__(self, drafters: Mapping[Hashable, LookupDrafter], cost: CostModel) -> None:
         self.drafters, self._cost = dict(drafters), cost
         self._balance = _BOUND  # what drafts of lookups won, less what asking took, in plain steps
+        self._asking, self._wait = 1e-4, _RARELY  # seconds of asking once, of late; steps
         self._followed: dict[int, dict[Hashable, _Followed]] = {}
         self._committed: list[Sequence[Commit]] = []  # by steps since a lookup was asked
 
@@ -65,7 +66,7 @@ class LookupFollower:
         """What is found that might pay. Where drafts of lookups have won less than asking took,
         they are asked less often. ``same``: the sequences are those of the last step."""
         batch = len(seqs)
-        rarely = same and self._balance < 0 and step % max(_RARELY, min(2 * batch, _RAREST))
+        rarely = same and self._balance < 0 and step % self._wait
         rarely = rarely and all(seq.constraint is None for seq in seqs)  # what is forced pays
         if rarely or not self.drafters:
             return {}
@@ -81,7 +82,10 @@ class LookupFollower:
             }
             if pay:
                 worth[seq.seq_id] = pay
-        self._add(-(perf_counter() - began) / self._cost.rest(batch))
+        seconds, plain = perf_counter() - began, self._cost.rest(batch)
+        self._asking += (min(seconds, 4 * self._asking) - self._asking) / 8
+        self._wait = int(min(max(self._asking / (_SHARE * plain), _RARELY), _RAREST))
+        self._add(-seconds / plain)
         return worth
 
     def _may_pay(self, name: Hashable, offer: Offer, seq: SequenceState, batch: int) -> bool:

@@ -105,6 +105,15 @@ def prefers_seeds(drafter: Any) -> bool:
     return any(getattr(member, "prefers_seeds", False) for member in with_members(drafter))
 
 
+def runs_torch(drafter: Any) -> bool:
+    """Whether operators of torch draft. A drafter that has passes says so with ``runs_torch``,
+    unless they do."""
+    members = getattr(drafter, "members", ())
+    if members:
+        return any(map(runs_torch, members))
+    return bool(getattr(drafter, "runs_torch", drafter.passes(1) > 0))
+
+
 def vocabulary_of(drafter: object) -> str | None:
     """What a drafter and its members say about another vocabulary than the target's."""
     vocabularies = [getattr(member, "vocabulary", None) for member in with_members(drafter)]

@@ -66,6 +66,10 @@ class ModelDrafter(LevelDrafter):
         """How another vocabulary is translated; None if the draft shares the target's."""
         return self._vocabulary.description
 
+    @property
+    def runs_torch(self) -> bool:
+        return self.model.backend.runs_torch
+
     # -- proposing ---------------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[TokenTree]:

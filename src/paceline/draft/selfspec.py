@@ -135,6 +135,10 @@ class SelfDrafter(LevelDrafter):
         self.view = view
         self._frequent = FrequentTokens(view.model.vocab_size, view.model.backend.head_share)
 
+    @property
+    def runs_torch(self) -> bool:
+        return self.view.backend.runs_torch
+
     def _follows_grammars(self) -> bool:
         # States of recurrent layers are kept for pending tokens and nodes alone.
         return self.cache.states is None

@@ -21,7 +21,7 @@ from paceline.core.params import TokenLogprob
 from paceline.core.sampling import needs_logits
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
-from paceline.draft.base import Drafter, check_trees
+from paceline.draft.base import Drafter, check_trees, runs_torch
 from paceline.draft.collapse import CollapseWatch
 from paceline.draft.text_index import Predictions
 from paceline.engine.clock import PhaseClock, phase
@@ -58,6 +58,7 @@ class Engine:
         self.ready: list[Commit] = []  # made, but not yet returned by a step
         self._empty = TokenTree.empty(self.target.device)
         self._inference = torch.inference_mode()
+        self._drafts_by_torch = runs_torch(self.drafter)
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence; it joins at the next step with room. Raises CacheMemoryError."""
@@ -172,7 +173,7 @@ class Engine:
             part = Plan(tuple(item for item in plan.slices if item.drafts))
             if not part.slices:
                 return [self._empty] * len(plan.slices)
-        with self._inferring(self.drafter.passes(1) > 0):
+        with self._inferring(self._drafts_by_torch):
             trees = self.predictions.beside(self.drafter, part)
         if self.strict:
             check_trees(self.drafter, part, trees, self.target.vocab_size)
@@ -309,7 +310,7 @@ class Engine:
         pairs = zip(plan.slices, commits, strict=True)
         seen = [commit for item, commit in pairs if item.drafts and commit.error is None]
         if seen:
-            with self._inferring(self.drafter.passes(1) > 0):
+            with self._inferring(self._drafts_by_torch):
                 self.drafter.observe(seen, out)
 
     def _inferring(self, computes: bool) -> AbstractContextManager[object]:
