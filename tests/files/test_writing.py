@@ -371,6 +371,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 FREE = {
     ("files/ownership.py", "write_text"),  # the manifest of a folder that is just being made
     ("train/trainer.py", "save_pretrained"),
+    ("train/data.py", "open"),  # an entry of the archive in the file that is given
     ("pull/run.py", "write_text"),
     ("pull/run.py", "save_pretrained"),
     ("pull/run.py", "open"),  # the output of pip, in a folder that goes away
