@@ -1,11 +1,11 @@
 """A model's copy in 8 or 4 bits for the kernels: rounded matrix by matrix, or read from the cache.
 
     quantised/KEY.forms    in the cache folder: a header, then the packed matrices
+    quantised/digests      SHA-256 of checkpoints' files, by path, size and times
 
-A key is made of path, size and times of the checkpoint's files, the model's layout in memory and
-the codes. The files can be deleted at any time. ``PACELINE_QUANTISED_CACHE`` bounds their size
-("off": no files); the least recently used go first. They have no checksums: a wrong copy costs a
-draft's speed alone.
+A key is made of the checkpoint's content, the model's layout in memory and the codes. The files can
+be deleted at any time. ``PACELINE_QUANTISED_CACHE`` bounds their size ("off": no files); the least
+recently used go first. They have no checksums: a wrong copy costs a draft's speed alone.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from paceline.core.memory import parse_bytes
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError, WriteError
 from paceline.files import FileStamp, cache_folder, write_aside
+from paceline.files.ownership import digest_of
 from paceline.kernels.library import PLAIN
 from paceline.model.backends.base import Adapted
 from paceline.model.backends.native.packing import Form, Packed, PackedLinear
@@ -37,6 +40,9 @@ SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
 _OURS = b"Written by Paceline: quantised forms "
 _MAGIC = _OURS + b"5\n"  # version of layout and numbers
+_DIGESTS = b"Written by Paceline: digests of checkpoints\n"
+_REMEMBERED = 64  # files
+_RECENT = 2.0  # seconds in which a file might change once more at the same time stamp
 _MOST = 8 << 30
 _SHARE = 10  # of the disk, if that is less
 
@@ -129,12 +135,43 @@ def _file_of(checkpoint: Sequence[FileStamp], matrices: Sequence[_Matrix]) -> Pa
             "PACELINE_CACHE=FOLDER names another place"
         )
         return None
+    try:
+        if tuple(FileStamp.of(Path(stamp.path)) for stamp in checkpoint) != tuple(checkpoint):
+            return None  # replaced since it was loaded
+        contents = _contents(folder / "digests", checkpoint)
+    except OSError:
+        return None
     about = [
         (str(m.packed.dtype), m.packed.form and m.packed.form._asdict(), m.code._asdict())
         for m in matrices
     ]
-    text = json.dumps([[asdict(stamp) for stamp in checkpoint], about])
+    text = json.dumps([contents, about])
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.forms"
+
+
+def _contents(file: Path, checkpoint: Sequence[FileStamp]) -> list[str]:
+    """SHA-256 of the checkpoint's files, cached in ``file`` by their stamps. Raises OSError."""
+    known: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(file.read_bytes().removeprefix(_DIGESTS))
+    result, new = [], False
+    for stamp in checkpoint:
+        mark = [stamp.size, *stamp.changed]
+        entry = known.pop(stamp.path, None)
+        if not (isinstance(entry, list) and len(entry) == 2 and entry[0] == mark):
+            with stage(f"reading {stamp.path} for its checksum"):
+                entry, new = [mark, digest_of(Path(stamp.path))], True
+        result.append(str(entry[1]))
+        if time.time_ns() - max(stamp.changed[:2]) > _RECENT * 1e9:
+            known[stamp.path] = entry  # in the order of use
+    if new:
+        text = json.dumps(dict(list(known.items())[-_REMEMBERED:])).encode()
+        with (
+            suppress(OSError, PacelineError),
+            write_aside(file, "the digests", _has_digests, durable=False) as stream,
+        ):
+            stream.write(_DIGESTS + text)
+    return result
 
 
 def read(file: Path, matrices: Sequence[_Matrix]) -> list[Packed] | None:
@@ -202,6 +239,10 @@ def _evict(folder: Path, limit: int) -> None:
             file.unlink(missing_ok=True)
 
 
-def _is_ours(file: Path) -> bool:
+def _begins_with(mark: bytes, file: Path) -> bool:
     with file.open("rb") as stream:
-        return stream.read(len(_OURS)) == _OURS
+        return stream.read(len(mark)) == mark
+
+
+_is_ours = partial(_begins_with, _OURS)
+_has_digests = partial(_begins_with, _DIGESTS)
