@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from paceline.control.acceptance import expected_tokens
 from paceline.core.costs import CostCurve
 from paceline.core.stages import Listener, Stage, listening, stage
+from paceline.draft.selfspec import QuantizedDraft
 from paceline.lab import recommend as lab
 from paceline.lab.doctor.models import skeleton_of
 from support.command_lines import assert_one_line, paceline
@@ -158,3 +160,19 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert_one_line(run("paceline/smollm2", **cache), "run `paceline pull smollm2` once")
     assert_one_line(run("paceline/smollm2-original", **cache), "hub cannot be reached")
     assert run("paceline/tiny", "--memory", "much").exit_code == 2
+
+
+def test_what_drafts_of_the_four_bit_form_give() -> None:
+    """Free passes: all that is accepted of the longest draft. Dear ones: plain decoding. Between:
+    more than a draft of any chosen length, as a draft ends where it is unsure."""
+    spec = QuantizedDraft()
+    step = CostCurve((1, 17), (1.0, 1.0))
+    tokens = expected_tokens([spec.acceptance[0], *[spec.acceptance[1]] * 15])
+
+    def rate(seconds: float) -> float:
+        return lab._drafted(spec, step, CostCurve((1, 17), (seconds, seconds)))
+
+    assert rate(0.0) == pytest.approx(tokens[16])
+    assert rate(10.0) == 1.0
+    fixed = max(gain / (1 + 0.3 * length) for length, gain in enumerate(tokens))
+    assert fixed < rate(0.3) < tokens[16]

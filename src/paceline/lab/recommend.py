@@ -258,9 +258,10 @@ def _added() -> float:
 
 
 def _drafted(spec: DraftSpec, step: CostCurve, passes: CostCurve) -> float:
-    """Tokens a second at the draft length that promises most, by the drafter's prior acceptance."""
+    """Tokens a second at the draft length that promises most, by the drafter's prior acceptance and
+    its own end where it is unsure."""
     lengths = tuple(range(spec.deepest + 1))
-    costs = DrafterCosts(lengths, lengths, passes, prior=spec.acceptance)
+    costs = DrafterCosts(lengths, lengths, passes, ends_early=True, prior=spec.acceptance)
     cost = CostModel(TargetCosts((1,), (step,)), {spec.kind: costs})
     tokens = expected_tokens(cost.acceptance.everyone(spec.kind).rates())
     return max(tokens[n] / cost.table(spec.kind, 1)[n] for n in lengths)
