@@ -6,14 +6,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import ranking
-from paceline.core.ranking import inversion, ranked, top
+from paceline.core.ranking import inversion, largest, ranked, top
 
+WIDTHS = (512, 513, 640, 767, 4096, 50257)
 NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture(autouse=True)
 def two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranking, "_LEAST", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_argmax_is_torchs(width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    scores = torch.randn(9, width, generator=generator).to(dtype)
+    assert torch.equal(largest(scores)[1], scores.to(torch.float32).argmax(-1))
+    coarse = scores.to(torch.float32).round().to(dtype)  # ties everywhere
+    assert torch.equal(largest(coarse)[1], coarse.to(torch.float32).argmax(-1))
+    assert torch.equal(largest(scores)[0], scores.to(torch.float32).amax(-1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.sampled_from(WIDTHS[:4]),
+    marks=st.lists(st.tuples(st.integers(0, 511), st.sampled_from([0.0, 1.0, INF, -INF, NAN]))),
+    floor=st.sampled_from([0.0, -INF]),
+)
+def test_the_first_of_equals_wins(width: int, marks: list[tuple[int, float]], floor: float) -> None:
+    scores = torch.full((1, width), floor)
+    for place, value in marks:
+        scores[0, (place * 7) % width] = value
+    assert torch.equal(largest(scores)[1], scores.argmax(-1))
 
 
 @pytest.mark.parametrize("width", [4096, 4224, 5000])
@@ -44,6 +69,7 @@ def test_what_is_ranked_lists_equals_by_their_ids(width: int, k: int) -> None:
 def test_rows_of_a_wider_tensor() -> None:
     wide = torch.randn(5, 5000)
     cut = wide[:, :4096]
+    assert torch.equal(largest(cut)[1], cut.argmax(-1))
     assert torch.equal(top(cut, 3), cut.topk(3).indices)
 
 
