@@ -94,6 +94,16 @@ def test_a_draft_that_does_not_pay_is_not_advised() -> None:
     assert "use no draft: the best, model:quick@2, reaches 0.50x, of plain" in text
 
 
+def test_a_gain_that_may_be_none_is_not_advised() -> None:
+    measured = result(job())
+    unsure = [
+        row if row.method == "plain" else replace(row, interval=(0.93, 2.4))
+        for row in measured.rows
+    ]
+    text = shown(replace(measured, rows=unsure))
+    assert "undecided, more --seconds tell: model:quick@2 reaches 2.00x, 0.93 to 2.40, of" in text
+
+
 def test_sweeps_have_their_tables() -> None:
     many = [job(EVERYTHING, 0, 4, temperature=t) for t in (0.0, 0.7)]
     measured = result(

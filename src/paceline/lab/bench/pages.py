@@ -155,13 +155,15 @@ class _Pages:
         if not rows:
             return
         best = max(rows, key=lambda row: row.speedup.median)
+        low, high = best.interval or (best.speedup.low, best.speedup.high)
         figures = f"{best.speedup.median:.2f}x"
         if best.interval or best.rounds > 1:
-            low, high = best.interval or (best.speedup.low, best.speedup.high)
             figures += f", {low:.2f} to {high:.2f}"
         line = f"use {self.label[best.method]}: {figures}"
         if best.speedup.median <= 1:
             line = f"use no draft: the best, {self.label[best.method]}, reaches {figures}"
+        elif low < 1:
+            line = f"undecided, more --seconds tell: {self.label[best.method]} reaches {figures}"
         texts = self.result.texts.counts.get(best.method, {})
         alike, all_texts = texts.get(KINDS[0], 0), sum(texts.values())
         same = f" {alike} of {all_texts} texts are the same." if texts else ""
