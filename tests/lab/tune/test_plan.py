@@ -64,6 +64,15 @@ def test_the_embedded_pair_has_its_own_candidates() -> None:
     assert families[:3] == ["ngram", "suffix", "recycling"]  # those that run a model are dearer
 
 
+def test_what_a_drafter_is_of_is_named() -> None:
+    """The 4- and 8-bit forms of the target were called "int4" and "int4 int8"."""
+    labels = [
+        candidate.label for text in ("quantized", "some/draft") for candidate in variants(text)
+    ]
+    assert labels[:2] == ["quantized:int4", "quantized:int8"]
+    assert labels[2] == "draft chain" and labels[-2:] == ["draft int8", "draft int4"]
+
+
 def test_the_default_draft_is_always_a_candidate() -> None:
     """A minute went to the dearest drafter, and what commands take was never entered."""
     for drafts in ([], ["some/draft"]):

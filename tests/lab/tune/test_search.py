@@ -84,6 +84,12 @@ def test_looking_up_takes_time_of_its_own() -> None:
     assert method.predict(target(10_000), 4, 1).seconds == pytest.approx(1.3, rel=0.03)
 
 
+def test_a_lookup_with_trees_has_no_passes() -> None:
+    """Its share of a step was shown as -78 %: trees that are seldom full counted as full."""
+    costs = DrafterCosts(tuple(range(0, 40, 8)), (0,) * 5, NOTHING)
+    assert replace(chain(0.3, 0.0), costs=costs).predict(target(4), 2, 1).drafting == 0
+
+
 def test_a_better_draft_is_drafted_longer() -> None:
     costs = target(10_000)
     lengths = [chain(rate, 0.1).best_length(costs, 1).length for rate in (0.3, 0.6, 0.8, 0.95)]

@@ -39,8 +39,9 @@ _BUSY = (
     "figures; tune again when it is idle."
 )
 _PREDICTED = (
-    "len.: levels. acc.: share of tried positions accepted. ms: a step; draft: its share. until: "
-    "the largest batch that gains, sought to {0.largest_batch}. {0.prompt_count} prompts at hand."
+    "len.: levels. acc.: share of tried positions accepted. ms: a step; draft: its passes. "
+    "until: the largest batch that gains, sought to {0.largest_batch}. "
+    "{0.prompt_count} prompts at hand."
 )
 _CONFIRMATION = (
     "Medians of rounds in turns ({} done), speeds as multiples of plain decoding's. predicted, "

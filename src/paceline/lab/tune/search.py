@@ -68,13 +68,18 @@ def variants(text: str, requested: bool = False) -> list[DrafterCandidate]:
         (label if variant is spec else f"{label} {shape}", variant, requested)
         for shape, variant in spec.variants().items()
     ]
-    tried += [(f"{label} {name}", one, False) for name, one in spec.precisions().items()]
+    for name, one in spec.precisions().items():
+        same = one.argument() == spec.argument()
+        tried.append((f"{label} {name}" if same else _label(one), one, False))
     return [DrafterCandidate(name, str(v), v.kind, asked) for name, v, asked in tried]
 
 
 def _label(spec: DraftSpec) -> str:
-    """The last part of its path, or its kind; with its options."""
-    name = (spec.argument() or spec.kind).rstrip("/").rpartition("/")[2]
+    """The last part of its path, or its kind and what that is of; with its options."""
+    argument = (spec.argument() or "").rstrip("/")
+    _, slash, name = argument.rpartition("/")
+    if not slash:
+        name = f"{spec.kind}:{argument}" if argument else spec.kind
     return " ".join([name, *(f"{key}={value}" for key, value in spec.changed_options().items())])
 
 
@@ -121,7 +126,7 @@ class MeasuredMethod(DrafterCandidate):
         """If all sequences draft so many levels; 0 is plain decoding."""
         cost, name = cost_of(self, target), self.spec
         tokens, seconds = 1 + sum(self.survival[:length]), batch * cost.table(name, batch)[length]
-        drafting = seconds - cost.rest(batch, self.costs.nodes[length])
+        drafting = cost.drafting(batch, {name: cost.passes(name, [length] * batch)})
         rate = batch * tokens / seconds
         speedup = rate * cost.rest(batch) / batch
         return PredictedSetting(self, length, batch, tokens, seconds, drafting, rate, speedup)
