@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
@@ -26,6 +27,7 @@ from paceline.errors import (
     WriteError,
 )
 from paceline.llm import LLM
+from paceline.model.tensorfile import as_bytes
 from support.tiny_models import TinyPair
 
 VOCAB = 50
@@ -189,7 +191,10 @@ def test_saving_nowhere_is_refused(tmp_path: Path) -> None:
         SuffixDrafter("cpu", VOCAB).save(tmp_path / "missing" / "file")
 
 
-HEAD = b'{"format": "paceline-suffix", "version": 1, "vocab_size": 50, "tokens": 2}\n'
+def saved(ids: list[int], vocab: int = VOCAB, **more: torch.Tensor) -> bytes:
+    """A file as ``save`` writes it, of these texts."""
+    tensors = {"suffix_texts": torch.tensor(ids, dtype=torch.int32)}
+    return as_bytes(tensors | {"vocab_size": torch.tensor(vocab)} | more)[0]
 
 
 @pytest.mark.parametrize(
@@ -198,15 +203,17 @@ HEAD = b'{"format": "paceline-suffix", "version": 1, "vocab_size": 50, "tokens":
         (b"", DataError, "not a saved suffix tree"),
         (b"{}\n", DataError, "not a saved suffix tree"),
         (b"\x89PNG\r\n\x1a\n", DataError, "not a saved suffix tree"),
-        (HEAD.replace(b'"version": 1', b'"version": 2'), DataError, "version 2"),
-        (HEAD.replace(b"50", b"51"), VocabularyMismatchError, "51 tokens, this one has 50"),
-        (HEAD + b"\x01\x00\x00\x00\xff\xff\xff", DataError, "cut short"),
-        (HEAD.replace(b'"tokens": 2', b'"tokens": "2"'), DataError, "cut short"),
-        (HEAD.replace(b'"tokens": 2', b'"tokens": null'), DataError, "cut short"),
         (b"[" * 100_000 + b"\n", DataError, "not a saved suffix tree"),
-        (HEAD + b"\x01\x00\x00\x00\x02\x00\x00\x00", DataError, "no such tokens"),
-        (HEAD + b"\x33\x00\x00\x00\xff\xff\xff\xff", DataError, "no such tokens"),
-        (HEAD + b"\xfe\xff\xff\xff\xff\xff\xff\xff", DataError, "no such tokens"),
+        (b'{"format": "paceline-suffix", "version": 1}\n', DataError, "not a saved suffix tree"),
+        (save({"weight": torch.zeros(2)}), DataError, "not a saved suffix tree"),
+        (save({"suffix_texts": torch.zeros(2), "vocab_size": torch.zeros(1)}), DataError, "not a"),
+        (saved([1, -1], 51), VocabularyMismatchError, "51 tokens, this one has 50"),
+        (saved([1, -1])[:-1], DataError, "a damaged one: .* is cut"),
+        (saved([1, 2]), DataError, "no such tokens"),
+        (saved([51, -1]), DataError, "no such tokens"),
+        (saved([-2, -1]), DataError, "no such tokens"),
+        (saved([], suffix_texts=torch.tensor([1.0, -1.0])), DataError, "no such tokens"),
+        (saved([], suffix_texts=torch.tensor(-1, dtype=torch.int32)), DataError, "no such tokens"),
     ],
 )
 def test_other_files_are_refused(

@@ -283,12 +283,10 @@ def test_any_damage_to_a_suffix_memory(tmp_path: Path) -> None:
             assert [list(text) for text in fresh.memory().index.texts()] == texts
 
 
-def test_memories_of_earlier_versions_have_no_checksum(tmp_path: Path) -> None:
+def test_memories_of_earlier_versions_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "memory"
-    drafter = SuffixDrafter("cpu", 50)
-    drafter.memory().add([1, 2, 3])
-    drafter.save(file)
-    head, _, body = file.read_bytes().partition(b"\n")
-    plain = {key: value for key, value in json.loads(head).items() if key != "sha256"}
-    file.write_bytes(json.dumps(plain).encode() + b"\n" + body)
-    assert SuffixDrafter("cpu", 50, Suffix(str(file))).stored_tokens == 3
+    head = {"format": "paceline-suffix", "version": 1, "vocab_size": 50, "tokens": 2}
+    file.write_bytes(json.dumps(head).encode() + b"\n\x01\0\0\0\xff\xff\xff\xff")
+    with pytest.raises(DataError, match="not a saved suffix tree") as refused:
+        SuffixDrafter("cpu", 50, Suffix(str(file)))
+    assert str(file) in str(refused.value)

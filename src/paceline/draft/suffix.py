@@ -5,8 +5,6 @@ Oliaro, Jia, Campos and Qiao 2024 (SuffixDecoding, arXiv 2411.04975); Snowflake'
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -22,13 +20,12 @@ from paceline.core.batch import Commit, ModelOutput, Slice
 from paceline.core.sequence import SequenceView
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
 from paceline.draft.text_index import TAKEN_IN, IndexedDrafter, TextIndex, open_index
-from paceline.errors import ConfigError, DataError, VocabularyMismatchError
+from paceline.errors import ConfigError, DataError, ModelLoadError, VocabularyMismatchError
 from paceline.files import replace_files
 from paceline.kernels.lookup import Draft, Ids, Lookup
+from paceline.model.tensorfile import as_bytes, load_tensors, read_table, verify
 
-_FORMAT = "paceline-suffix"
-_VERSION = 1
-_INT = np.dtype("<i4")
+_TEXTS, _SIZE = "suffix_texts", "vocab_size"  # in a saved memory
 _SPARE = 2  # nodes of a tree beyond one a level: alternatives are rarely worth more
 _LENGTHS = (1, 2, 4, 8, 16, 32)  # of the strings by which longer matches are found
 _CONTEXT = 16  # last tokens of the prompt before an output, so that its first token can match
@@ -216,24 +213,17 @@ class SuffixDrafter(IndexedDrafter):
     # -- the memory on disk ---------------------------------------------------------------------
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write the memory, by default to the spec's file: a line of JSON (format, version,
-        vocab_size, tokens, sha256 of the rest), then int32 ids, little endian, -1 after each text,
-        oldest first. Raises ConfigError without a path, WriteError."""
+        """Write the memory, by default to the spec's file: safetensors with ``vocab_size`` and, as
+        int32 ids, the texts, oldest first, -1 after each. Raises ConfigError without a path,
+        WriteError."""
         target = self._file if path is None else Path(path)
         if target is None:
             raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")
         memory = self.memory()
         memory.take_in()
-        stream = [token for text in memory.index.texts() for token in (*text, -1)]
-        body = np.array(stream, _INT).tobytes()
-        head = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "vocab_size": self._vocab_size,
-            "tokens": len(stream),
-            "sha256": hashlib.sha256(body).hexdigest(),
-        }
-        content = json.dumps(head).encode() + b"\n" + body
+        ids = [token for text in memory.index.texts() for token in (*text, -1)]
+        tensors = {_TEXTS: torch.tensor(ids, dtype=torch.int32)}
+        content, _ = as_bytes({**tensors, _SIZE: torch.tensor(self._vocab_size)})
         replace_files({target: content}, "the suffix tree", _is_tree)
         return target
 
@@ -246,41 +236,29 @@ class SuffixDrafter(IndexedDrafter):
 
 
 def _is_tree(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return bool(json.loads(stream.readline())["format"] == _FORMAT)
+    return {_TEXTS, _SIZE} <= read_table(file).entries.keys()
 
 
 def _read(path: Path, vocab_size: int) -> list[list[int]]:
     """The texts in a saved suffix tree, oldest first."""
     try:
-        content = path.read_bytes()
+        if not (_is_tree(path) and verify(path)):
+            raise DataError(f"{path} is not a saved suffix tree; name another file or move it away")
+        tensors = load_tensors(path)
     except OSError as error:
         raise DataError(f"cannot read the suffix tree {path}: {error.strerror}") from None
-    first, _, body = content.partition(b"\n")
-    try:
-        head = json.loads(first)
-    except (ValueError, RecursionError):
-        head = None
-    if not isinstance(head, dict) or head.get("format") != _FORMAT:
-        raise DataError(f"{path} is not a saved suffix tree; name another file or move it away")
-    if head.get("version") != _VERSION:
-        raise DataError(
-            f"{path} is a suffix tree of version {head.get('version')}, this program reads "
-            f"version {_VERSION}; move it away to start a new one"
-        )
-    if head.get("vocab_size") != vocab_size:
+    except ModelLoadError as error:
+        raise DataError(f"{path} is not a saved suffix tree, or a damaged one: {error}") from None
+    stream, size = tensors[_TEXTS].numpy(), int(tensors[_SIZE].flatten()[:1].sum())
+    if size != vocab_size:
         raise VocabularyMismatchError(
-            f"{path} is a suffix tree of a model with {head.get('vocab_size')} tokens, this one "
-            f"has {vocab_size}; use one file per model"
+            f"{path} is a suffix tree of a model with {size} tokens, this one has {vocab_size}; "
+            "use one file per model"
         )
-    stream, damage = np.frombuffer(body[: len(body) // 4 * 4], _INT), ""
-    if len(body) / _INT.itemsize != head.get("tokens"):
-        damage = "cut short"
-    elif head.get("sha256") not in (None, hashlib.sha256(body).hexdigest()):
-        damage = "it does not match its checksum"
-    elif len(stream) and (stream.min() < -1 or stream.max() >= vocab_size or stream[-1] != -1):
-        damage = "it holds no such tokens"
-    if damage:
-        raise DataError(f"{path} is a damaged suffix tree: {damage}; move it away")
+    sound = stream.dtype == np.int32 and stream.ndim == 1
+    if sound and len(stream):
+        sound = -1 == stream[-1] <= stream.min() <= stream.max() < size
+    if not sound:
+        raise DataError(f"{path} is a damaged suffix tree: it holds no such tokens; move it away")
     ends = np.flatnonzero(stream < 0)
     return [text[:-1].tolist() for text in np.split(stream, ends[:-1] + 1)] if len(ends) else []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from paceline.errors import ConfigError, PacelineError, WriteError
 from paceline.files.ownership import (
@@ -94,7 +93,7 @@ def write_aside(
     aside = _Aside(Path(path))
     with telling(what, path), aside:
         with aside.open(durable) as sink:
-            yield cast("IO[bytes]", sink)
+            yield sink
         aside.put(keep=previous)
 
 
@@ -201,7 +200,9 @@ def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
     except PacelineError:
         raise
     except Exception as error:
-        failed = _RUST.search(str(error))
+        failed, raised = _RUST.search(str(error)), error.__context__
+        if isinstance(error, RuntimeError) and isinstance(raised, OSError):
+            error = raised  # torch.save raises another one behind it
         if isinstance(error, OSError):
             cause, reason = error.errno, error.strerror or str(error)
         elif failed is not None:
@@ -292,25 +293,6 @@ class LongRecord:
             ) from None
 
 
-class _Sink(io.RawIOBase):
-    """Writes to a file and keeps the error, as torch.save raises another one."""
-
-    def __init__(self, file: io.BufferedWriter) -> None:
-        super().__init__()
-        self._file = file
-        self.failure: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.failure = error
-            raise
-
-
 class _Aside:
     """A new file or folder ``partial`` for ``path``, removed at the end of the block unless put."""
 
@@ -329,15 +311,9 @@ class _Aside:
             remove(self.old)
 
     @contextmanager
-    def open(self, durable: bool) -> Iterator[_Sink]:
+    def open(self, durable: bool) -> Iterator[IO[bytes]]:
         with (self.path if self._direct else self.partial).open("wb") as file:
-            sink = _Sink(file)
-            try:
-                yield sink
-            except Exception:
-                if sink.failure is not None:
-                    raise sink.failure from None
-                raise
+            yield file
             file.flush()
             if durable and not self._direct:
                 os.fsync(file.fileno())

@@ -79,10 +79,9 @@ def sampling_defaults(settings: dict[str, Any], generation: Any, model: str) -> 
         )
     except ConfigError as error:
         raise ConfigError(f"default_{error}") from None
-    source = settings["generation_config"]
-    if source not in ("auto", "none"):
-        raise ConfigError(f"generation_config is {source!r}; use one of auto, none")
-    return overrides if source == "none" else overrides.over(of_checkpoint(generation, model))
+    if settings["generation_config"] == "none":
+        return overrides
+    return overrides.over(of_checkpoint(generation, model))
 
 
 _sampling = under("Sampling")

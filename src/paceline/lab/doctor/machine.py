@@ -14,7 +14,6 @@ from torch import nn
 from paceline.build import LEAST_STATES, EngineOptions, most_kept, slots_within
 from paceline.core.memory import free_memory, held_memory
 from paceline.drafters import BLOCK_SIZE
-from paceline.errors import ConfigError
 from paceline.kernels.compile import NativeUnavailableError, are_kernels_here, is_built, origin
 from paceline.kernels.library import instructions
 from paceline.lab.doctor.findings import ERROR, Finding, finding
@@ -163,10 +162,8 @@ def held_bits(model: Model, setting: Setting) -> int:
 
 
 def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
-    """What the weights are, and become. Raises ConfigError on a precision that there is not."""
+    """What the weights are, and become."""
     asked, file = setting.precision(model), model.files.gguf
-    if asked is not None and asked not in BITS:
-        raise ConfigError(f"precision {asked!r} is not known; use {' or '.join(BITS)}")
     if file is not None:
         kinds = ", ".join(f"{number} tensors in {name}" for name, number in file.types.items())
         kept, described = _kept_types(file, setting, asked), f"{file.path.name} ({kinds})"

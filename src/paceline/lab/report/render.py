@@ -34,7 +34,8 @@ def write(report: Report, path: str | Path) -> None:
     not writable."""
     check_path(path)
     path = Path(path)
-    text = as_html(report) if path.suffix == ".html" else as_markdown(report)
+    template = Path(__file__).with_name(f"report{path.suffix}")
+    text = filled(template, report=report, as_table=as_table, is_number=is_number, show=show)
     with telling("the report", path):
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_files({path: signed(text).encode("utf-8")}, "the report", is_signed)
@@ -108,11 +109,6 @@ def _of_numbers(table: Table) -> list[bool]:
     return [bool(cells) and all(map(is_number, cells)) for cells in filled]
 
 
-def as_markdown(report: Report) -> str:
-    """The whole document."""
-    return filled(Path(__file__).with_name("report.md"), report=report, as_table=as_table)
-
-
 def as_table(table: Table) -> str:
     """A table as Markdown writes it, with its title above and its note below."""
 
@@ -126,9 +122,3 @@ def as_table(table: Table) -> str:
     if table.note:
         parts.append(f"*{table.note}*")
     return "\n\n".join(parts)
-
-
-def as_html(report: Report) -> str:
-    """The whole document, without outside requests."""
-    template = Path(__file__).with_name("report.html")
-    return filled(template, report=report, is_number=is_number, show=show)
