@@ -128,10 +128,7 @@ def test_a_run_ends_in_one_line_and_goes_on_from_the_old_checkpoint(
     assert not list(trainer.out.glob("*previous*")), "a finished run needs one state"
 
 
-def test_heads_and_the_target_that_they_were_trained_with(
-    trainer: TargetTrainer, corpus: str, tmp_path: Path
-) -> None:
-    """Medusa-2 writes two folders that belong together."""
+def test_the_heads_of_a_target(trainer: TargetTrainer, corpus: str, tmp_path: Path) -> None:
     target = trainer.write_result()
     config = MedusaTrainConfig(
         target=str(target),
@@ -139,20 +136,19 @@ def test_heads_and_the_target_that_they_were_trained_with(
         seq_len=16,
         max_positions=32,
         heads=1,
-        joint=True,
         steps=1,
     )
-    joint = MedusaTrainer(config, tmp_path / "joint", device="cpu")
+    medusa = MedusaTrainer(config, tmp_path / "medusa", device="cpu")
 
     def write(number: int) -> None:
         with torch.no_grad():
-            for parameter in (*joint.head.parameters(), *joint.target.parameters()):
+            for parameter in medusa.head.parameters():
                 parameter.add_(number)
-        joint.write_head(joint.out / "head")
+        medusa.write_head(medusa.out / "head")
 
-    check(joint.out, write, lambda: small_files(9999))
+    check(medusa.out, write, lambda: small_files(9999))
     for fault in PLACES[1:]:
-        check(joint.out, write, lambda fault=fault: full_disk(fault))
+        check(medusa.out, write, lambda fault=fault: full_disk(fault))
 
 
 def test_the_command_line_says_it_in_one_line(corpus: str, tmp_path: Path) -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import LLM, ConfigError, SamplingParams
+from paceline import LLM, ConfigError
 from paceline.draft.heads.medusa_head import load_medusa
 from paceline.draft.spec import TargetShape
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.train.acceptance import total
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer, accuracy_of, matches_of
-from paceline.train.trainer import Progress
 from paceline.train.unrolled import DraftStarts
 from support import training_runs
 
@@ -85,11 +84,10 @@ def test_the_heads_learn(
     assert same(untouched.state_dict(), learnt.trainer.target.state_dict())
 
 
-@pytest.mark.parametrize("joint", [False, True])
 def test_a_resumed_run_ends_with_the_same_weights(
-    config: MedusaTrainConfig, tmp_path: Path, joint: bool
+    config: MedusaTrainConfig, tmp_path: Path
 ) -> None:
-    short = replace(config, steps=8, joint=joint, joint_after=3, held_out=2)
+    short = replace(config, steps=8, held_out=2)
 
     whole = train(short, tmp_path / "whole")
     again = training_runs.resumed(
@@ -98,31 +96,6 @@ def test_a_resumed_run_ends_with_the_same_weights(
     assert training_runs.same_weights(whole.head, again.head)
     assert training_runs.same_weights(whole.target, again.target)
     assert again.history == whole.history
-
-
-def test_medusa_2_trains_the_target_after_the_heads(
-    config: MedusaTrainConfig, target: str, tmp_path: Path
-) -> None:
-    joint = replace(config, joint=True, joint_after=6, steps=12, valid=())
-    trainer = MedusaTrainer(joint, tmp_path, device="cpu")
-    before = {k: v.clone() for k, v in trainer.target.state_dict().items()}
-    alone: list[bool] = []
-
-    def watch(progress: Progress) -> None:
-        if progress.step == 6:
-            alone.append(same(before, trainer.target.state_dict()))
-
-    trainer.run(watch)
-    assert alone == [True]
-    assert not same(before, trainer.target.state_dict())
-    assert not list(tmp_path.glob("*.partial"))
-    heads = load_medusa(str(tmp_path / "head"), TargetShape(32, 320, 2))
-    assert same(trainer.head.state_dict(), heads.state_dict())
-    # The written target is a model like any other, and its heads draft for it.
-    llm = LLM(str(tmp_path / "model"), f"medusa:{tmp_path / 'head'}", dtype="float32")
-    written = dict(llm.target.hf.get_input_embeddings().named_parameters())["weight"]
-    assert torch.equal(written.cpu(), trainer.target.get_input_embeddings().weight.cpu())
-    assert len(llm.generate("Today", SamplingParams(max_tokens=8))[0].token_ids) > 0
 
 
 # -- what comes out --------------------------------------------------------------------------
@@ -174,7 +147,6 @@ def test_a_tree_is_right_as_far_as_it_holds_the_path() -> None:
     [
         ({"heads": 0}, "heads is 0"),
         ({"layers": 0}, "have no weights"),
-        ({"joint": True, "cache_features": True}, "features cannot be kept"),
     ],
 )
 def test_options_that_cannot_work_leave_nothing(

@@ -15,7 +15,7 @@ from paceline.settings import changed, entries, under
 
 _data, _shape, _schedule = under("Data"), under("Model shape"), under("Schedule")
 _loss, _held_out = under("Loss"), under("Held-out acceptance")
-_head, _heads, _joint = under("Head"), under("Heads"), under("Medusa-2")
+_head, _heads = under("Head"), under("Heads")
 _prompts, _answers = under("Prompts"), under("Answers")
 
 
@@ -239,10 +239,6 @@ class MedusaTrainConfig(HeadConfig):
     )
     head_decay: float = _heads(0.8, "Weight of each further head.", low=0)
     nodes: int = _heads(8, "Nodes of the tree that is measured.", low=1)
-    joint: bool = _joint(False, "Medusa-2: train the target too, into OUT/model. Its text changes.")
-    joint_after: int = _joint(200, "Steps in which heads train alone.", low=0)
-    joint_weight: float = _joint(0.2, "Weight of the heads' loss beside the target's.", low=0)
-    target_lr: float = _joint(0.1, "Rates of the target, as a share of the heads'.", low=0)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,6 @@ class HeadTrainer(Trainer):
     config: HeadConfig
     result = noun = "head"
     what = "A head"  # what kind it is, for the model card
-    target_from: int | None = None  # the step from which the target learns, too
 
     def prepare(self) -> None:
         config = self.config
@@ -70,8 +69,7 @@ class HeadTrainer(Trainer):
             # Documents have many lengths: one compilation for all. CPU needs a C++ compiler.
             self._forward = torch.compile(self._forward, dynamic=True)
         self._reader: NativeReader | None = None
-        by_kernels = self.device.type == "cpu" and not self.compiled and self.target_from is None
-        if by_kernels and self._head_is_product:
+        if self.device.type == "cpu" and not self.compiled and self._head_is_product:
             self._reader = NativeReader.of(self.target, config.target)
         self._seen: dict[int, Observed] = {}  # held-out texts, by their ids
         self._cache: FeatureCache | None = None
@@ -135,33 +133,28 @@ class HeadTrainer(Trainer):
         """Width of the target's logits."""
         return int(self.target.get_output_embeddings().weight.shape[0])
 
-    @property
-    def target_learns(self) -> bool:
-        """At this step."""
-        return self.target_from is not None and self.step >= self.target_from
-
     def observe_windows(self, windows: Windows) -> Observed:
         """What the target says about the windows."""
         ids, learn = windows.ids.to(self.device), windows.learn.to(self.device)
         return self.observe(ids, learn, windows.lengths)
 
+    @torch.no_grad()
     def observe(
         self, ids: torch.Tensor, learn: torch.Tensor | None = None, lengths: Sequence[int] = ()
     ) -> Observed:
         """Of windows ``[B, W]``, padded at the end to all but ``lengths``, if given; ``learn`` as
         in Observed, None is all."""
         logits = None
-        with torch.set_grad_enabled(self.target_learns and torch.is_grad_enabled()):
-            if self._reader is not None:
-                layers = (*self.feature_layers, self.num_layers)
-                *chosen, final = self._reader.read(ids, lengths or ids.shape[1:] * len(ids), layers)
-            else:
-                with sdpa_kernel(_ATTENTION):
-                    out = self._forward(input_ids=ids, use_cache=False, output_hidden_states=True)
-                final, logits = out.hidden_states[-1], getattr(out, "logits", None)
-                chosen = [out.hidden_states[layer] for layer in self.feature_layers]
-            only = len(chosen) == 1 and self.feature_layers[0] == self.num_layers
-            features = final if only else torch.cat(chosen, -1)
+        if self._reader is not None:
+            layers = (*self.feature_layers, self.num_layers)
+            *chosen, final = self._reader.read(ids, lengths or ids.shape[1:] * len(ids), layers)
+        else:
+            with sdpa_kernel(_ATTENTION):
+                out = self._forward(input_ids=ids, use_cache=False, output_hidden_states=True)
+            final, logits = out.hidden_states[-1], getattr(out, "logits", None)
+            chosen = [out.hidden_states[layer] for layer in self.feature_layers]
+        only = len(chosen) == 1 and self.feature_layers[0] == self.num_layers
+        features = final if only else torch.cat(chosen, -1)
         learn = torch.ones_like(ids, dtype=torch.bool) if learn is None else learn
         return Observed(ids, learn, features, final, logits)
 

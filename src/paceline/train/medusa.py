@@ -1,7 +1,7 @@
 """Training Medusa heads (Cai et al. 2024, arXiv 2401.10774, section 3.2).
 
-Head k learns the target's distribution two tokens and k further on. Medusa-2 warms the heads up,
-then trains both: the target on the text (so give it text that it wrote itself), at a lower rate.
+Head k learns the target's distribution two tokens and k further on. The target stays as it is
+(Medusa-1), so its text does.
 """
 
 from __future__ import annotations
@@ -10,45 +10,33 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
-from paceline.files import folder_aside
-from paceline.files.ownership import check_folder, check_names
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, drafting_rows, ranks_of, walk
 from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
 from paceline.train.heads import HeadTrainer
 from paceline.train.losses import falling
 from paceline.train.reading import Observed
-from paceline.train.trainer import MasterOptimizer, run_name, save_model
+from paceline.train.trainer import run_name
 from paceline.train.unrolled import DraftStarts, loss_ahead
 
 _RANKS = 10  # candidates of each head whose accuracy is measured
 
 
 class MedusaTrainer(HeadTrainer):
-    """Trains Medusa heads; in a joint run the target changes as well, and is written too."""
+    """Trains Medusa heads on a frozen target."""
 
     config: MedusaTrainConfig
     head: MedusaHeads
     spec = "medusa:"
+    what = "Medusa heads"
 
     def check(self) -> None:
-        config = self.config
-        if config.layers < 1 and config.shared_head:
+        if self.config.layers < 1 and self.config.shared_head:
             raise ConfigError("heads without a block that share the target's head have no weights")
-        self.what = "Medusa heads"
-        if config.joint:
-            self.what, self.target_from = "Medusa-2 heads", config.joint_after
-            check_folder(self.out / "model", "the model")
-            if config.cache_features:
-                raise ConfigError(
-                    "Medusa-2 changes the target, so its features cannot be kept on disk; "
-                    "leave --cache-features out"
-                )
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -81,18 +69,9 @@ class MedusaTrainer(HeadTrainer):
                 layer.weight.copy_(self.lm_head.weight)
         return heads
 
-    def new_optimizers(self) -> list[MasterOptimizer]:
-        outer = (f".{self.config.layers}.weight",)  # a head's vocabulary layer
-        heads = self.new_optimizer(self.head, outer=outer)
-        if not self.config.joint:
-            return [heads]
-        return [heads, self.new_optimizer(self.target.requires_grad_(True), self.config.target_lr)]
-
-    def update(self, scale: float) -> None:
-        super().update(scale)
-        if self.target_learns:  # its rates rise once more
-            steps = self.step - self.config.joint_after + 1
-            self.optimizers[1].step(scale * min(1.0, steps / self.config.warmup))
+    @property
+    def outer(self) -> tuple[str, ...]:
+        return (f".{self.config.layers}.weight",)  # a head's vocabulary layer
 
     # -- loss ----------------------------------------------------------------------------------
 
@@ -105,27 +84,13 @@ class MedusaTrainer(HeadTrainer):
         for k, weight in enumerate(falling(config.head_decay, config.heads)):
             logits = self.head.logits(k, features, self.lm_head)
             result = result + weight * loss_ahead(starts, k, learn, logits, probs, row_of)
-        if not features.requires_grad:
-            return result
-        wanted = seen.learn[:, 1:]
-        if seen.logits is None:
-            logits = self.lm_head(seen.final[:, :-1][wanted])
-        else:
-            logits = seen.logits[:, :-1][wanted]
-        text = F.cross_entropy(logits.float(), seen.ids[:, 1:][wanted])
-        return text + config.joint_weight * result
+        return result
 
     # -- held-out acceptance -------------------------------------------------------------------
 
     @torch.no_grad()
     def measure(self) -> dict[str, AcceptanceCounts]:
         """Held-out acceptance by validation file, drafting with the best tree of ``nodes``."""
-        if self.config.joint:  # another target by now: let it write anew
-            kept = self.out / "held_out.json"
-            check_names(self.out, [kept.name], "the held-out texts", damaged=True)
-            kept.unlink(missing_ok=True)
-            self.__dict__.pop("held_out_texts", None)
-            self._seen.clear()
         if self.valid_sources:
             ranks = [self._ranks(text) for text in self.held_out_texts]
             accuracy = accuracy_of(torch.cat(ranks), _RANKS)
@@ -147,13 +112,7 @@ class MedusaTrainer(HeadTrainer):
     def write_head(self, folder: Path) -> None:
         if self.valid_sources and not self.head.config.accuracy:
             self.measure()
-        if not self.config.joint:
-            save_medusa(self.head, folder, self.num_layers)
-            return
-        # The heads belong to this very target: if either cannot be written, neither is replaced.
-        with folder_aside(self.out / "model", "the model") as partial:
-            save_model(self.target, self.tokenizer, partial)
-            save_medusa(self.head, folder, self.num_layers)
+        save_medusa(self.head, folder, self.num_layers)
 
 
 def accuracy_of(ranks: torch.Tensor, count: int) -> tuple[tuple[float, ...], ...]:

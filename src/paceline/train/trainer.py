@@ -44,7 +44,7 @@ class MasterOptimizer:
         lr: float,
         adam_lr: float,
         weight_decay: float,
-        outer: Sequence[str] = ("embed", "lm_head", "mask_hidden"),
+        outer: Sequence[str],
     ) -> None:
         hidden: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []
@@ -166,10 +166,10 @@ class Trainer(ABC):
         check_folder(self.out / self.result, f"the {self.noun}")  # before the hours of training
         check_place(self.out / self.result, f"the {self.noun}")
         self.prepare()
-        self.optimizers = self.new_optimizers()  # the first is that of ``learner``
+        rates = config.lr, config.adam_lr, config.weight_decay
+        self.optimizer = MasterOptimizer(self.learner, *rates, self.outer)
         if saved is not None:
-            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
+            self.optimizer.load_state_dict(*saved["optimizers"])
             self.step, self.history = saved["step"], saved["history"]
 
     # -- what a kind of training says --------------------------------------------------------------
@@ -185,10 +185,6 @@ class Trainer(ABC):
     def losses(self) -> Iterator[torch.Tensor]:
         """The step's mean loss in parts, one forward each."""
 
-    def update(self, scale: float) -> None:
-        """Apply the gradients of a step, at ``scale`` times the peak rates."""
-        self.optimizers[0].step(scale)
-
     @abstractmethod
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
         """What the target would take of drafts for one of its texts."""
@@ -201,15 +197,10 @@ class Trainer(ABC):
     def about(self) -> str:
         """What was made from what, for the model card."""
 
-    def new_optimizers(self) -> list[MasterOptimizer]:
-        """What steps the learner, and others if these learn too."""
-        return [self.new_optimizer(self.learner)]
-
-    def new_optimizer(self, model: nn.Module, share: float = 1.0, **how: Any) -> MasterOptimizer:
-        """Steps a model at a share of the rates."""
-        config = self.config
-        rates = share * config.lr, share * config.adam_lr
-        return MasterOptimizer(model, *rates, config.weight_decay, **how)
+    @property
+    def outer(self) -> Sequence[str]:
+        """Parts of the names of matrices that AdamW steps, as those of embeddings and heads."""
+        return ("embed", "lm_head", "mask_hidden")
 
     @property
     def mask_token(self) -> int:
@@ -244,7 +235,7 @@ class Trainer(ABC):
         state = {
             "kind": type(self).__name__,
             "config": asdict(self.config),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": [self.optimizer.state_dict()],  # a list, as earlier versions read it
             "step": self.step,
             "history": self.history,
         }
@@ -263,7 +254,7 @@ class Trainer(ABC):
         for loss in self.losses():
             loss.backward()  # type: ignore[no-untyped-call]
             total_loss += float(loss.detach())
-        self.update(learning_rate_scale(self.step, self.config.steps, self.config.warmup))
+        self.optimizer.step(learning_rate_scale(self.step, self.config.steps, self.config.warmup))
         self.step += 1
         return total_loss
 
