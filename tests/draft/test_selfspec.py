@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import pytest
 import torch
 
 from embedded_target import train_tokenizer
 from paceline.build import EngineOptions, build_engine, seeded_generator
-from paceline.core.batch import Batch, Commit, ModelOutput, Span
+from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.layer_skip import SwiftDrafter, parse_layers
+from paceline.draft.layer_skip import LayerSkip, parse_layers, skippable, spread
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.spec import Loading
 from paceline.drafters import prepare_one
@@ -24,7 +25,7 @@ from paceline.model.copies import LayerView
 from paceline.model.target import CausalModel
 from support.cache_invariants import check_cache
 from support.diagonal import diagonal
-from support.engine_models import VOCAB, adapted, random_llama, reference_logits
+from support.engine_models import adapted, random_llama, reference_logits
 from support.tiny_models import SENTENCES
 
 LAYERS = 5
@@ -37,8 +38,8 @@ SPECS = {
     "early exit, tree": "early_exit:layers=3,branching=3x2",
     "early exit, dynamic": "early_exit:layers=4,nodes=2,width=5",
     "fixed set": "layer_skip:skip=2x4",
-    "searched": "layer_skip:window=8,interval=1",
-    "searched, dynamic": "layer_skip:window=8,interval=1,nodes=8,width=4",
+    "spread set": "layer_skip",
+    "spread set, dynamic": "layer_skip:nodes=8,width=4",
     "fewer bits": "quantized:int4",
     "fewer bits, dynamic": "quantized:int8,nodes=8,width=4",
 }
@@ -106,7 +107,7 @@ def test_the_cache_holds_the_targets_own_rows_only(
     assert engine.cache.pool.available == engine.cache.num_blocks
 
 
-@pytest.mark.parametrize("spec", ["early_exit:layers=3,nodes=8", "layer_skip:window=8,interval=1"])
+@pytest.mark.parametrize("spec", ["early_exit:layers=3,nodes=8", "layer_skip"])
 def test_no_view_writes_to_a_shared_or_committed_block(
     model: CausalModel, spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +171,7 @@ def test_all_layers_are_always_right(model: CausalModel) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    ["early_exit:layers=3,nodes=8", "layer_skip:window=4,interval=1", "quantized:int4"],
+    ["early_exit:layers=3,nodes=8", "layer_skip", "quantized:int4"],
 )
 def test_preemption_and_chunks_change_nothing(model: CausalModel, spec: str) -> None:
     per_token = LAYERS * (2 * 2 * 8) * 4  # layers x kv heads x (key + value) x float32
@@ -206,68 +207,27 @@ def test_rehearsal_leaves_no_trace(model: CausalModel) -> None:
         assert 1 <= engine.drafter.passes(length) <= min(length, nodes)
 
 
-def test_swift_scores_what_each_view_predicts(
-    model: CausalModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ({}, (0, 2, 4)),
+        ({"ratio": 0.9}, (0, 4)),
+        ({"ratio": 0.01}, (0, 1, 3, 4)),
+        ({"skip": "0x4"}, (1, 2, 3)),
+    ],
+)
+def test_which_layers_are_left(
+    model: CausalModel, options: dict[str, Any], layers: tuple[int, ...]
 ) -> None:
-    """The shares it hears are those of a model without the layers, token after token."""
-    tried: list[tuple[int, tuple[int, ...], float]] = []
-    score = SwiftDrafter._scores
-
-    def noted(
-        drafter: SwiftDrafter, sets: list[tuple[int, ...]], seq: SequenceState
-    ) -> list[float]:
-        shares = score(drafter, sets, seq)
-        tried.extend((seq.cached, *one) for one in zip(sets, shares, strict=True))
-        return shares
-
-    monkeypatch.setattr(SwiftDrafter, "_scores", noted)
-    engine = engine_of(model, "layer_skip:window=16,interval=1")
-    drafter = engine.drafter
-    assert isinstance(drafter, SwiftDrafter)
-    seqs = [SequenceState(0, [7, 3], 2, SamplingParams(max_tokens=110, ignore_eos=True))]
-    heard: list[tuple[tuple[int, ...], float]] = []
-    hear = drafter._search.learn_scores
-
-    def listening(scores: list[tuple[tuple[int, ...], float]]) -> None:
-        heard.extend(scores)
-        hear(scores)
-
-    drafter._search.learn_scores = listening  # type: ignore[method-assign, assignment]
-    for _ in Drive(engine, seqs):
-        assert drafter.view.layers == tuple(n for n in range(LAYERS) if n not in drafter.skipped)
-    assert heard == [(layers, share) for _, layers, share in tried]
-    ends = list(dict.fromkeys(end for end, _, _ in tried))
-    assert len(ends) > 3 and {share for _, _, share in tried} - {0.0}
-    assert all(len({c for e, c, _ in tried if e == end}) > 1 for end in ends), "on one window"
-    for end, layers, share in tried[:3]:
-        assert share == pytest.approx(_share(model, seqs[0].tokens, end, layers))
-    assert len(drafter.skipped) == 2 and set(drafter.skipped) <= {1, 2, 3}
+    drafter: Any = engine_of(model, str(LayerSkip(**options))).drafter
+    assert drafter.view.layers == layers
 
 
-def _share(model: CausalModel, tokens: list[int], end: int, skipped: tuple[int, ...]) -> float:
-    """By a forward without the cache's help where possible: context rows are the target's."""
-    engine = engine_of(model, "none", 0)
-    cache, view = engine.cache, LayerView(model, [n for n in range(LAYERS) if n not in skipped])
-    hits, first = 0, end - 16
-    start = first - first % 16
-    cache.admit(0, [0])
-    cache.reserve(0, end)
-    with torch.inference_mode():
-        if start:
-            model(cache.batch_of([Span.of(0, 0, tokens[:start])]), cache)
-        for at in range(start, end):  # one token after the other
-            logits = view(cache.batch_of([Span.of(0, at, tokens[at : at + 1])]), cache).logits
-            hits += at >= first and int(logits.argmax()) == tokens[at + 1]
-    return hits / 16
-
-
-def test_swift_passes_over_sequences_that_it_never_saw(model: CausalModel) -> None:
-    """As in a hybrid, where others draft for them."""
-    drafter = engine_of(model, "layer_skip:window=4,interval=1").drafter
-    assert isinstance(drafter, SwiftDrafter)
-    before = drafter.skipped
-    drafter.observe([Commit(7, (1, 2), (0,), drafted=1)], ModelOutput(torch.empty(0, VOCAB)))
-    assert drafter.skipped == before
+def test_a_set_is_spread_over_the_middle() -> None:
+    assert skippable(12) == tuple(range(1, 11))
+    assert skippable(2) == (1,) and skippable(1) == ()
+    assert spread(range(1, 11), 5) == (2, 4, 6, 8, 10)
+    assert spread((1, 2, 3), 1) == (2,) and spread((1, 2, 3), 3) == (1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +248,7 @@ def test_sets_of_layers_are_read(text: str, layers: tuple[int, ...]) -> None:
         ("layer_skip:skip=0-4", "leaves no layer"),
         ("layer_skip:skip=2,ratio=0.5", "skip fixes the set; leave out ratio"),
         ("layer_skip:ratio=1", "ratio between 0 and 1"),
-        ("layer_skip:window=0", "window and interval >= 1"),
+        ("layer_skip:window=8", "no option window"),
         ("early_exit:layers=5", "layers=5, but the target has 5"),
         ("early_exit:layers=0", "layers=0, but the target has 5"),
         ("early_exit:skip=2", "no option skip"),

@@ -20,7 +20,6 @@ from paceline import LLM, Grammar, SamplingParams
 from paceline.core import transfer
 from paceline.draft.heads.block import DSparkDrafter
 from paceline.draft.heads.eagle import EagleDrafter
-from paceline.draft.layer_skip import SwiftDrafter
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
@@ -111,8 +110,6 @@ def said(drafter: Any) -> set[str]:
             found.add("grow.grow")  # dynamic trees, once they are grown
         if isinstance(drafts, DSparkDrafter) and drafts.ends_early:
             found.add("block._grow")  # how long each chain is
-        if isinstance(drafts, SwiftDrafter):
-            found.add("layer_skip._scores")  # a trial, every few steps
     return found
 
 

@@ -70,5 +70,5 @@ SPECS = {kind: record.examples[0].format(**WEIGHTS) for kind, record in DRAFTERS
     "model, one pass": f"model:{_in_one_pass()}",
     "eagle3, one pass": f"eagle3:{_head_in_one_pass()},nodes=8,width=3",
     "tree, dynamic": "tree:paceline/tiny-draft,nodes=6",
-    "layer_skip, dynamic": "layer_skip:nodes=6,window=8,interval=2",
+    "layer_skip, dynamic": "layer_skip:nodes=6",
 }

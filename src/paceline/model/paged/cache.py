@@ -150,16 +150,6 @@ class PagedCache:
         while self.states is not None and table.digests and not self.states.has(table.digests[-1]):
             del table.blocks[-1], table.digests[-1]
 
-    def borrow(self, seq_id: int, owner: int, length: int) -> None:
-        """Start a sequence on another's first ``length`` indices, a whole number of blocks, to be
-        read. For trials within a step: unlike shared ones, the blocks may be unregistered."""
-        assert seq_id not in self._tables and length % self.block_size == 0
-        table = self._tables[owner]
-        blocks = table.blocks[: length // self.block_size]
-        for block in blocks:
-            self.pool.retain(block)
-        self._tables[seq_id] = _Table(blocks, [], table.long, table.adapter)
-
     def blocks_of(self, seq_id: int) -> Sequence[int]:
         return self._tables[seq_id].blocks
 
