@@ -25,7 +25,7 @@ static inline B high(B b) {
   return b;
 }
 constexpr bool BYTE_DOTS = true;
-static inline I joined(I s, int32_t) { return s; }
+static inline I joined(I s) { return s; }
 static inline I dot(I s, B w, int32_t x) {
   int8_t four[4];
   memcpy(four, &x, 4);

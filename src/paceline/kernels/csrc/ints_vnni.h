@@ -9,7 +9,7 @@ static inline B line(const uint8_t* p) { return _mm512_loadu_si512(p); }
 static inline B low(B b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
 static inline B high(B b) { return _mm512_and_si512(_mm512_srli_epi16(b, 4), _mm512_set1_epi8(15)); }
 constexpr bool BYTE_DOTS = true;
-static inline I joined(I s, int32_t) { return s; }
+static inline I joined(I s) { return s; }
 static inline I dot(I s, B w, int32_t x) { return {_mm512_dpbusd_epi32(s.v, w, _mm512_set1_epi32(x))}; }
 static inline B evens(B b) { return _mm512_and_si512(b, _mm512_set1_epi16(255)); }
 static inline B odds(B b) { return _mm512_srli_epi16(b, 8); }

@@ -50,17 +50,27 @@ struct Heads {
 inline long span_of(const pl_weight& w) { return w.wide ? 2 * GROUP : w.repeat ? GROUP : GROUP / 2; }
 
 // Panels come from memory, and the processor's own foresight ends at every page. So each span that is
-// done has an even share of the next panel fetched: in every one of a panel's tiles, as memory would
-// rest in those that find the panel in the cache. Into the second cache: a panel is about as large as the first.
+// done (or, without BURSTS, each line) has an even share of the next panel fetched: in every one of a panel's
+// tiles, as memory would rest in those that find the panel in the cache. Into the second cache: a panel is
+// about as large as the first.
 class Ahead {
  public:
   // Of a tile of `halves` from number `half` on, of all the halves that go over the panel; nothing if it is `left`
   // to the processor.
   Ahead(const pl_weight& w, const uint8_t* panel, long half, long all, long halves, bool left = false)
       : at_(reinterpret_cast<const char*>(panel) + panel_bytes(w) + panel_bytes(w) * half / all),
-        share_(left ? 0 : round_up(panel_bytes(w) * halves / (w.inputs / span_of(w)) / all, 64)) {}
+        share_(left     ? 0
+               : BURSTS ? round_up(panel_bytes(w) * halves / (w.inputs / span_of(w)) / all, 64)
+                        : 4 * PANEL * halves / all) {}
   void step() {
-    for (long line = 0; line < share_; line += 64) __builtin_prefetch(at_ + line, 0, 2);
+    for (long line = 0; BURSTS && line < share_; line += 64) __builtin_prefetch(at_ + line, 0, 2);
+    at_ += BURSTS ? share_ : 0;
+  }
+  // Of W halves.
+  template <int W>
+  void line() {
+    if (BURSTS || !share_) return;
+    for (int i = 0; i < W; i++) __builtin_prefetch(at_ + 64 * i, 0, 2);
     at_ += share_;
   }
 
@@ -85,7 +95,7 @@ enum Order { PLAIN, PAIRS, BYTES };
 struct Interleaved {
   int8_t* codes;
   float *scales, *sums;
-  int32_t* starts;  // of a sum: less what makes codes of weights positive, times the row's sum
+  int32_t* starts;  // of a sum: less what makes codes of weights positive, times the row's sum; or its lower 16 bits
   long bytes, spans, scaled;  // of a row: bytes of codes, spans, scales
 };
 
@@ -107,10 +117,13 @@ inline int32_t lay(const Code* from, Order order, int8_t* to, long apart) {
     to[k] = static_cast<int8_t>((from[k] + 128) >> 8);
     to[apart + k] = static_cast<int8_t>(from[k]);
   }
+  int16_t words[SPAN], pairs[SPAN];
+  for (long k = 0; k < SPAN && order == PAIRS; k++) words[k] = from[k];
   for (long k = 0; k < SPAN && order == PAIRS; k += 4) {
-    int16_t four[4] = {from[k], from[k + 2], from[k + 1], from[k + 3]};
-    memcpy(to + 2 * k, four, sizeof four);
+    pairs[k] = words[k], pairs[k + 1] = words[k + 2];
+    pairs[k + 2] = words[k + 1], pairs[k + 3] = words[k + 3];
   }
+  if (order == PAIRS) memcpy(to, pairs, sizeof pairs);
   return sum;
 }
 
@@ -133,7 +146,7 @@ inline Interleaved interleaved(const QuantisedRows& x, long first, long rows, co
                                       : lay<GROUP / 2>(static_cast<const int8_t*>(x.codes) + at, order, block, 0);
         if (s < scaled) to.scales[place] = x.scales[x.wide ? row : (row * x.inputs + s * span) / GROUP];
         to.sums[place] = static_cast<float>(sum);
-        to.starts[place] = -added_to(w) * sum;
+        to.starts[place] = -added_to(w) * sum & (w.bits == 8 || BYTE_DOTS ? -1 : 0xffff);
       }
   }
   return all;
@@ -181,7 +194,7 @@ template <int BITS, int SPAN, int R, int W>
     codes += R * SPAN * (WIDE ? 2 : 1);
 #else
     for (int r = 0; r < R; r++)
-      for (int i = 0; i < W; i++) s[r][i] = whole(words || BYTE_DOTS ? x.starts[n * R + r] : 0);
+      for (int i = 0; i < W; i++) s[r][i] = whole(x.starts[n * R + r]);
     auto add = [&](auto with, auto part, const B (&b)[W], long from, long stride) {
       B parts[W];
       for (int i = 0; i < W; i++) parts[i] = part(b[i]);
@@ -196,6 +209,7 @@ template <int BITS, int SPAN, int R, int W>
     int steps = SPAN * BITS / 32;
     if (BITS == 8 && R <= 3) asm("" : "+r"(steps));  // not to be unrolled
     for (int j = 0; j < steps; j++, lines += 128) {
+      ahead.line<W>();
       B b[W];
       for (int i = 0; i < W; i++) b[i] = line(lines + 64 * i);
       if (words) {
@@ -209,7 +223,7 @@ template <int BITS, int SPAN, int R, int W>
       }
     }
     for (int r = 0; r < R && !words; r++)
-      for (int i = 0; i < W; i++) s[r][i] = joined(s[r][i], x.starts[n * R + r]);
+      for (int i = 0; i < W; i++) s[r][i] = joined(s[r][i]);
     codes += R * SPAN * (words ? 2 : 1);
 #endif
     add_span<WIDE>(head, w.offsets, s, x.sums + n * R, x.scales + n * R, total);
@@ -236,7 +250,8 @@ inline void panel_of(const pl_weight& w, const uint8_t* panel, const Interleaved
     long from = tiling.from(t);
     with_rows<SPAN == 2 * GROUP ? WIDE_ROWS : QUANTISED_ROWS>(tiling.from(t + 1) - from, [&](auto count) {
       constexpr int R = decltype(count)::rows, W = 2 * R <= QUANTISED_SUMS ? 2 : 1;
-      bool left = W == 2 && R <= 4 && tiling.tiles == 1 && foresees();  // more rows take longer than it looks ahead
+      // More rows take longer than it looks ahead.
+      bool left = W == 2 && R <= (BURSTS ? 4 : 1) && tiling.tiles == 1 && foresees();
       for (int half = 0; half < 2; half += W)
         register_tile<BITS, SPAN, R, W>(w, panel, half, from_row(x, from), c + from * PANEL,
                                         Ahead(w, panel, 2 * t + half, 2 * tiling.tiles, W, left));
