@@ -82,42 +82,56 @@ void fold(const Attention& a, const Partial& p, long row) {
   for (long head = 0; head < heads; head++) finish(a, all.sums + head * width, all.l[head], row, head);
 }
 
-// The products without tile instructions: a panel of keys or values is laid out, used and forgotten.
+// The products without tile instructions: a panel of keys is laid out, used and forgotten; values are read where
+// they lie.
 template <class Number>
 struct Plain {
   typedef float Weight;
+  typedef typename KeyPanel<Number>::Kind Keys;
   static constexpr bool tiled = false;
   const Entries<Number>& e;
-  float *queries, *panel;
+  float* queries;
+  typename Keys::Number* panel;
+  Number* copies;         // of values that are not there in full: [width / 16][STRIPE, 16]
+  const Number** values;  // see ValuesThere
 
   Plain(const Entries<Number>& e, float* memory, long heads)
-      : e(e), queries(memory), panel(memory + heads * e.width) {}
+      : e(e), queries(memory), panel(reinterpret_cast<typename Keys::Number*>(memory + heads * e.width)),
+        copies(reinterpret_cast<Number*>(memory + (heads + PANEL) * e.width)),
+        values(reinterpret_cast<const Number**>(memory + (heads + PANEL + STRIPE) * e.width)) {}
 
   static void put(float* to, V weight, bool narrow) { store(to, narrow ? as_bf16(weight) : weight); }
 
   // `count` keys as a panel of 32 outputs, in this place of it if there are several.
   void lay_out_keys(long, long at, long count) {
-    e.turn(at, count, [&](V lanes, long i, long half) { unpack(e.keys, lanes, panel + i * PANEL + half); });
+    e.turn(at, count, [&](V lanes, long i, long half) { lay_out(e.keys, lanes, panel + i * PANEL + half * (Keys::STEP / 16)); });
   }
 
   // Of `count` query heads, by the panel.
   void score(long, long h, long count, float* to) {
-    for (long k = 0; k < count; k++) memset(to + k * BLOCK, 0, PANEL * sizeof(float));
-    panel_product(panel, queries + h * e.width, e.width, count, e.width, to, BLOCK);
+    for (long k = 0; k < count; k++) store(to + k * BLOCK, zero()), store(to + k * BLOCK + 16, zero());
+    panel_product<Keys>(panel, queries + h * e.width, e.width, count, e.width, to, BLOCK);
   }
 
-  // Values of 32 keys, of which low .. high are there, as panels of 32 inputs and 32 outputs.
+  // Values of 32 keys, of which low .. high are there.
   void lay_out_values(long at, long low, long high) {
-    for (long i = 0; i < e.width; i += 16)
-      for (long j = 0; j < STRIPE; j++)
-        store(panel + i / PANEL * PANEL * STRIPE + j * PANEL + i % PANEL,
-              low <= j && j < high ? e.value(at + j, i) : zero());
+    const Number *value[STRIPE], **to = values;
+    for (long j = 0; j < STRIPE; j++) value[j] = low <= j && j < high ? e.values + e.slots[at + j] * e.stride : e.values;
+    for (long i = 0, width = e.width; i < width; i += 16, to += STRIPE) {
+      for (long j = 0; j < STRIPE; j++) to[j] = value[j] + i;
+      if (low > 0 || high < STRIPE || i + 16 > e.d)
+        for (long j = 0; j < STRIPE; j++) {
+          Number* copy = copies + i * STRIPE + 16 * j;
+          for (long k = 0; k < 16; k++) copy[k] = low <= j && j < high && i + k < e.d ? value[j][i + k] : Number(0);
+          to[j] = copy;
+        }
+    }
   }
 
   // sums += the weights of `count` query heads times the values of at .. end.
   void add(const float* weights, long count, long at, long, float* sums) {
     for (long i = 0; i < e.width; i += PANEL)
-      all_rows<Floats>(panel + i * STRIPE, weights + at, BLOCK, count, sums + i, e.width);
+      all_rows<ValuesThere<Number>>(values + i / 16 * STRIPE, weights + at, BLOCK, count, sums + i, e.width);
   }
 };
 

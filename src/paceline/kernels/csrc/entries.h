@@ -1,19 +1,15 @@
 // What the cache has of one KV head at the positions of a block of attention.
 #pragma once
 #include "kernels.h"
+#include "products.h"
 #include "vec.h"
 
 namespace {
 
-// Lanes of numbers of 16 keys as rows of a panel.
-inline void unpack(const float*, V lanes, float* to) { store(to, lanes); }
-inline void unpack(const uint16_t*, V lanes, float* to) {
-  uint16_t pairs[32];
-  store(reinterpret_cast<float*>(pairs), lanes);
-  store(to, even_of(pairs));
-  store(to + PANEL, odd_of(pairs));
-}
-inline void unpack(const int8_t*, V lanes, float* to) {
+// Lanes of numbers of 16 keys as rows of a panel: pairs of bf16 numbers stay pairs.
+inline void lay_out(const float*, V lanes, float* to) { store(to, lanes); }
+inline void lay_out(const uint16_t*, V lanes, uint16_t* to) { store(reinterpret_cast<float*>(to), lanes); }
+inline void lay_out(const int8_t*, V lanes, float* to) {
   uint32_t codes[16];
   store(reinterpret_cast<float*>(codes), lanes);
 #pragma GCC unroll 4
@@ -21,6 +17,25 @@ inline void unpack(const int8_t*, V lanes, float* to) {
     for (int i = 0; i < 16; i++)
       to[k * PANEL + i] = static_cast<float>(static_cast<int32_t>(codes[i] << (24 - 8 * k)) >> 24);
 }
+
+// What such a panel is multiplied as.
+template <class Number>
+struct KeyPanel {
+  typedef Floats Kind;
+};
+template <>
+struct KeyPanel<uint16_t> {
+  typedef Bf16Weights<false> Kind;
+};
+
+// Values as they lie in the cache, by pointers: [width / 16][STRIPE], each to sixteen numbers.
+template <class Cached>
+struct ValuesThere {
+  typedef const Cached* Number;
+  static constexpr long STEP = STRIPE, PAIR = 2;
+  static V weights(const Number* pair, int i, int odd) { return load(pair[STEP * i + odd]); }
+  static void ahead(const Number*, int) {}
+};
 
 inline bool finite(const uint16_t* x, long count) {
   uint16_t strange = 0;
@@ -53,15 +68,15 @@ struct Entries {
 
   // The row's keys and values at from .. to of the block that begins at `begin`.
   void look_up(const Row& row, long begin, long from, long to) {
-    long slot = 0, left = 0;  // of a block of the cache
-    for (long j = from; j < to; j++, slot++, left--) {
-      long position = begin + j;
-      if (position < row.shared && left <= 0) {
-        left = a.block_size - position % a.block_size;
-        slot = (row.table[position / a.block_size] + 1) * a.block_size - left;
-      }
-      slots[j] = static_cast<int32_t>(position < row.shared ? slot : row.own[position - row.shared]);
-      if (!coded) continue;
+    const long size = a.block_size;
+    long j = from;
+    while (j < to && begin + j < row.shared) {  // a block of the cache
+      long inside = (begin + j) % size, slot = row.table[(begin + j) / size] * size + inside, end = j + size - inside;
+      end = end < to ? end : to;
+      for (end = end < row.shared - begin ? end : row.shared - begin; j < end; j++, slot++) slots[j] = static_cast<int32_t>(slot);
+    }
+    for (; j < to; j++) slots[j] = row.own[begin + j - row.shared];
+    for (j = from; j < to && coded; j++) {
       memcpy(key_scales + j, keys + slots[j] * stride + d, sizeof(float));
       memcpy(value_scales + j, values + slots[j] * stride + d, sizeof(float));
     }
@@ -72,27 +87,27 @@ struct Entries {
     for (long i = 0; i < width; i += 16) store(to + i, i < d ? load_first(q + i, d - i) : zero());
   }
 
-  // A key's next 64 bytes from number `i` on as lanes of `each` numbers; zeros behind its numbers.
-  V lanes_of(const Number* key, long i) const {
-    long bytes = (d - i) * static_cast<long>(sizeof(Number));
-    if (bytes >= 64) return load(reinterpret_cast<const float*>(key + i));
-    float lanes[16] = {};
-    if (bytes > 0) memcpy(lanes, key + i, static_cast<size_t>(bytes));
-    return load(lanes);
-  }
-
   // 32 keys from `at` on, number by number; zeros behind the first `count`. put(lanes, i, half): of
-  // keys half .. half + 16, the numbers from `i` on as lanes.
+  // keys half .. half + 16, the numbers from `i` on as lanes of `each` numbers.
   template <class Put>
   void turn(long at, long count, const Put& put) const {
-    for (long half = 0; half < PANEL; half += 16)
+    for (long half = 0; half < PANEL; half += 16) {
+      const Number* key[16];
+      for (long j = 0; j < 16; j++) key[j] = half + j < count ? keys + slots[at + half + j] * stride : keys;
       for (long i = 0; i < width; i += 16 * each) {
+        const float* rows[16];
+        Number copies[16][16 * each];  // of what is not there in full
+        for (long j = 0; j < 16; j++) rows[j] = reinterpret_cast<const float*>(key[j] + i);
+        if (half + 16 > count || i + 16 * each > d)
+          for (long j = 0; j < 16; j++) {
+            for (long k = 0; k < 16 * each; k++) copies[j][k] = half + j < count && i + k < d ? key[j][i + k] : Number(0);
+            rows[j] = reinterpret_cast<const float*>(copies[j]);
+          }
         V t[16];
-        for (long j = 0; j < 16; j++)
-          t[j] = half + j < count ? lanes_of(keys + slots[at + half + j] * stride, i) : zero();
-        transpose(t);
+        transpose(rows, t);
         for (long j = 0; j < 16 && i + each * j < width; j++) put(t[j], i + each * j, half);
       }
+    }
   }
 
   // 16 numbers of a value from `i` on.

@@ -36,14 +36,15 @@ void Ahead::open() {
 }
 
 void Ahead::step(long count) {
-  for (; item_ < end_ && count > 0; count--) {
-    long slot = a_.row[item_->first].table[at_ / a_.block_size] * a_.block_size + at_ % a_.block_size;
-    long from = (slot * a_.model->kv_heads + head_) * head_bytes_;
-    for (long i = from; i < from + head_bytes_; i += 64) {
-      __builtin_prefetch(static_cast<const char*>(a_.keys) + i, 0, 2);
-      __builtin_prefetch(static_cast<const char*>(a_.values) + i, 0, 2);
-    }
-    if (++at_ < item_->end) continue;
+  while (item_ < end_ && count > 0) {
+    long size = a_.block_size, inside = at_ % size, slot = a_.row[item_->first].table[at_ / size] * size + inside;
+    long some = std::min({count, size - inside, item_->end - at_}), apart = a_.model->kv_heads * head_bytes_, bytes = head_bytes_;
+    const char* key = static_cast<const char*>(a_.keys) + slot * apart + head_ * bytes;
+    const char* value = static_cast<const char*>(a_.values) + slot * apart + head_ * bytes;
+    for (long n = 0; n < some; n++, key += apart, value += apart)
+      for (long i = 0; i < bytes; i += 64) __builtin_prefetch(key + i, 0, 2), __builtin_prefetch(value + i, 0, 2);
+    count -= some, at_ += some;
+    if (at_ < item_->end) continue;
     at_ = item_->begin;
     if (++head_ == item_->kv_head + item_->kv_heads) item_++, open();
   }

@@ -29,9 +29,11 @@ inline void fetch(const void* line) {
   __builtin_prefetch(static_cast<const char*>(line) + NEAR, 0, 3);
 }
 
-// Numbers of the cache, which need no fetching.
+// What products read: numbers from vector to vector of outputs (STEP), from pair to pair of inputs (PAIR).
+// Of the cache they need no fetching.
 struct Floats {
   typedef float Number;
+  static constexpr long STEP = 16, PAIR = 2 * PANEL;
   static V weights(const float* pair, int i, int odd) { return load(pair + PANEL * odd + 16 * i); }
   static void ahead(const float*, int) {}
 };
@@ -46,6 +48,7 @@ struct FloatWeights : Floats {
 template <bool FETCHED>
 struct Bf16Weights {
   typedef uint16_t Number;
+  static constexpr long STEP = 32, PAIR = 2 * PANEL;
   static V weights(const uint16_t* pair, int i, int odd) { return odd ? odd_of(pair + 32 * i) : even_of(pair + 32 * i); }
   static void ahead(const uint16_t* pair, int i) {
     if (FETCHED) fetch(pair + 32 * i);
@@ -59,7 +62,7 @@ inline void sum_stripe(const typename Kind::Number* w, const float* x, long ldx,
     for (int i = 0; i < W; i++)
       for (int odd = ODD; odd < ODD + COUNT; odd++) sums[odd][r][i] = zero();
 #pragma GCC unroll 2
-  for (int pair = 0; pair < STRIPE / 2; pair++, w += 2 * PANEL, x += 2) {
+  for (int pair = 0; pair < STRIPE / 2; pair++, w += Kind::PAIR, x += 2) {
     V weights[2][W];
     for (int i = 0; i < W; i++) {
       if (ODD == 0) Kind::ahead(w, i);
@@ -95,9 +98,8 @@ inline void stripe(const typename Kind::Number* w, const float* x, long ldx, flo
 // All 32 outputs of a stripe, for R rows.
 template <class Kind, int R>
 inline void across(const typename Kind::Number* w, const float* x, long ldx, float* c, long ldc) {
-  constexpr long step = sizeof(typename Kind::Number) == 2 ? 32 : 16;  // numbers from vector to vector
   constexpr int wide = R <= BROAD_ROWS ? 2 : 1;
-  for (int i = 0; i < PANEL / 16; i += wide) stripe<Kind, R, wide>(w + step * i, x, ldx, c + 16 * i, ldc);
+  for (int i = 0; i < PANEL / 16; i += wide) stripe<Kind, R, wide>(w + Kind::STEP * i, x, ldx, c + 16 * i, ldc);
 }
 
 template <class Kind, int R = ROWS>
@@ -117,8 +119,9 @@ inline void all_rows(const typename Kind::Number* w, const float* x, long ldx, l
 }
 
 // c [rows, ldc] += x times the panel, whose inputs are `inputs`, a multiple of 32.
-inline void panel_product(const float* panel, const float* x, long ldx, long rows, long inputs, float* c, long ldc) {
-  for (long k = 0; k < inputs; k += STRIPE) all_rows<Floats>(panel + k * PANEL, x + k, ldx, rows, c, ldc);
+template <class Kind>
+inline void panel_product(const typename Kind::Number* panel, const float* x, long ldx, long rows, long inputs, float* c, long ldc) {
+  for (long k = 0; k < inputs; k += STRIPE) all_rows<Kind>(panel + k * PANEL, x + k, ldx, rows, c, ldc);
 }
 
 // The same with weights that come from memory, and rows stripe by stripe: x [stripes, rows, 32].

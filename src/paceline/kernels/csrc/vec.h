@@ -33,6 +33,14 @@ constexpr float WHOLE = 12582912.0f + 127.0f;
 #include "vec_portable.h"
 #endif
 
+#if !defined(PACELINE_AVX2)
+// The same of rows in memory.
+static inline void transpose(const float* const* rows, V t[16]) {
+  for (int i = 0; i < 16; i++) t[i] = load(rows[i]);
+  transpose(t);
+}
+#endif
+
 // The first n of 16 numbers, zeros behind them. Numbers beyond are not touched.
 template <class T>
 static inline V load_first(const T* p, long n) {

@@ -79,38 +79,38 @@ static inline void store(uint16_t* p, V x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), both);
 }
 
-static inline void transpose8(__m256* r[8]) {
-  __m256 a[8], b[8];
+// Lanes first .. first + 8 of eight rows as halves of eight vectors.
+static inline void transpose8(const float* const* rows, int first, V* t, __m256 V::*half) {
+  __m256 r[8], a[8];
+  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(rows[i] + first);
   for (int i = 0; i < 8; i += 2) {
-    a[i] = _mm256_unpacklo_ps(*r[i], *r[i + 1]);
-    a[i + 1] = _mm256_unpackhi_ps(*r[i], *r[i + 1]);
+    a[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    a[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
   }
   for (int i = 0; i < 8; i += 4) {
-    b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
-    b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
-    b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
-    b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    r[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
   }
   for (int i = 0; i < 4; i++) {
-    *r[i] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
-    *r[i + 4] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+    t[i].*half = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+    t[i + 4].*half = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+  }
+}
+
+static inline void transpose(const float* const* rows, V t[16]) {
+  for (int first = 0; first < 16; first += 8) {
+    transpose8(rows, first, t + first, &V::a);
+    transpose8(rows + 8, first, t + first, &V::b);
   }
 }
 
 static inline void transpose(V t[16]) {
-  __m256* quarter[4][8];  // upper left, upper right, lower left, lower right
-  for (int i = 0; i < 8; i++) {
-    quarter[0][i] = &t[i].a;
-    quarter[1][i] = &t[i].b;
-    quarter[2][i] = &t[i + 8].a;
-    quarter[3][i] = &t[i + 8].b;
-  }
-  for (auto& q : quarter) transpose8(q);
-  for (int i = 0; i < 8; i++) {
-    __m256 right = t[i].b;
-    t[i].b = t[i + 8].a;
-    t[i + 8].a = right;
-  }
+  float numbers[16][16];
+  const float* rows[16];
+  for (int i = 0; i < 16; i++) store(numbers[i], t[i]), rows[i] = numbers[i];
+  transpose(rows, t);
 }
 
 constexpr int ROWS = 6;
