@@ -59,8 +59,8 @@ class AdaptiveController(Controller):
     """Per sequence and step: the draft with the most expected tokens a second.
 
     ``members``: by each name that a request may ask for, the drafters of the cost model that draft
-    for it; requests that name none have the ``default``, the first. ``lookups``: those among them
-    that are asked what they find before anything is decided. ``fair``: no request is slowed down
+    for it; requests that name none have the first. ``lookups``: those among them that are asked
+    what they find before anything is decided. ``fair``: no request is slowed down
     for another's sake; else the tokens a second of the whole batch decide. ``watch`` says who has
     collapsed.
     """
@@ -70,13 +70,12 @@ class AdaptiveController(Controller):
         cost: CostModel,
         members: Mapping[str, Sequence[Hashable]] | None = None,
         lookups: Mapping[Hashable, LookupDrafter] | None = None,
-        default: str | None = None,
         fair: bool = True,
         watch: CollapseWatch | None = None,
     ) -> None:
         self.cost, self.budget = cost, ExplorationBudget()
         self.members = dict(members or {str(name): (name,) for name in cost.drafters})
-        self._default = default or next(iter(self.members), "")
+        self._default = next(iter(self.members), "")
         self._fair, self._watch = fair, watch or CollapseWatch()
         self._lookups = LookupFollower(lookups or {}, cost)
         self._step = 0

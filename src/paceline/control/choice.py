@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 
 from paceline.control.controller import Decision
@@ -28,9 +29,7 @@ def choose(
     if len(options) == batch == 1:
         return [max(options[0], key=lambda draft: draft.gain / draft.seconds)]
 
-    def score(drafts: Sequence[DraftOption]) -> float:
-        return _score(cost, batch, drafts, fair)
-
+    score = partial(_score, cost, batch, fair)
     best = [ways[0] for ways in options]
     least = WORTH * score(best)
     names = {draft.name for ways in options for draft in ways[1:]}
@@ -53,7 +52,7 @@ def fixed_length(length: int, options: Sequence[DraftOption]) -> Decision:
     return Decision(length, best.name if best is not None and len(longest) > 1 else None)
 
 
-def _score(cost: CostModel, batch: int, drafts: Sequence[DraftOption], fair: bool) -> float:
+def _score(cost: CostModel, batch: int, fair: bool, drafts: Sequence[DraftOption]) -> float:
     """Seconds of a token, summed over the sequences, infinite if any is slowed down. Not ``fair``:
     seconds by tokens of the whole batch."""
     plain = cost.rest(batch)

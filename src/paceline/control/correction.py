@@ -114,8 +114,8 @@ class PassPrice:
     _AGEING = (1e-3, 1e-5)
     _FURTHEST = 2.0  # times the prediction, that one draft may differ
 
-    def __init__(self, overhead: float = 0.0, factor: float = 1.0) -> None:
-        self.overhead, self.factor = overhead, factor
+    def __init__(self) -> None:
+        self.overhead, self.factor = 0.0, 1.0
         self._variances = [4.0, 0.0, 0.09]  # of the overhead, of both together, of the factor
 
     def seconds(self, alone: float, unit: float) -> float:

@@ -153,11 +153,11 @@ def write_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text(manifest_text(digests), encoding="utf-8")
 
 
-def signed(text: str, comment: str = "<!-- {} -->") -> str:
-    """A text with a last line for ``is_signed``; ``comment``: of the text's format."""
+def signed(text: str) -> str:
+    """A text with a last line for ``is_signed``, which is a comment in Markdown and HTML."""
     text = text.rstrip("\n") + "\n"
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
-    return text + comment.format(f"{_SIGNED}{digest}") + "\n"
+    return f"{text}<!-- {_SIGNED}{digest} -->\n"
 
 
 def is_signed(file: Path) -> bool:
