@@ -7,6 +7,7 @@ reads more bytes. What the engine adds is measured on the embedded toy; memory i
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -44,6 +45,7 @@ _ROWS = (1, 3, 9, 17)
 _TIMES = 5  # of a forward; the median is what decoding meets beside other jobs
 _TOKENS = 48  # of the toy
 _CONTEXT = 4096  # tokens whose keys and values are counted
+_BUSY = 0.75  # of the threads' time that a measuring process gets, less than that
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -86,12 +88,14 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Recommendation:
-    """``memory``: bytes that the process may take. ``auto``: what that is composed of."""
+    """``memory``: bytes that the process may take. ``auto``: what that is composed of. ``got``: the
+    share of its threads' time that the process got while it measured."""
 
     model: str
     memory: int
     forms: tuple[PricedForm, ...]
     auto: Composition
+    got: float = 1.0
 
     @property
     def best(self) -> PricedForm | None:
@@ -115,6 +119,10 @@ class Recommendation:
             if best is not None and form.fits and form.rate > best.rate:
                 times = f"{form.rate / best.rate:.1f} times as fast as {best.name}"
                 notes.append(f"{form.name}: {times}, but the text of rounded weights:{form.flags}")
+        if self.got < _BUSY:
+            notes.append(
+                f"other work took {1 - self.got:.0%} of the processors: run it again without"
+            )
         if best is None:
             notes.append("nothing fits: use --offload disk, or a GGUF file of the model in 4 bits")
         return notes
@@ -154,8 +162,9 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
     # Of the made-up model and of the toy, on which it is measured, nothing is shown.
     with stage("measuring this machine"), listening(Listener()):
         sample, added = _sample(model, setting.loaded), _added()
-        prices = {8 * setting.width: _price(sample, None)}
-        prices |= {bits: _price(sample, precision) for precision, bits in BITS.items()}
+        asked = {8 * setting.width: None} | {bits: precision for precision, bits in BITS.items()}
+        measured = {bits: _price(sample, precision) for bits, precision in asked.items()}
+        prices = {bits: curve for bits, (curve, _) in measured.items()}
 
     def forward(bits: int, size: float) -> CostCurve:
         """One that reads ``size`` bytes of weights in so many bits."""
@@ -182,7 +191,8 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
         if bits < machine.held_bits(model, setting) and model.quantisation is None:
             needs = Needs.of_model(model, how, how.cache_dtype)
             forms.append(form(f"{bits} bits", how, "none", needs))
-    return Recommendation(name, budget, tuple(forms), composed)
+    got = median(share for _, share in measured.values())
+    return Recommendation(name, budget, tuple(forms), composed, got)
 
 
 def _model(name: str) -> Model:
@@ -235,18 +245,21 @@ def _sample(model: Model, dtype: torch.dtype) -> CausalModel:
     return CausalModel(hf, "a sample").optimised()
 
 
-def _price(sample: CausalModel, precision: str | None) -> CostCurve:
-    """Seconds for each byte that a forward reads, by its rows."""
+def _price(sample: CausalModel, precision: str | None) -> tuple[CostCurve, float]:
+    """Seconds for each byte that a forward reads, by its rows; the share of its threads' time that
+    the process got. Threads that wait for one another spin, so it gets all unless others run."""
     read = sum(matrix.bytes for matrix in matrix_sizes(sample.hf))
     if precision is not None:
         read = rounded_bytes(sample.hf, precision, sample.dtype.itemsize)
         sample = quantised_copy(sample, precision)
     cache = sample.new_cache(16, 16, share=False)
+    began, used = time.perf_counter(), time.process_time()
     turns = [measure_target(sample, cache, {1: _ROWS}, 1, 0.0).curves[0] for _ in range(_TIMES)]
     seconds = (
         median(times) / read for times in zip(*(turn.seconds for turn in turns), strict=True)
     )
-    return CostCurve(_ROWS, tuple(seconds))
+    whole = (time.perf_counter() - began) * torch.get_num_threads()
+    return CostCurve(_ROWS, tuple(seconds)), (time.process_time() - used) / whole
 
 
 def _added() -> float:
