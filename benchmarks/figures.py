@@ -84,7 +84,7 @@ def words(x: float, y: float, text: str, kind: str = "", anchor: str = "start") 
 
 def legend(names: Sequence[str]) -> Iterator[str]:
     for n, name in enumerate(names):
-        x = LABELS + n * 170
+        x = LABELS + n * (WIDTH - LABELS) // 4
         yield f'<rect x="{x}" y="28" width="12" height="12" class="c{n}"/>' + words(
             x + 17, 39, name
         )
