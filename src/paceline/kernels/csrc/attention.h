@@ -119,12 +119,14 @@ struct Plain {
     for (long j = 0; j < STRIPE; j++) value[j] = low <= j && j < high ? e.values + e.slots[at + j] * e.stride : e.values;
     for (long i = 0, width = e.width; i < width; i += 16, to += STRIPE) {
       for (long j = 0; j < STRIPE; j++) to[j] = value[j] + i;
-      if (low > 0 || high < STRIPE || i + 16 > e.d)
-        for (long j = 0; j < STRIPE; j++) {
-          Number* copy = copies + i * STRIPE + 16 * j;
-          for (long k = 0; k < 16; k++) copy[k] = low <= j && j < high && i + k < e.d ? value[j][i + k] : Number(0);
-          to[j] = copy;
-        }
+      for (long j = 0; j < STRIPE && (low > 0 || high < STRIPE || i + 16 > e.d); j++) {
+        bool there = low <= j && j < high;
+        if (there && i + 16 <= e.d) continue;
+        Number* copy = copies + i * STRIPE + 16 * j;
+        memset(copy, 0, 16 * sizeof(Number));
+        if (there && i < e.d) memcpy(copy, value[j] + i, static_cast<size_t>(e.d - i) * sizeof(Number));
+        to[j] = copy;
+      }
     }
   }
 

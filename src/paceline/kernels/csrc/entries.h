@@ -98,11 +98,12 @@ struct Entries {
         const float* rows[16];
         Number copies[16][16 * each];  // of what is not there in full
         for (long j = 0; j < 16; j++) rows[j] = reinterpret_cast<const float*>(key[j] + i);
-        if (half + 16 > count || i + 16 * each > d)
-          for (long j = 0; j < 16; j++) {
-            for (long k = 0; k < 16 * each; k++) copies[j][k] = half + j < count && i + k < d ? key[j][i + k] : Number(0);
-            rows[j] = reinterpret_cast<const float*>(copies[j]);
-          }
+        for (long j = 0; j < 16 && (half + 16 > count || i + 16 * each > d); j++) {
+          if (half + j < count && i + 16 * each <= d) continue;
+          memset(copies[j], 0, 64);
+          if (half + j < count && i < d) memcpy(copies[j], key[j] + i, static_cast<size_t>(d - i) * sizeof(Number));
+          rows[j] = reinterpret_cast<const float*>(copies[j]);
+        }
         V t[16];
         transpose(rows, t);
         for (long j = 0; j < 16 && i + each * j < width; j++) put(t[j], i + each * j, half);
