@@ -65,6 +65,16 @@ def test_a_view_reads_none_of_the_layers_that_it_skips() -> None:
     assert work.flops == 2 * ROWS * (WEIGHTS - PER_LAYER) + attention
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_outer_product_reads_no_weight(inference: bool) -> None:
+    """Older transformers multiply frequencies and positions of rope so."""
+    counter = WorkCounter()
+    with torch.inference_mode(inference), counter.phase("step"):
+        torch.ones(1, HEAD // 2, 1) @ torch.ones(1, 1, ROWS)
+    work = counter.phases["other"]
+    assert (work.kernels, work.flops, work.weight_elements) == (0, 0, 0)
+
+
 def test_only_steps_are_counted_and_each_phase_has_its_own() -> None:
     counter = WorkCounter()
     a, b = torch.ones(2, 3), torch.ones(3, 4)

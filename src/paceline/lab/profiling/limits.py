@@ -26,6 +26,7 @@ LARGE = 256 * 2**10  # bytes; half of the smallest second-level cache of present
 _PRODUCTS = dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::matmul", "aten::linear"), 0)
 _PRODUCTS |= {"aten::_grouped_mm": 0, "mkldnn::_linear_pointwise": 0}
 _PRODUCTS |= {"aten::addmm": 1, "aten::baddbmm": 1}
+_BATCHED = frozenset({"aten::bmm", "aten::matmul"})
 # What reads only as much of its first argument as it puts out, or writes only what it is given.
 _PARTIAL = frozenset(
     {"embedding", "index_select", "index", "gather", "index_copy_", "index_put_", "scatter_"}
@@ -142,6 +143,8 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         work = self.phases.setdefault(self._phase, Work())
         work.ops += 1
+        if name in _BATCHED and args[0].shape[-1] == 1 and args[1].dim() > 2:
+            name = "aten::mul"  # outer products, such as angles of rope: no weight, and no sum
         work.kernels += is_kernel(name)
         if name in _PRODUCTS:
             first = _PRODUCTS[name]
