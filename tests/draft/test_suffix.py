@@ -214,6 +214,8 @@ def saved(ids: list[int], vocab: int = VOCAB, **more: torch.Tensor) -> bytes:
         (saved([-2, -1]), DataError, "no such tokens"),
         (saved([], suffix_texts=torch.tensor([1.0, -1.0])), DataError, "no such tokens"),
         (saved([], suffix_texts=torch.tensor(-1, dtype=torch.int32)), DataError, "no such tokens"),
+        (saved([], suffix_texts=torch.zeros(2).bfloat16()), DataError, "no such tokens"),
+        (saved([], vocab_size=torch.zeros(8).to(torch.float8_e4m3fn)), DataError, "no such tokens"),
     ],
 )
 def test_other_files_are_refused(

@@ -249,16 +249,18 @@ def _read(path: Path, vocab_size: int) -> list[list[int]]:
         raise DataError(f"cannot read the suffix tree {path}: {error.strerror}") from None
     except ModelLoadError as error:
         raise DataError(f"{path} is not a saved suffix tree, or a damaged one: {error}") from None
-    stream, size = tensors[_TEXTS].numpy(), int(tensors[_SIZE].flatten()[:1].sum())
-    if size != vocab_size:
+    texts, size = tensors[_TEXTS], tensors[_SIZE]
+    kinds = [(tensor.dtype, tensor.dim()) for tensor in (texts, size)]
+    sound = kinds == [(torch.int32, 1), (torch.int64, 0)]
+    if sound and size != vocab_size:
         raise VocabularyMismatchError(
             f"{path} is a suffix tree of a model with {size} tokens, this one has {vocab_size}; "
             "use one file per model"
         )
-    sound = stream.dtype == np.int32 and stream.ndim == 1
-    if sound and len(stream):
-        sound = -1 == stream[-1] <= stream.min() <= stream.max() < size
+    if sound and len(texts):
+        sound = bool(-1 == texts[-1] <= texts.min() <= texts.max() < size)
     if not sound:
         raise DataError(f"{path} is a damaged suffix tree: it holds no such tokens; move it away")
+    stream = texts.numpy()
     ends = np.flatnonzero(stream < 0)
     return [text[:-1].tolist() for text in np.split(stream, ends[:-1] + 1)] if len(ends) else []
