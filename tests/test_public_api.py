@@ -58,7 +58,7 @@ def test_llm_signature() -> None:
         """
         model draft dtype device max_model_len max_batch_size kv_cache_memory draft_length rule
         prefix_sharing
-        seed lossy profile backend quantize draft_quantize tensor_parallel offload
+        seed profile backend quantize draft_quantize tensor_parallel offload
         weights_memory draft_offload draft_device kv_cache_dtype
         drafting log_decisions strict controller
         generation_config default_temperature default_top_p default_top_k default_min_p
@@ -76,14 +76,14 @@ def test_completion_and_its_stats() -> None:
 
     assert [item.name for item in fields(paceline.Completion)] == str.split(
         """
-        prompt text token_ids logprobs finish_reason index draft_mask stats lossy error
+        prompt text token_ids logprobs finish_reason index draft_mask stats error
         prompt_logprobs receipt
         """
     )
     assert [item.name for item in fields(CompletionStats)] == str.split(
         """
         drafted_tokens accepted_tokens acceptance_rate mean_accepted_length
-        acceptance_per_position target_steps decode_seconds tokens_per_second lossy
+        acceptance_per_position target_steps decode_seconds tokens_per_second
         time_to_first_token reached_per_position arrivals cached_tokens drafters not_drafted
         """
     )

@@ -16,7 +16,7 @@ from paceline import LLM, ConfigError
 from paceline.build import EngineOptions
 from paceline.cli.main import app
 from paceline.cli.options import expand
-from paceline.server.config import ServeConfig, keys
+from paceline.server.config import keys
 from paceline.settings import EngineSettings, LoadSettings, entries, setting
 from paceline.settings.tuned import EngineChoice
 from paceline.train import configs
@@ -82,7 +82,6 @@ def test_a_server_takes_the_engine_s_settings() -> None:
         for name, e in known.items()
         if name != "profile"
     )
-    assert not ServeConfig().lossy and "lossy" not in known, "a server is lossless"
 
 
 def test_a_profile_fills_settings_of_the_engine() -> None:
@@ -152,7 +151,7 @@ def test_a_single_option_is_a_setting_too() -> None:
         ("seed", "one", "a whole number"),
         ("default_top_p", "1", "a number"),
         ("tensor_parallel", True, "a whole number"),
-        ("lossy", "yes", "true or false"),
+        ("strict", "yes", "true or false"),
         ("profile", 7, "the path of a tuned profile"),
     ],
 )

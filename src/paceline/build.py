@@ -36,7 +36,6 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.settings import EngineSettings, entries
 from paceline.settings.tuned import KnownCosts
 from paceline.verify.logprobs import most_rows, scoring_bytes
-from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import Verifier
 
 # Start-up measures forwards over so many tokens of each sequence, of at most so many rows (beyond,
@@ -70,23 +69,12 @@ class EngineOptions(EngineSettings):
                 f"controller is {self.controller!r}; it lacks {', '.join(missing)}: derive it from "
                 "paceline.control.controller.Controller"
             )
-        typical = self.rule == "typical"
-        if typical and not self.lossy:
-            raise ConfigError(
-                "rule is 'typical', which is not lossless: it changes what the model says; "
-                "ask for that with lossy=True (--lossy), or use auto"
-            )
-        if self.lossy and not typical and self.rule != "auto":
-            raise ConfigError(
-                f"lossy asks for typical acceptance, but rule {self.rule!r} is lossless; "
-                "leave one of them out"
-            )
         for entry in entries(EngineSettings):
             value = getattr(self, entry.name)
             # Objects, such as torch dtypes, and sizes in bytes are not parsed.
             written = isinstance(value, (str, int, float, list, tuple, dict))
             in_bytes = entry.key.kind == "size" and type(value) is int
-            if written and not in_bytes and not (typical and entry.name == "rule"):
+            if written and not in_bytes:
                 object.__setattr__(self, entry.name, entry.read(value, entry.name))
 
     def positions(self, target: CausalModel) -> int:
@@ -256,7 +244,7 @@ def build_engine(
         max_positions=min(options.positions(target), blocks * BLOCK_SIZE),
         max_scored_rows=most_rows(target.vocab_size),
     )
-    verifier = TypicalVerifier(generator) if options.lossy else Verifier(options.rule, generator)
+    verifier = Verifier(options.rule, generator)
     parts = target, cache, drafter, verifier, Scheduler(limits, cache), controller
     strict = options.strict or os.environ.get("PACELINE_STRICT", "0") != "0"
     return Engine(*parts, _draw_seed(options, drafter), predictions, watch, strict)
@@ -280,7 +268,7 @@ def _fill_watch(watch: CollapseWatch, drafters: Mapping[str, Drafter]) -> None:
 def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | None:
     """Makes seeds for sampled requests without one: under the coupled rule, and if seeded drafts
     cost far less."""
-    cheaper = options.rule == "auto" and not options.lossy and prefers_seeds(drafter)
+    cheaper = options.rule == "auto" and prefers_seeds(drafter)
     if options.rule != "coupled" and not cheaper:
         return None
     seeds = seeded_generator(torch.device("cpu"), options.seed)

@@ -84,8 +84,7 @@ class LLM:
     its drafts (docs/drafters/your_own.md). ``seed``: for requests without one. Requests without
     parameters sample as ``default_temperature``, ``default_top_p``, ``default_top_k``,
     ``default_min_p`` and ``default_repetition_penalty`` say, else as the checkpoint's
-    ``generation_config`` ("none" ignores it); see ``default_params``. ``lossy``: typical
-    acceptance; sampled text is then NOT distributed as the target's, and completions say so.
+    ``generation_config`` ("none" ignores it); see ``default_params``.
 
     ``profile``: a file of ``paceline tune``, which gives ``max_batch_size``, ``rule``, the draft
     (also in place of "auto") and, with that draft, its length and, on the same machine, its costs,
@@ -116,7 +115,6 @@ class LLM:
         rule: str | None = None,
         prefix_sharing: bool = True,
         seed: int | None = None,
-        lossy: bool = False,
         profile: str | Path | None = None,
         backend: str = "auto",
         quantize: str | None = None,
@@ -160,7 +158,7 @@ class LLM:
         assert not isinstance(draft, Mapping)  # a mapping is foreign
         tuned = None if profile is None else TunedProfile.read(profile)
         follows = tuned is not None and draft in (DEFAULT_DRAFT, (DEFAULT_DRAFT,), tuned.draft.spec)
-        settings = tuned.settings(follows, given["lossy"]) if tuned else {}
+        settings = tuned.settings(follows) if tuned else {}
         options = EngineOptions(**settings | given, controller=controller)
         for spec in draft if isinstance(draft, (list, tuple)) else (draft,):
             if isinstance(spec, str):
@@ -189,7 +187,6 @@ class LLM:
         draft_length: int | str | None = None,
         max_draft_length: int | None = None,
         rule: str | None = None,
-        lossy: bool = False,
         max_batch_size: int | None = None,
         prefix_sharing: bool = True,
         seed: int | None = None,
@@ -220,8 +217,8 @@ class LLM:
     ) -> None:
         """Set up everything around a loaded target."""
         self.target, self.tokenizer = target, tokenizer
-        self._dtype, self._lossy = options.dtype, options.lossy
-        self.receipts = Receipts(target, tokenizer, options.lossy)
+        self._dtype = options.dtype
+        self.receipts = Receipts(target, tokenizer)
         self._generator = seeded_generator(target.device, options.seed)
         with stage("loading the draft"):
             prepared = load_draft(draft, target, tokenizer, options)
@@ -369,7 +366,7 @@ class LLM:
             sample = list(tokens), len(tokens), params_of_sample(params, index)
             seq = SequenceState(next(self._ids), *sample, stops, adapter=adapter)
             seq.constraint = None if grammar is None else self._grammars.matcher(grammar)
-            rest = self.tokenizer, streams, self._lossy, hidden, origin
+            rest = self.tokenizer, streams, hidden, origin
             requests.append(Request(seq, prompt, number, index, *rest))
         return requests
 

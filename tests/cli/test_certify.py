@@ -71,7 +71,6 @@ def test_ctrl_c_shows_what_there_is(arguments: list[str], monkeypatch: pytest.Mo
     ("more", "code", "message"),
     [
         (["--draft", "none"], 2, "there is no draft to certify"),
-        (["--lossy"], 1, "error: --lossy (typical acceptance) is not lossless by design"),
         (["--samples", "3"], 2, "Invalid value for '--samples'"),
         (["--temperature", "-1"], 1, "error: temperature is -1.0; it must be from 0"),
         (["--report", "r.pdf"], 1, "error: report 'r.pdf': end its name in .md or .html"),

@@ -14,7 +14,7 @@ from paceline.request.completion import CompletionStats
 from support.command_lines import paceline
 from support.tiny_models import TinyPair
 
-FIELDS = {"prompt", "text", "token_ids", "logprobs", "finish_reason", "index", "lossy", "stats"}
+FIELDS = {"prompt", "text", "token_ids", "logprobs", "finish_reason", "index", "stats"}
 
 
 def records(result: Result) -> list[dict[str, Any]]:

@@ -133,7 +133,6 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 "log_decisions": False,
                 "strict": False,
                 "rule": "block",
-                "lossy": False,
                 "prefix_sharing": True,
                 "profile": None,
                 "backend": "auto",

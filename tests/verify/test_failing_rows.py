@@ -10,7 +10,6 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.verify.rules import block, siblings
-from paceline.verify.typical import TypicalVerifier
 from paceline.verify.verifier import Verifier
 from support.spans import judged
 
@@ -43,11 +42,10 @@ def one_hot_logits(tokens: list[int]) -> torch.Tensor:
     return torch.full((len(tokens), VOCAB), -30.0).scatter(1, torch.tensor([tokens]).T, 30.0)
 
 
-@pytest.mark.parametrize("verifier", [Verifier, TypicalVerifier])
 @pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf")])
 @pytest.mark.parametrize("draw", [Draw.POINT, Draw.IID, WITHOUT], ids=str)
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_one_request_fails_and_the_others_go_on(name, draw, bad, verifier):
+def test_the_one_request_fails_and_the_others_go_on(name, draw, bad):
     trees = [TokenTree.empty(), tree(draw, chain_parents(2)), TokenTree.empty(), TokenTree.empty()]
     params = [REQUESTS[name], REQUESTS[name], REQUESTS[name], {"temperature": 0.7}]
     checks, row = [], 0
@@ -55,10 +53,10 @@ def test_the_one_request_fails_and_the_others_go_on(name, draw, bad, verifier):
         checks.append(judged(request(place, asked), row, own))
         row += checks[-1].judged_rows
     logits = one_hot_logits([5, 0, 1, 6, 7, 4])
-    whole = verifier(generator=torch.Generator().manual_seed(0))(logits, checks)
+    whole = Verifier(generator=torch.Generator().manual_seed(0))(logits, checks)
     assert [v.tokens for v in whole] == [(5,), (0, 1, 6), (7,), (4,)]
     logits[4] = bad
-    got = verifier(generator=torch.Generator().manual_seed(0))(logits, checks)
+    got = Verifier(generator=torch.Generator().manual_seed(0))(logits, checks)
     assert got[2].error is not None and "\n" not in got[2].error
     assert got[2].tokens == () and got[2].path == ()
     assert [*got[:2], got[3]] == [*whole[:2], whole[3]]

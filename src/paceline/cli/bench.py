@@ -117,7 +117,6 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
         "price": options.price,
         **vars(sweep),
         "rule": rule,
-        "lossy": engine.lossy,
     }
     return _Plan(methods, sweep, prompts, settings)
 
@@ -147,7 +146,7 @@ def _measured(
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     needed = tokens_needed(llm, (ids for _, ids in prompts), sweep.max_tokens)
     sizes = {"max_model_len": needed, "kv_cache_memory": memory}
-    starter = Starter(llm, rule=rule, lossy=engine.lossy, **sizes)
+    starter = Starter(llm, rule=rule, **sizes)
     runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
     with Interruption() as interrupted, spending("measuring", budget, runs) as note:
         sweep.run(prompts, methods, starter.open, record, note, budget)

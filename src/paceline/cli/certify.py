@@ -131,7 +131,8 @@ def certify(
     if against is not None:
         raise typer.BadParameter("--against goes with --url")
     engine = ModelOptions(**pair)
-    _check(engine)
+    if engine.resolved_draft is None:
+        raise typer.BadParameter("there is no draft to certify; leave out --draft none")
     params, chosen = sampling.params(), _prompts(prompts, effort.texts)
     batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
     base = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
@@ -153,16 +154,6 @@ def certify(
     given = {entry.name: getattr(params, entry.name) for entry in _DISTRIBUTION}
     run.emit({**certificate.record(), "sampling": given}, report)
     return interrupted.code or _code(certificate)
-
-
-def _check(engine: ModelOptions) -> None:
-    if engine.resolved_draft is None:
-        raise typer.BadParameter("there is no draft to certify; leave out --draft none")
-    if engine.lossy:
-        raise ConfigError(
-            "--lossy (typical acceptance) is not lossless by design, so there is nothing to "
-            "certify; leave it out"
-        )
 
 
 def _prompts(options: PromptOptions, count: int) -> list[BenchPrompt]:

@@ -132,8 +132,6 @@ def demo(
         raise typer.BadParameter(
             f"the demo needs a draft; leave it out, or try --draft {DEFAULT_DRAFT}"
         )
-    if options.lossy:
-        raise typer.BadParameter("the demo shows that drafts change no text; leave --lossy out")
     params = SamplingParams(max_tokens=max_tokens)
     console = Console(quiet=output.as_json)
     with stage("loading the models"):

@@ -348,7 +348,7 @@ class ModelOptions(EngineSettings, _PairNames):
 
     def speculation(self) -> dict[str, Any]:
         """What of these is said to another engine: the keywords of ``export``."""
-        names = ("draft_length", "rule", "max_batch_size", "lossy", "profile")
+        names = ("draft_length", "rule", "max_batch_size", "profile")
         return {name: getattr(self, name) for name in names}
 
     def plain_beside(self, llm: LLM) -> LLM:

@@ -95,7 +95,7 @@ def prompt_text(completion: Completion, tokenizer: Any) -> str:
 
 def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
     """A completion as JSON knows it; the names are those of the Python API."""
-    names = ("text", "token_ids", "logprobs", "finish_reason", "index", "lossy")
+    names = ("text", "token_ids", "logprobs", "finish_reason", "index")
     return {
         "prompt": prompt_text(completion, tokenizer),
         **{name: getattr(completion, name) for name in names},
@@ -126,8 +126,6 @@ def summary(completion: Completion, drafts: bool = False) -> str:
     elif drafts:
         reasons = Counter(stats.not_drafted).most_common(1)
         parts += [f"no draft was tried: {reason}" for reason, _ in reasons]
-    if completion.lossy:
-        parts.append("LOSSY: not the model's own distribution")
     return " · ".join(parts)
 
 

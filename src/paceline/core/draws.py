@@ -69,11 +69,8 @@ def drawn_choice(
     """int64 [R]: a token of each row's ``stop`` distribution by its uniform; where there is a seed,
     of the row's ``probs`` by the seed's noise. Greedy rows are one-hot: a draw from those is the
     argmax."""
-    coupled = _coupled(rows)
-    if len(coupled) == len(rows):
-        return coupled_choice(probs, rows)
     choices = pick(stop, uniforms)
-    if coupled:
+    if coupled := _coupled(rows):
         index = to_device(coupled, probs.device)
         choices[index] = coupled_choice(probs.index_select(0, index), rows.select(coupled))
     return choices

@@ -22,7 +22,7 @@ class CompletionStats:
     ``(seconds, tokens)`` for each step that yielded tokens. ``decode_seconds``: wall time of the
     request's steps, prefill included. ``drafters``: accepted tokens by drafter. ``not_drafted``:
     steps without a draft by reason. ``cached_tokens``: of the prompt, in the cache when the request
-    first ran. ``lossy``: decoded with typical acceptance."""
+    first ran."""
 
     drafted_tokens: int
     accepted_tokens: int
@@ -32,7 +32,6 @@ class CompletionStats:
     target_steps: int
     decode_seconds: float
     tokens_per_second: float
-    lossy: bool = False
     time_to_first_token: float = 0.0
     reached_per_position: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list, repr=False)
@@ -41,7 +40,7 @@ class CompletionStats:
     not_drafted: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, seq: SequenceState, lossy: bool = False) -> CompletionStats:
+    def of(cls, seq: SequenceState) -> CompletionStats:
         counts, generated, seconds = seq.counts, seq.generated, seq.seconds
         arrivals = [(moment - seq.queued, count) for moment, count in seq.arrivals]
         return cls(
@@ -53,7 +52,6 @@ class CompletionStats:
             target_steps=counts.target_steps,
             decode_seconds=seconds,
             tokens_per_second=generated / seconds if seconds > 0 else 0.0,
-            lossy=lossy,
             time_to_first_token=arrivals[0][0] if arrivals else 0.0,
             reached_per_position=list(counts.reached_at),
             arrivals=arrivals,
@@ -69,8 +67,7 @@ class Completion:
 
     ``finish_reason``: "stop" (end token or stop string), "length", "abort" (``AsyncLLM.abort``) or
     "error" (``error`` says why in a line; text and tokens are those it had). ``draft_mask[i]``:
-    token i was proposed by the draft. ``index`` counts the n completions of a prompt. ``lossy``:
-    typical acceptance was asked for, so sampled text is not distributed as the target's.
+    token i was proposed by the draft. ``index`` counts the n completions of a prompt.
     ``prompt_logprobs``: of the prompt's tokens but the first, if asked for. ``receipt``: if asked
     for, of an answer that ended by itself (request/receipt.py)."""
 
@@ -82,7 +79,6 @@ class Completion:
     index: int
     draft_mask: list[bool]
     stats: CompletionStats
-    lossy: bool = False
     error: str | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     receipt: dict[str, Any] | None = None

@@ -49,16 +49,14 @@ class ReceiptError(PacelineError):
 class Receipts:
     """Those of an LLM: ``origin`` is what all of them say."""
 
-    def __init__(self, target: CausalModel, tokenizer: Any, lossy: bool) -> None:
-        self._target, self._tokenizer, self._lossy = target, tokenizer, lossy
+    def __init__(self, target: CausalModel, tokenizer: Any) -> None:
+        self._target, self._tokenizer = target, tokenizer
 
     def begin(self, params: SamplingParams) -> tuple[SamplingParams, dict[str, Any] | None]:
         """A request's parameters, with a seed if it samples, and the origin; None if no receipt is
         asked for. Raises ConfigError where an answer could not be replayed."""
         if not params.receipt:
             return params, None
-        if self._lossy:
-            raise ConfigError("receipt: typical acceptance is not lossless; leave out lossy")
         if not params.greedy and params.seed is None:
             params = replace(params, seed=secrets.randbelow(2**63))
         return params, self.origin

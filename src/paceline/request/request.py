@@ -32,7 +32,6 @@ class Request:
     index: int
     tokenizer: Tokenizer
     streams: bool
-    lossy: bool = False
     hidden: frozenset[int] | None = None
     origin: dict[str, Any] | None = None
 
@@ -149,8 +148,7 @@ class Request:
             finish_reason=reason,
             index=self.index,
             draft_mask=self._draft_mask,
-            stats=CompletionStats.of(seq, self.lossy),
-            lossy=self.lossy,
+            stats=CompletionStats.of(seq),
             error=error,
             prompt_logprobs=(
                 None if seq.params.prompt_logprobs is None else list(self.prompt_logprobs)

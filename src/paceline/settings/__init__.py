@@ -279,11 +279,6 @@ class EngineSettings(LoadSettings):
     default_top_k: int | None = _sampled("top_k", low=-1)
     default_min_p: float | None = _sampled("min_p", low=0, high=1)
     default_repetition_penalty: float | None = _sampled("repetition_penalty", low=0.01, high=100)
-    lossy: bool = _model(
-        False,
-        "Typical acceptance: faster sampling that is NOT the model's own distribution.",
-        but=("server",),
-    )
     log_decisions: bool = _model(
         False, "Log who drafts for a request, how far and why, when that changes.", but=("command",)
     )

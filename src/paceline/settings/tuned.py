@@ -286,14 +286,10 @@ class TunedProfile:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text, "the profile", is_profile)
 
-    def settings(self, follows: bool, lossy: bool) -> dict[str, Any]:
-        """Fields of EngineOptions. A draft length holds only for the draft it was measured with.
-
-        ``follows``: whether that draft is used. ``lossy`` acceptance has a rule of its own.
-        """
+    def settings(self, follows: bool) -> dict[str, Any]:
+        """Fields of EngineOptions. A draft length holds only for the draft it was measured with:
+        if the engine ``follows`` the profile's."""
         stored = asdict(self.engine)
-        if lossy:
-            del stored["rule"]
         if follows:
             stored["draft_length"] = self.draft.length
             stored["max_draft_length"] = self.draft.max_length

@@ -113,8 +113,6 @@ class Verifier:
     admission), or "auto" (block); others raise ConfigError. ``generator``: on the logits' device;
     None is torch's default."""
 
-    lossy = False
-
     def __init__(self, rule: str = "auto", generator: torch.Generator | None = None) -> None:
         if rule not in RULES:
             raise ConfigError(f"rule is {rule!r}; use one of {', '.join(RULES)}")

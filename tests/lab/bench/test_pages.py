@@ -22,7 +22,7 @@ MACHINE = {
     "dtype": "bfloat16",
     "torch": "2",
 }
-SETTINGS = {"prompts": 2, "source": "x.jsonl", "max_tokens": 4, "lossy": False}
+SETTINGS = {"prompts": 2, "source": "x.jsonl", "max_tokens": 4}
 METHODS = [Method("plain", length=0), Method("model:a/quick@2", "model:a/quick", 2)]
 
 

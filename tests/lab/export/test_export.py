@@ -276,8 +276,6 @@ def test_what_makes_no_export() -> None:
     for draft, more, named in (
         ("none", {}, "no draft"),
         ("ngram", {"draft_length": 0}, "plain decoding"),
-        ("ngram", {"lossy": True}, "not lossless"),
-        ("ngram", {"rule": "typical"}, "not lossless"),
     ):
         with pytest.raises(ConfigError, match=named):
             exported("vllm", draft, **more)

@@ -187,8 +187,6 @@ class _Pages:
         lines = [f"{name}: {spec}." for name, spec in drafts.items() if spec not in (None, name)]
         if result.left_out:
             lines.append(f"Left out, as too long for the model: {', '.join(result.left_out)}.")
-        if settings.get("lossy"):
-            lines.append("Typical acceptance: sampled text is not the target's own.")
         self.report.add(
             "Run",
             Text(f"{where}, {machine['dtype']}, torch {machine['torch']}; {how}."),

@@ -289,7 +289,7 @@ class BenchResult:
         def judge(ask: Ask, left: tuple[int, ...], right: tuple[int, ...]) -> Difference | None:
             return explain(llm.target, ask.prompt, left, right, ask.params)
 
-        ours = [m.name for m in methods if m.url is None and not settings["lossy"]]
+        ours = [m.name for m in methods if m.url is None]
         return cls(
             model=settings["model"],
             machine=machine_of(llm),

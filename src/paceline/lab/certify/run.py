@@ -145,7 +145,7 @@ def certify(
     decoding is tested in any case, with their penalties and bias. ``advance(what comes next)`` is
     called before each piece of work. After ``seconds`` it ends.
 
-    Raises ConfigError for an engine without a drafter or with a lossy rule, and PromptError.
+    Raises ConfigError for an engine without a drafter, and PromptError.
     """
     certifier = Certifier(llm, prompts, params, effort, budget=Budget(seconds))
     certifier.run(advance)

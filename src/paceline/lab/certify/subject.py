@@ -235,11 +235,6 @@ class Subject:
 
 def _lengths_of(llm: LLM) -> tuple[tuple[int, ...], bool]:
     engine = llm.engine
-    if engine.verifier.lossy:
-        raise ConfigError(
-            "this engine accepts by typical acceptance (lossy), which is not lossless by design: "
-            "there is nothing to certify; leave lossy out"
-        )
     if not engine.drafter.max_nodes(1):
         raise ConfigError("there is no drafter to certify; give one with draft (--draft)")
     if not isinstance(engine.controller, FixedLength):

@@ -24,7 +24,6 @@ def export(
     draft_length: int | str | None = None,
     rule: str | None = None,
     max_batch_size: int | None = None,
-    lossy: bool = False,
     profile: str | Path | None = None,
     out: str | Path | None = None,
 ) -> Export:
@@ -49,9 +48,6 @@ def export(
     usual = "auto" if measured is None else measured.length
     length = usual if draft_length is None else draft_length
     rule = rule or (tuned.engine.rule if tuned else "auto")
-    if lossy or rule == "typical":
-        what = "typical acceptance is not lossless and is not exported"
-        raise ConfigError(f"{what}; leave --lossy out")
     batch = max_batch_size or (tuned.engine.max_batch_size if tuned else 8)
     dialect = DIALECTS[to]
     for chosen in specs:

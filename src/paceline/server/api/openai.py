@@ -157,7 +157,7 @@ class OpenAIAnswer(Answer):
 
 _SHOWN_STATS = (
     *("drafted_tokens", "accepted_tokens", "acceptance_rate", "mean_accepted_length"),
-    *("acceptance_per_position", "target_steps", "not_drafted", "lossy"),
+    *("acceptance_per_position", "target_steps", "not_drafted"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Typical acceptance is lossy, and the distribution check sees it."""
+"""A rule that accepts whatever is drafted is lossy, and the distribution check sees it."""
 
 import pytest
 import torch
@@ -16,13 +16,23 @@ from harness import (
 )
 
 from paceline.core.tree import TokenTree
-from paceline.verify.typical import TypicalVerifier
+from paceline.verify.verifier import Verifier
 from support.spans import judged
 
 PLAIN = SamplingParams(temperature=1.0)
 
 
-def typical_distribution(setting, drafter, depth):
+class Credulous(Verifier):
+    """Accepts the first branch of every tree."""
+
+    def _path(self, span, judged):
+        path, parents = [], span.tree.parents
+        while (last := path[-1] if path else -1) in parents:
+            path.append(parents.index(last))
+        return tuple(path)
+
+
+def credulous_distribution(setting, drafter, depth):
     """Emissions of one step: the paths are certain, the last token follows the target's
     distribution."""
 
@@ -38,7 +48,7 @@ def typical_distribution(setting, drafter, depth):
                 q = None if drafts.q is None else drafts.q[index]
                 tree = TokenTree(drafts.tokens[index], drafts.parents, drafts.draw, q)
                 check = judged(setting.request(context), 0, tree)
-                (verdict,) = TypicalVerifier()(logits, [check])
+                (verdict,) = Credulous()(logits, [check])
                 end = verdict.path[-1] + 1 if verdict.path else 0
                 string = int(ids[end])
                 for token in range(vocab):
@@ -51,7 +61,7 @@ def typical_distribution(setting, drafter, depth):
 @pytest.mark.parametrize("drafter", [sampled_chain(2), sampled_tree((2, 1)), point_tree((2, 1))])
 def test_the_law_check_catches_it(drafter):
     setting = Setting.random(3, PLAIN)
-    distribution = joint_distribution(setting, typical_distribution(setting, drafter, 2), 2)
+    distribution = joint_distribution(setting, credulous_distribution(setting, drafter, 2), 2)
     assert float(distribution.sum()) == pytest.approx(
         1.0, abs=1e-6
     )  # a distribution, but another one
@@ -61,5 +71,5 @@ def test_the_law_check_catches_it(drafter):
 def test_without_drafts_it_is_plain_decoding():
     setting = Setting.random(3, PLAIN)
     empty = point_tree(())
-    distribution = joint_distribution(setting, typical_distribution(setting, empty, 0), 2)
+    distribution = joint_distribution(setting, credulous_distribution(setting, empty, 0), 2)
     assert distance(distribution, plain_distribution(setting, 2)) < 1e-6
