@@ -62,8 +62,10 @@ def tamed(body: Any) -> Any:
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if type(body.get(name)) is int:
                 body[name] = min(body[name], 4)
-        if "messages" in body and "prompt" not in body and body.get("max_tokens") is None:
-            body["max_tokens"] = 4  # null is all that fits, which a busy machine ends with 504
+        # Null is all that fits, which a busy machine ends with 504; without it completions have 16.
+        default = 16 if "prompt" in body else None
+        if {"messages", "prompt"} & body.keys() and body.get("max_tokens", default) is None:
+            body["max_tokens"] = 4
         if "input" in body and body.get("max_output_tokens") is None:
             body["max_output_tokens"] = 4
         if type(body.get("n")) is int:
