@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -154,10 +155,6 @@ def raise_file_limit() -> int | None:
 
     Further ones get 503: out of files, the system would cut them off, and a running request fail.
     """
-    try:
-        import resource
-    except ImportError:  # not on this system
-        return None
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
