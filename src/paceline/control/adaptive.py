@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, is_sampled, kind_of, levels_tried
-from paceline.control.choice import choose, fixed_length
+from paceline.control.choice import choose, fixed_length, longer
 from paceline.control.controller import (
     MEASURING,
     NOT_ASKED,
@@ -111,9 +111,7 @@ class AdaptiveController(Controller):
     def _have_room(self, seqs: Sequence[SequenceState]) -> bool:
         """Whether the drafts that are held leave a token of each sequence to the target."""
         made = self._made
-        return not made or all(
-            made[seq.seq_id].length < seq.remaining for seq in seqs if seq.seq_id in made
-        )
+        return all(seq.remaining > made[seq.seq_id].length for seq in seqs if seq.seq_id in made)
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
         """Who may draft for it. In a hybrid none that has collapsed; one drafter alone, beside
@@ -266,6 +264,9 @@ class AdaptiveController(Controller):
         Start-up measures one sequence best: a model's first drafts for several are exploration."""
         best = choose(self.cost, batch, options, self._fair)
         self._needed = 0.0 if self.budget.seconds <= 0 else inf
+        if self.budget.seconds > 0 and (more := longer(self.cost, batch, options, best)):
+            self._explores = True
+            return more
         names = dict.fromkeys(draft.name for draft in best if draft.length)
         models_in_use = [name for name in names if not self.cost.drafters[name].costless]
         unseen = [n for n in models_in_use if batch > 1 and not self.cost.longest_seen(n, batch)]

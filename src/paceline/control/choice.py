@@ -7,6 +7,7 @@ from functools import partial
 from math import inf
 
 from paceline.control.controller import Decision
+from paceline.control.correction import cell_of
 from paceline.control.cost import CostModel, DraftOption
 
 HURT = 0.03  # by which a request may be slowed down for the sake of others, as expected
@@ -43,6 +44,29 @@ def choose(
         if (seconds := score(apart)) < least:
             best, least = apart, seconds
     return best
+
+
+def longer(
+    cost: CostModel,
+    batch: int,
+    options: Sequence[Sequence[DraftOption]],
+    chosen: Sequence[DraftOption],
+) -> list[DraftOption]:
+    """The same drafts with so many nodes more that hardly a step had as many yet, if they would be
+    worth more at the price of the rows that are known; else empty. What start-up measured too dear
+    beside other work is found only so."""
+    drafts = list[DraftOption]()
+    for ways, draft in zip(options, chosen, strict=True):
+        cell = cell_of(draft.nodes)
+        more = (way for way in ways if way.name == draft.name and cell_of(way.nodes) > cell)
+        drafts.append(next(more, draft) if draft.length else draft)
+    now, then = (sum(draft.nodes for draft in some) / batch for some in (chosen, drafts))
+    if cell_of(then) <= cell_of(now) or cost.is_known(batch, then):
+        return []
+    plain, known, price = (cost.rest(batch, nodes) for nodes in (0.0, now, then))
+    at_known_rows = cost.step(batch, drafts) - price + plain + (known - plain) * then / now
+    gain = sum(draft.gain for draft in drafts) / sum(draft.gain for draft in chosen)
+    return drafts if at_known_rows <= gain * cost.step(batch, chosen) else []
 
 
 def fixed_length(length: int, options: Sequence[DraftOption]) -> Decision:

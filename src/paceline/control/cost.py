@@ -20,8 +20,10 @@ from paceline.core.costs import DrafterCosts, TargetCosts
 
 _LONG_AGO, _LATELY = 256, 64  # steps
 _FRESH = 16  # observations after which it is judged anew what drafts look like
+_COLDEST = 0.15  # of a plain step, by which one behind passes may be thought slower
 _SLOW = 1.3  # times what is known, from which a step tells of the machine
 _SURELY = 1.1  # times a step with drafts, from which a plain one is not slower for noise alone
+_ENOUGH = 3  # steps that correct a price
 _ROWS = 4096  # tokens read, about which the time of one is averaged
 
 
@@ -105,6 +107,10 @@ class CostModel:
     def rest(self, batch: int, nodes: float = 0.0) -> float:
         """All of a step but the drafting, with ``nodes`` of each sequence."""
         return self.verify(batch, nodes) * self._rest.factor(group_of(batch), cell_of(nodes))
+
+    def is_known(self, batch: int, nodes: float) -> bool:
+        """Whether steps with about so many nodes have corrected what start-up measured."""
+        return self._rest.seen(group_of(batch), cell_of(nodes)) >= _ENOUGH
 
     def passes(self, name: Hashable, lengths: Sequence[int]) -> float:
         """A drafter's passes as measured alone, each over the sequences not done yet."""
@@ -217,8 +223,8 @@ class CostModel:
         group = group_of(batch)
         if not self._rest.seen(group, COLD):
             return 0.0
-        colder = self._rest.factor(group, COLD) - self._rest.factor(group, 0)
-        return max(0.0, colder) * self.verify(batch, 0.0)
+        colder = self._rest.factor(group, COLD) / self._rest.factor(group, 0) - 1
+        return min(max(0.0, colder), _COLDEST) * self.rest(batch)
 
     # -- tokens, and both together -----------------------------------------------------------------
 
