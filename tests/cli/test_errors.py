@@ -43,6 +43,11 @@ def test_names_of_built_in_models_are_suggested() -> None:
     assert_one_line(result, "did you mean paceline/smollm2?")
 
 
+def test_a_head_that_is_named_as_a_draft_model() -> None:
+    with pytest.raises(ModelLoadError, match="use --draft eagle3:paceline/tiny-eagle3"):
+        LLM("paceline/tiny", draft="paceline/tiny-eagle3")
+
+
 def test_folder_without_weights(tiny_pair: TinyPair, tmp_path: Path) -> None:
     shutil.copytree(
         tiny_pair.target, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors")

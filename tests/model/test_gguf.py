@@ -215,7 +215,7 @@ def test_cut_short(kept: float, llama: Path, tmp_path: Path) -> None:
     content = llama.read_bytes()
     path = tmp_path / "model.gguf"
     path.write_bytes(content[: int(len(content) * kept)])
-    assert "damaged or cut short, or none; download" in refused(path)
+    assert "damaged, cut short or no GGUF at all; download" in refused(path)
 
 
 @pytest.mark.parametrize("place", [4, 8, 16, 24, 40])
@@ -230,7 +230,7 @@ def test_damaged_headers(place: int, llama: Path, tmp_path: Path) -> None:
 def test_no_gguf_at_all(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"<html>not found</html>")
-    assert "cut short, or none" in refused(path)
+    assert "cut short or no GGUF at all" in refused(path)
     assert "does not exist; check the path" in refused(tmp_path / "modl.gguf")
     assert "does not exist; check the path" in refused("nowhere.gguf")
 

@@ -60,8 +60,8 @@ def _read(text: str) -> ForeignDraft:
         parsed = None
     if not isinstance(parsed, dict):
         raise ConfigError(
-            f"{where} is not JSON, or no JSON object; give the value of --speculative-config, or "
-            "SGLang's arguments by name"
+            f"{where} is not JSON, or no JSON object; give vLLM's --speculative-config or "
+            "SGLang's arguments by name, or a spec such as ngram:min=2"
         )
     return foreign_draft(parsed, path or where)
 
@@ -88,7 +88,8 @@ def _whole(values: Mapping[str, Any], key: str, where: str, default: int | None 
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{where} has {value!r} for {key}; it must be a whole number above 0")
+        has = f"lacks {key}" if value is None else f"has {value!r} for {key}"
+        raise ConfigError(f"{where} {has}; it must be a whole number above 0")
     return value
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from paceline.core.stages import info
 from paceline.draft.base import Drafter
+from paceline.draft.heads.checkpoint import refuse_head
 from paceline.draft.model_drafter import ModelDrafter, ParallelDrafter, StringDrafter
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
 from paceline.draft.trees.one_pass import MASK_OPTIONS
@@ -120,6 +121,7 @@ class DraftModel(TreeSpec):
     def _load(self, loading: Loading) -> tuple[CausalModel, Match | None]:
         """The model, and how its vocabulary is translated if it is another one."""
         target, tokenizer = loading.target, loading.tokenizer
+        refuse_head(self.path)
         draft = CausalModel.load(
             self.path,
             loading.dtype,

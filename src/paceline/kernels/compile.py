@@ -185,7 +185,10 @@ def _build(compiler: str, folder: Path, machine: str, optional: Set[str] = froze
     """Compile all kernels for a machine; a compiler need not know those of ``optional``."""
     began = time.perf_counter()
     parts = [*_COMMON, *_TABLES.get(machine, ())]
-    with stage("building the native kernels, once"), tempfile.TemporaryDirectory() as scratch:
+    with (
+        stage("building the native kernels, once (a minute or two)"),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
 
         def build(part: tuple[str, str, tuple[str, ...]]) -> list[str]:
             name, source, options = part

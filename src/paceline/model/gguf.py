@@ -155,7 +155,7 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
                 "package does not know; update it, or take another quantisation"
             ) from None
         raise ModelLoadError(
-            f"GGUF file {path} is damaged or cut short, or none; download or copy it again"
+            f"GGUF file {path} is damaged, cut short or no GGUF at all; download or copy it again"
         ) from None
     tensors, tokens = reader.tensors, reader.fields.get("tokenizer.ggml.tokens")
     factors = [tensor for tensor in tensors if tensor.name in ROPE_FACTORS]

@@ -246,8 +246,8 @@ def check_hub_name(name: str) -> None:
         near = difflib.get_close_matches(name.lower(), short, 1)
         hint = f"did you mean {short[near[0]]}?" if near else "check the spelling"
         raise ModelLoadError(
-            f"{name} is no local folder and no built-in name; {hint} (Names on the model hub have "
-            "an owner, as in OWNER/NAME.)"
+            f"{name} is no local folder and no built-in name; {hint} (names on the model hub have "
+            "an owner, as in OWNER/NAME)"
         )
 
 

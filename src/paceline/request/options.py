@@ -147,8 +147,8 @@ def parse_grammar(text: str) -> Grammar:
     kind, colon, body = text.partition(":")
     if text == "json":
         return Grammar.json()
-    if not colon:
-        raise ConfigError(f"--grammar {text!r}: write KIND:TEXT, as in regex:[0-9]+")
+    if not colon or not kind.isalpha():
+        raise ConfigError(f"--grammar {text!r}: write json:SCHEMA, regex:[0-9]+ or lark:GRAMMAR")
     if body.startswith("@"):
         try:
             body = Path(body[1:]).read_text(encoding="utf-8")

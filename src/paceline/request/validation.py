@@ -118,7 +118,8 @@ def encode(
         if not is_whole(token):
             raise PromptError(f"a prompt has {shown(token)}, which is no token id; give ints")
         if not 0 <= token < width:
-            raise PromptError(f"a prompt has ids outside the vocabulary (0 to {width - 1})")
+            outside = f"{shown(token)}, which is outside the vocabulary (0 to {width - 1})"
+            raise PromptError(f"a prompt has the id {outside}; give ids of this model's tokenizer")
     refused = context_budget.refusal(len(tokens))
     if refused is not None:
         raise PromptError(refused)
@@ -209,6 +210,11 @@ def render_chat(tokenizer: Tokenizer, model: str, messages: Sequence[Message]) -
         if not isinstance(item, dict):
             raise PromptError(
                 f'a message is {shown(item)}; give {{"role": "user", "content": "..."}}'
+            )
+        if "role" not in item or not {"content", "tool_calls"} & item.keys():
+            lacks = "content" if "role" in item else "role"
+            raise PromptError(
+                f'a message has no {lacks}; give {{"role": "user", "content": "..."}}'
             )
     if not items:
         raise PromptError("the conversation is empty; give at least one message")

@@ -87,13 +87,19 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    if error.status_code == 400:  # FastAPI's of bytes that are no text
+        bad = APIError("the body is not UTF-8 text", code="invalid_json")
+        return respond(bad, request.url.path)
     message = f"{request.method} {request.url.path}: {error.detail}"
     if error.status_code == 404:
         paths = [route.path for route in request.app.routes if isinstance(route, Route)]
         lists = "GET /docs lists what there is"
         message += f"; {did_you_mean(request.url.path, paths, lists, _LIKE)}"
+    headers = error.headers or {}
+    if "Allow" in headers:
+        message += f"; use {headers['Allow']}"
     response = respond(APIError(message, error.status_code, code=code), request.url.path)
-    response.headers.update(error.headers or {})
+    response.headers.update(headers)
     return response
 
 
@@ -140,6 +146,11 @@ def invalid(
     if complaint["type"] == "json_invalid":
         return APIError("the body is not valid JSON", code="invalid_json")
     reason = _OBJECT.sub("object", str(complaint["msg"]).removeprefix("Value error, "))
+    if not location:
+        if complaint["type"] == "missing":
+            return APIError("the body is empty; send a JSON object", code="invalid_json")
+        if complaint["type"] in ("model_attributes_type", "model_type"):
+            return APIError("the body is no JSON object; send one", code="invalid_value")
     if not param:  # about the whole body: the message begins with the field
         about = _ABOUT.match(reason)
         return APIError(reason, param=about[1] if about else None, code="invalid_value")

@@ -244,7 +244,7 @@ def refused(source: Path, *categories: str) -> str:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "none.jsonl"
-    assert refused(missing) == "no prompt file none.jsonl; give the path of one"
+    assert refused(missing) == "there is no file none.jsonl; check the path"
     folder = tmp_path / "folder"
     folder.mkdir()
     assert refused(folder) == "folder is a folder; give one file of prompts"

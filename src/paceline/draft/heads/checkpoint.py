@@ -164,6 +164,14 @@ def weights_kind(names: Iterable[str]) -> tuple[str, str]:
     return ("a language model" if attends else "weights of another kind"), ""
 
 
+def refuse_head(name: str) -> None:
+    """Raise ModelLoadError if the folder that is to hold a draft model holds a head."""
+    tables = [read_table(file) for file in Path(fetched(name)).glob("*.safetensors")]
+    what, kind = weights_kind(key for table in tables for key in table.entries)
+    if kind:
+        raise ModelLoadError(f"{name} is no language model but {what}; use --draft {kind}:{name}")
+
+
 def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     from pickle import UnpicklingError
 

@@ -66,7 +66,7 @@ def _text_of(file: Path) -> str:
         content = file.read_bytes()
         return (gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8-sig")
     except FileNotFoundError:
-        reason = f"no prompt file {file}; give the path of one"
+        reason = f"there is no file {file}; check the path"
     except IsADirectoryError:
         reason = f"{file} is a folder; give one file of prompts"
     except UnicodeDecodeError as error:

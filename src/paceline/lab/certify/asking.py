@@ -38,7 +38,9 @@ def connect(
     try:
         listed = client.models()
     except (RequestRefusedError, ServerFailedError) as error:
-        raise ConfigError(f"no server answers at {client.url}/models: {error}") from None
+        raise ConfigError(
+            f"no server answers at {client.url}/models: {error}; start it, or give another --url"
+        ) from None
     matching = [item for item in listed if model in (None, item["id"])]
     if model is None and not matching:
         raise ConfigError(f"the server at {url} lists no model; name one with --model")

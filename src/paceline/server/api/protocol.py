@@ -207,6 +207,12 @@ class ChatMessage(Body):
             kept["reasoning_content"] = data["reasoning"]
         return kept
 
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and self.role in ("system", "developer", "user"):
+            raise ValueError(f"a message of role {self.role!r} needs content")
+        return self
+
     def text(self) -> str:
         """The content as one string."""
         return self.content or self.refusal or ""
