@@ -215,7 +215,7 @@ def check_dtype(setting: Setting, weights: int) -> Iterator[Finding]:
     processor = f"a processor ({platform.machine()}) {'with' if has_bf16 else 'without'}"
     text = f"{_name(setting.loaded)} on {processor} bf16 instructions"
     if not has_bf16 and setting.kernels:
-        text += ", which the native kernels do without"
+        text += "; the native kernels do not need them"
     slow = {torch.float32: "verify-float32", torch.float16: "float16-on-cpu"}
     usual = "dtype-suits" if has_bf16 or setting.kernels else "bfloat16-emulated"
     yield finding(slow.get(setting.loaded, usual), text)
@@ -235,7 +235,7 @@ def check_kernels(setting: Setting, quantised: bool) -> Finding:
     if setting.options.backend != REFERENCE:
         try:
             built = f"{instructions()}, {origin()}" if is_built() else "which the first run builds"
-            text = f"models of a shape that they know run on the native kernels, {built}"
+            text = f"the native kernels ({built}) run the architectures that they know"
             return finding(code, text)
         except NativeUnavailableError as error:
             code, text = "kernels-absent", f"there are no native kernels: {error}"
