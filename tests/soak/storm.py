@@ -178,7 +178,8 @@ class Storm:
         late = answer.error is not None and answer.error["code"] == "deadline_exceeded"
         if answer.error and not ("deadline" in body and late):
             self.judge.complain(f"{kind}: the stream ended with {answer.error}", {path: body})
-        cut = body.keys() & {"stop", "stop_token_ids"}  # they may end a text before its grammar
+        # What may end a text before its grammar, or stand before it.
+        cut = body.keys() & {"stop", "stop_token_ids", "echo"}
         if answer.error is None and "response_format" in body and not cut:
             for choice in answer.choices.values():
                 if choice.reason == "stop":
