@@ -82,7 +82,7 @@ def test_grammars(tmp_path: Path) -> None:
     assert parse_grammar("regex:[a:]+") == Grammar("regex", "[a:]+")
     (tmp_path / "schema.json").write_text('{"type": "integer"}')
     assert parse_grammar(f"json:@{tmp_path}/schema.json") == Grammar.json({"type": "integer"})
-    for text, message in (("digits", "KIND:TEXT"), ("yaml:x", "kind"), ("json:@none", "cannot")):
+    for text, message in (("digits", "write json"), ("yaml:x", "kind"), ("json:@none", "cannot")):
         with pytest.raises(ConfigError, match=message):
             parse_grammar(text)
 
