@@ -131,7 +131,7 @@ def tuned(root: Path) -> Made:
 
     def read() -> None:
         made = TunedProfile.read(root / "p.toml")
-        EngineOptions(**made.settings(True, False))
+        EngineOptions(**made.settings(True))
         parse_draft(made.draft.spec)
         made.costs.target_costs(2)
 

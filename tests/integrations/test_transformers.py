@@ -262,7 +262,7 @@ class Doubled(LogitsProcessor):
         ({"draft": "ngrams"}, "ngrams"),
         ({"draft_length": 100}, "draft_length"),
         ({"backend": "fast"}, "backend"),
-        ({"rule": "typical"}, "lossless"),
+        ({"rule": "typical"}, "use one of auto, token"),
     ],
     ids=str,
 )
