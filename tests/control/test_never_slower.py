@@ -131,8 +131,10 @@ def test_a_busy_machine_is_no_word_against_drafts(slow: range) -> None:
     later = []
     for seed in range(12):
         machine = Batches(truth, steady(0.9), 1, seed=seed)
-        later += [machine.wave(96).ratio for _ in range(10)][4:]
-    assert statistics.mean(later) > 1.18  # 1.22 where nothing is slow
+        waves = [machine.wave(96).ratio for _ in range(10)][4:]
+        assert seed > 2 or statistics.mean(waves) > 1.14  # 1.22 where nothing is slow
+        later += waves
+    assert statistics.mean(later) > 1.18
 
 
 def test_plain_steps_that_seemed_slow_behind_drafts_end_no_drafting_for_good() -> None:

@@ -20,7 +20,7 @@ from paceline.core.costs import DrafterCosts, TargetCosts
 
 _LONG_AGO, _LATELY = 256, 64  # steps
 _FRESH = 16  # observations after which it is judged anew what drafts look like
-_COLDEST = 0.15  # of a plain step, by which one behind passes may be thought slower
+_COLDEST = 0.1  # of a plain step, by which one behind passes may be thought slower
 _SLOW = 1.3  # times what is known, from which a step tells of the machine
 _SURELY = 1.1  # times a step with drafts, from which a plain one is not slower for noise alone
 _ENOUGH = 3  # steps that correct a price
