@@ -227,5 +227,5 @@ def test_the_token_rule_and_siblings_are_torchs() -> None:
     )
     assert method_of(chain, "token") == method_of(siblings) == "siblings"
     for rule, span in (("token", chain), ("auto", siblings)):
-        assert not Verifier(rule)._is_quick(span, torch.zeros(3, 4), None)
-    assert Verifier()._is_quick(chain, torch.zeros(3, 4), None)
+        assert not Verifier(rule)._is_quick([span], torch.zeros(3, 4), None)
+    assert Verifier()._is_quick([chain], torch.zeros(3, 4), None)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.core import transfer
 from paceline.core.batch import Span
 from paceline.core.draws import draws_unseeded
 from paceline.core.noise import splitmix64
@@ -24,59 +23,46 @@ _ALL = 1 << 30  # more than any vocabulary has
 Decided = tuple[Sequence[int], Sequence[int]]
 
 
-def can_follow(span: Span, logits: torch.Tensor) -> bool:
-    """Whether a span can be judged beside those that ``decide`` decides."""
-    params = span.seq.params
-    return (
-        not transfer.has_separate_memory(logits.device)
-        and params.logprobs is None
-        and not params.logits_processors
-    )
-
-
-def can_decide(span: Span, logits: torch.Tensor) -> bool:
-    """Whether ``decide`` does what the verifier does for a span that is sampled."""
-    return (
-        can_follow(span, logits)
-        and logits.dtype in DTYPES
-        and logits.stride(1) == 1
-        and functions() is not None
-    )
+def can_decide(logits: torch.Tensor) -> bool:
+    """Whether ``decide`` can read such logits."""
+    return logits.dtype in DTYPES and logits.stride(1) == 1 and functions() is not None
 
 
 class Question(NamedTuple):
-    """A sampled span to decide on. ``part`` [rows, V]: its logits, after bias, penalties and
-    grammars. ``uniforms`` float64: from ``row`` on those of the span's rows and from ``node`` on
-    those of its nodes, which block verification decides on; None: rows are matched."""
+    """A sampled span to decide on. ``logits`` [R, V]: its own from row ``first`` on, after bias,
+    penalties and grammars. ``row``: the place of its first row's uniform; ``node``: of its first
+    node's, on which block verification decides; None: rows are matched."""
 
     span: Span
-    part: torch.Tensor
-    uniforms: torch.Tensor | None
+    logits: torch.Tensor
+    first: int
     row: int
     node: int | None
 
 
-def decide(questions: Sequence[Question]) -> list[Decided]:
-    """The spans of a step, side by side on all threads."""
+def decide(questions: Sequence[Question], uniforms: torch.Tensor | None) -> list[Decided]:
+    """The spans of a step, side by side on all threads. ``uniforms`` float64, of all rows and
+    nodes; None if all requests have a seed."""
     native, threads = functions(), torch.get_num_threads()
     assert native is not None
     kept: list[Any] = []  # what the structures point to
-    verdicts, answers = [], []
-    for span, part, uniforms, row, node in questions:
+    verdicts, answers, start = [], [], pointer(uniforms)
+    for span, logits, first, row, node in questions:
+        stride = logits.stride(0)
         params, tree, rows = span.seq.params, span.tree, span.judged_rows
         tokens, parents = array("i", tree.host_tokens()), array("i", tree.parents)
         choices, accepted = array("i", bytes(4 * rows)), array("B", bytes(rows))
         q = None if tree.q is None or node is None else tree.q.contiguous()
-        drawn = uniforms if draws_unseeded(params) else None
+        drawn = start if draws_unseeded(params) else None
         verdict = CVerdict(
-            dtype=DTYPES[part.dtype],
+            dtype=DTYPES[logits.dtype],
             rows=rows,
-            width=part.shape[1],
-            stride=part.stride(0),
+            width=logits.shape[1],
+            stride=stride,
             top_k=params.top_k if params.top_k > 0 else _ALL,
             all=tree.wants_choices,
             threads=threads,
-            logits=part.data_ptr(),
+            logits=logits.data_ptr() + first * stride * logits.itemsize,
             sharpness=min(1e6, 1 / params.temperature),  # a softmax is one-hot beyond
             top_p=params.top_p,
             min_p=params.min_p,
@@ -84,8 +70,8 @@ def decide(questions: Sequence[Question]) -> list[Decided]:
             parents=parents.buffer_info()[0],
             position=len(span.seq.tokens),
             seed=splitmix64(params.seed or 0),
-            uniforms=None if drawn is None else pointer(drawn[row:]),
-            thresholds=None if drawn is None else pointer(drawn[node:]),
+            uniforms=None if drawn is None else drawn + 8 * row,
+            thresholds=None if drawn is None or node is None else drawn + 8 * node,
             q=pointer(q),
             q_width=0 if q is None else q.shape[1],
             choices=choices.buffer_info()[0],

@@ -15,9 +15,9 @@ processor the kernels make them where they can (kernels.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -37,10 +37,11 @@ from paceline.core.sampling import (
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, children_of
 from paceline.errors import ConfigError
-from paceline.verify.kernels import Decided, Question, can_decide, can_follow, decide
+from paceline.verify.kernels import Decided, Question, can_decide, decide
 from paceline.verify.logprobs import StepLogprobs
 from paceline.verify.rules import RuleProbabilities, aligned, block, siblings
 
+_STEPS = 32  # for which uniforms are drawn at once
 RULES = ("auto", "token", "block", "coupled")
 LosslessRule = Literal["match", "siblings", "block"]
 NO_DISTRIBUTION = (
@@ -118,6 +119,7 @@ class Verifier:
             raise ConfigError(f"rule is {rule!r}; use one of {', '.join(RULES)}")
         self.rule = rule
         self.generator = generator
+        self._drawn: tuple[int, Iterator[torch.Tensor]] = 0, iter(())
         usual, kind = Verifier, type(self)
         self._decides_as_usual = (  # the kernels know no other way
             kind._decide is usual._decide and kind.rule_probabilities is usual.rule_probabilities
@@ -135,16 +137,30 @@ class Verifier:
             ]
         if not spans:
             return []
-        if self._decides_as_usual and all(self._is_quick(s, logits, greedy) for s in spans):
+        if self._decides_as_usual and self._is_quick(spans, logits, greedy):
             return self._quick(logits, spans, greedy or ())
         return self._judged(logits, spans)
 
     # -- deciding in the kernels ----------------------------------------------------------------
 
-    def _is_quick(self, span: Span, logits: torch.Tensor, greedy: Sequence[int] | None) -> bool:
-        if span.seq.params.greedy:
-            return greedy is not None and can_follow(span, logits)
-        return method_of(span, self.rule) != "siblings" and can_decide(span, logits)
+    def _is_quick(
+        self, spans: Sequence[Span], logits: torch.Tensor, greedy: Sequence[int] | None
+    ) -> bool:
+        if not logits.is_cpu:
+            return False
+        sampled = False
+        for span in spans:
+            params = span.seq.params
+            if params.logprobs is not None or params.logits_processors:
+                return False
+            if params.greedy:
+                if greedy is None:
+                    return False
+            elif method_of(span, self.rule) == "siblings":
+                return False
+            else:
+                sampled = True
+        return not sampled or can_decide(logits)
 
     def _quick(
         self, logits: torch.Tensor, spans: Sequence[Span], greedy: Sequence[int]
@@ -156,21 +172,22 @@ class Verifier:
         uniforms = self.uniforms(rows + nodes, logits.device) if drawn else None
         others = [span for span in spans if not is_plain(span.seq)]
         scores = iter(_adjusted_rows(logits, others) if others else ())
-        decided, questions, row = list[Decided | None](), list[Question](), 0
+        decided: list[Decided | None] = []
+        questions: list[Question] = []
+        row = 0
         for number, (span, is_block) in enumerate(zip(spans, blocks, strict=True)):
             plain = is_plain(span.seq)
             if span.seq.params.greedy and plain:
                 decided.append((greedy[span.logit_row : span.end_row], ()))
+            elif span.seq.params.greedy:
+                decided.append((greedy_choice(next(scores)).tolist(), ()))
             else:
-                part = logits[span.logit_row : span.end_row] if plain else next(scores)
-                if span.seq.params.greedy:
-                    decided.append((greedy_choice(part).tolist(), ()))
-                else:
-                    node = rows + row - number if is_block else None
-                    questions.append(Question(span, part, uniforms, row, node))
-                    decided.append(None)
+                part, first = (logits, span.logit_row) if plain else (next(scores), 0)
+                node = rows + row - number if is_block else None
+                questions.append(Question(span, part, first, row, node))
+                decided.append(None)
             row += span.judged_rows
-        answers = iter(decide(questions) if questions else ())
+        answers = iter(decide(questions, uniforms) if questions else ())
         pairs = zip(spans, decided, strict=True)
         return [
             self._verdict(span, Judged(span.tree.host_tokens(), *(known or next(answers))))
@@ -214,8 +231,22 @@ class Verifier:
         return Decisions(choices, uniforms[len(rows) :] < outcome.accept)
 
     def uniforms(self, count: int, device: torch.device) -> torch.Tensor:
-        """float64 [count] in [0, 1): one per row, for its choice, then one per node."""
-        return torch.rand(count, dtype=torch.float64, device=device, generator=self.generator)
+        """float64 [count] in [0, 1): one per row, for its choice, then one per node. Drawn for many
+        steps: a call of the generator takes 60 us behind a forward, which has emptied the
+        processor's caches."""
+        drawn_count, drawn = self._drawn
+        numbers = next(drawn, None) if drawn_count == count else None
+        if numbers is None:
+            options: Any = {"dtype": torch.float64, "generator": self.generator}
+            drawn = iter(torch.rand(_STEPS, count, device=device, **options).unbind())
+            self._drawn, numbers = (count, drawn), next(drawn)
+        return numbers
+
+    def reseed(self, seed: int) -> None:
+        """Draw as a new verifier does whose generator has this seed."""
+        if self.generator is not None:
+            self.generator.manual_seed(seed)
+            self._drawn = 0, iter(())
 
     def rule_probabilities(
         self, probs: torch.Tensor, spans: Sequence[Span]

@@ -66,7 +66,7 @@ class SharedEngine:
     lock: Any = field(default_factory=threading.RLock)
     busy: bool = False
     key: Hashable = None
-    built: tuple[Engine, torch.Generator] | None = None
+    built: Engine | None = None
 
 
 _engines: WeakKeyDictionary[Any, SharedEngine] = WeakKeyDictionary()
@@ -74,7 +74,7 @@ _guard = threading.Lock()
 
 
 @contextmanager
-def engine_over(model: Any, setup: Setup) -> Iterator[tuple[Engine, torch.Generator]]:
+def engine_over(model: Any, setup: Setup) -> Iterator[Engine]:
     """The engine of a transformers ``model``, built or kept from the last call. Calls of other
     threads wait. Raises UnsupportedModelError, ConfigError, and what the draft gives cause to."""
     with _guard:
@@ -117,14 +117,14 @@ def _weights(model: Any) -> tuple[Hashable, ...]:
     return (*marks, *adapters)
 
 
-def _built(model: Any, setup: Setup) -> tuple[Engine, torch.Generator]:
+def _built(model: Any, setup: Setup) -> Engine:
     target = _target(model, setup.options.backend)
     draft = parse_draft(setup.draft) if isinstance(setup.draft, str) else setup.draft
     tokenizer = _tokenizer(model, draft, setup.tokenizer)
     dtype = str(target.dtype).removeprefix("torch.")
     loading = Loading(target, tokenizer, dtype, setup.options.draft_quantize)
     generator = seeded_generator(target.device, None)
-    return build_engine(target, prepare_one(draft, loading), setup.options, generator), generator
+    return build_engine(target, prepare_one(draft, loading), setup.options, generator)
 
 
 def _tokenizer(model: Any, draft: DraftSpec | Drafter, given: Any) -> Any:
@@ -212,8 +212,8 @@ def generate(
         draft_quantize=draft_quantize,
     )
     seeds = [_seed(terms, seed, rule, number) for number in range(len(prompts))]
-    with engine_over(model, Setup(draft, options, target_tokenizer)) as (engine, generator):
-        generator.manual_seed(_drawn_seed())
+    with engine_over(model, Setup(draft, options, target_tokenizer)) as engine:
+        engine.verifier.reseed(_drawn_seed())
         rows = [
             _row(engine, replace(terms.params, seed=row_seed), terms, input_ids, number, prompt)
             for number, (prompt, row_seed) in enumerate(zip(prompts, seeds, strict=True))

@@ -26,9 +26,9 @@ double weight(const Law& law, float x) {
   return x >= law.cut ? std::exp(static_cast<double>(law.sharpness) * (static_cast<double>(x) - law.first)) : 0.0;
 }
 
-void weigh_all(const Kernels& k, const LogitRow& row, Law* law) {
+void weigh_all(const Kernels& k, const LogitRow& row, Law* law, float* parts) {
   law->mass = 1;
-  law->mass = mass_of(k, row, *law, 1.0, nullptr, 0, nullptr, nullptr);
+  law->mass = mass_of(k, row, *law, 1.0, nullptr, 0, nullptr, parts);
 }
 
 // As mass_of, of the stretch from i on.
@@ -41,7 +41,7 @@ float weigh(const Kernels& k, const LogitRow& row, const Law& law, double scale,
 }
 
 // Where top_k and top_p cut, in this order: all as likely as the last that stays do.
-void truncate(const Kernels& k, const LogitRow& row, const Sampling& how, Law* law) {
+void truncate(const Kernels& k, const LogitRow& row, const Sampling& how, Law* law, float* parts) {
   std::vector<float> head;
   double mass = law->mass;
   size_t most = how.top_k < row.width ? static_cast<size_t>(how.top_k) : 0;
@@ -67,7 +67,29 @@ void truncate(const Kernels& k, const LogitRow& row, const Sampling& how, Law* l
     law->cut = how.top_p < 1.0f ? std::max(cut, head[n - 1]) : cut;
     break;
   }
-  weigh_all(k, row, law);
+  weigh_all(k, row, law, parts);
+}
+
+size_t stretches(const LogitRow& row) { return static_cast<size_t>((row.width + STRETCH - 1) / STRETCH); }
+
+// By inversion, from what mass_of summed, in parts, to `mass`.
+long inverted(const Kernels& k, const LogitRow& row, const Law& law, double scale, const float* q, long q_width, double uniform, double mass, const std::vector<float>& parts) {
+  if (!(mass > 0 && mass < INFINITY)) return -1;
+  double point = uniform * (1.0 - 0x1p-50) * mass, sum = 0;
+  long part = 0, last = static_cast<long>(parts.size()) - 1, found = -1;
+  while (part < last && sum + parts[part] <= point) sum += parts[part++];
+  // Where sums were rounded otherwise, what is sought may stand before.
+  for (; found < 0 && part >= 0; part--, sum = -INFINITY) {
+    float w[STRETCH];
+    long first = part * STRETCH;
+    weigh(k, row, law, scale, q, q_width, first, w);
+    for (long j = 0; j < stretch(row, first); j++) {
+      if (!(w[j] > 0)) continue;
+      found = first + j;
+      if ((sum += w[j]) > point) break;
+    }
+  }
+  return found;
 }
 
 // A draft's rows of logits, in turn.
@@ -75,10 +97,11 @@ struct Draft {
   const Kernels& k;
   const pl_verdict& v;
   std::vector<Law> laws;
+  std::vector<std::vector<float>> parts;  // of the rows' masses, by stretch, of rows drawn by inversion
   std::vector<char> known, sound;
   std::vector<float> even;  // a row of zeros, for those that are no distribution
 
-  Draft(const Kernels& kernels, const pl_verdict& verdict) : k(kernels), v(verdict), laws(static_cast<size_t>(v.rows)), known(laws.size()), sound(laws.size()) {}
+  Draft(const Kernels& kernels, const pl_verdict& verdict) : k(kernels), v(verdict), laws(static_cast<size_t>(v.rows)), parts(laws.size()), known(laws.size()), sound(laws.size()) {}
 
   LogitRow row(long r) const {
     if (known[r] && !sound[r]) return {PL_FLOAT32, reinterpret_cast<const char*>(even.data()), v.width};
@@ -86,7 +109,9 @@ struct Draft {
   }
 
   void look(long r) {
-    if (!known[r]) sound[r] = law_of(k, row(r), {v.sharpness, v.top_p, v.min_p, v.top_k}, &laws[r]);
+    if (known[r]) return;
+    parts[r].resize(v.uniforms ? stretches(row(r)) : 0);
+    sound[r] = law_of(k, row(r), {v.sharpness, v.top_p, v.min_p, v.top_k}, &laws[r], v.uniforms ? parts[r].data() : nullptr);
     known[r] = 1;
   }
 
@@ -108,9 +133,11 @@ struct Draft {
       raced(k, row(r), laws[r], splitmix(v.seed ^ static_cast<uint64_t>(position)), nullptr, 1, &token, nullptr);
       return token;
     }
-    long at = drawn(k, row(r), laws[r], scale, q, v.q_width, v.uniforms[r], nullptr);
-    if (at < 0 && q) at = drawn(k, row(r), laws[r], 1.0, nullptr, 0, v.uniforms[r], nullptr);  // p is q
-    return static_cast<int32_t>(at);
+    long at = q ? drawn(k, row(r), laws[r], scale, q, v.q_width, v.uniforms[r], nullptr) : -1;
+    if (at >= 0) return static_cast<int32_t>(at);
+    Law summed = laws[r];  // no q, or p is q
+    summed.mass = 1;
+    return static_cast<int32_t>(inverted(k, row(r), summed, 1.0, nullptr, 0, v.uniforms[r], laws[r].mass, parts[r]));
   }
 };
 
@@ -164,13 +191,13 @@ float LogitRow::operator[](long i) const {
   return y;
 }
 
-bool law_of(const Kernels& k, const LogitRow& row, const Sampling& how, Law* law) {
+bool law_of(const Kernels& k, const LogitRow& row, const Sampling& how, Law* law, float* parts) {
   int32_t best = k.greedy(row.dtype, row.x, row.width);
   if (best < 0) return false;
   *law = {how.sharpness, row[best], NEVER, 0};
   if (how.min_p > 0) law->cut = law->first + std::log(how.min_p) / how.sharpness;
-  weigh_all(k, row, law);
-  if (how.top_p < 1.0f || how.top_k < row.width) truncate(k, row, how, law);
+  weigh_all(k, row, law, parts);
+  if (how.top_p < 1.0f || how.top_k < row.width) truncate(k, row, how, law, parts);
   return true;
 }
 
@@ -189,24 +216,9 @@ double mass_of(const Kernels& k, const LogitRow& row, const Law& law, double sca
 }
 
 long drawn(const Kernels& k, const LogitRow& row, const Law& law, double scale, const float* q, long q_width, double uniform, float* y) {
-  std::vector<float> parts(static_cast<size_t>((row.width + STRETCH - 1) / STRETCH));
+  std::vector<float> parts(stretches(row));
   double mass = mass_of(k, row, law, scale, q, q_width, y, parts.data());
-  if (!(mass > 0 && mass < INFINITY)) return -1;
-  double point = uniform * (1.0 - 0x1p-50) * mass, sum = 0;
-  long part = 0, last = static_cast<long>(parts.size()) - 1, found = -1;
-  while (part < last && sum + parts[part] <= point) sum += parts[part++];
-  // Where sums were rounded otherwise, what is sought may stand before.
-  for (; found < 0 && part >= 0; part--, sum = -INFINITY) {
-    float w[STRETCH];
-    long first = part * STRETCH;
-    weigh(k, row, law, scale, q, q_width, first, w);
-    for (long j = 0; j < stretch(row, first); j++) {
-      if (!(w[j] > 0)) continue;
-      found = first + j;
-      if ((sum += w[j]) > point) break;
-    }
-  }
-  return found;
+  return inverted(k, row, law, scale, q, q_width, uniform, mass, parts);
 }
 
 void raced(const Kernels& k, const LogitRow& row, const Law& law, uint64_t key, const int64_t* ids, long count, int32_t* places, float* shares) {

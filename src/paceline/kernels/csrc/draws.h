@@ -26,8 +26,9 @@ struct LogitRow {
   float operator[](long i) const;
 };
 
-// False where it is none: a number is not finite or not a number.
-bool law_of(const Kernels& k, const LogitRow& row, const Sampling& how, Law* law);
+// False where it is none: a number is not finite or not a number. `parts`: the sums of the law's mass, by stretch,
+// unless NULL.
+bool law_of(const Kernels& k, const LogitRow& row, const Sampling& how, Law* law, float* parts);
 
 double chance(const Law& law, const LogitRow& row, long token);
 

@@ -72,7 +72,7 @@ void sample(const Kernels& k, const pl_tree& want, const pl_growth& g, const Log
   Law law;
   std::fill(places, places + count, 0);
   std::fill(values, values + count, NEVER);
-  if (!law_of(k, row, {want.sharpness, want.top_p, want.min_p, want.top_k}, &law)) return;
+  if (!law_of(k, row, {want.sharpness, want.top_p, want.min_p, want.top_k}, &law, nullptr)) return;
   uint64_t key = splitmix(want.seed ^ static_cast<uint64_t>(position));
   if (want.sampled == 2) return raced(k, row, law, key, g.ids, count, places, values);
   if (want.sampled == 1) {

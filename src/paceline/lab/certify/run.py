@@ -228,11 +228,9 @@ class Certifier(Subject):
 
     def _draw(self, prefix: Prefix, number: int, size: int, plainly: bool) -> None:
         engine, start = self.plain if plainly else self.llm.engine, prefix.start
-        generator = engine.verifier.generator
-        if generator is not None:
-            seed_parts = (self.effort.seed, number, prefix.portions, plainly)
-            digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
-            generator.manual_seed(int.from_bytes(digest, "little"))
+        seed_parts = (self.effort.seed, number, prefix.portions, plainly)
+        digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
+        engine.verifier.reseed(int.from_bytes(digest, "little"))
         prefix.portions += 1
         texts = self._continued(start, 0 if plainly else prefix.length, size, DEPTH, plainly)
         strings = prefix.plain if plainly else prefix.drawn
