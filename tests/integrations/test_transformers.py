@@ -324,7 +324,8 @@ def test_the_model_is_as_before(model: Any, one: Any) -> None:
     before = (model.config._attn_implementation, [id(p) for p in model.parameters()])
     ours(model, one, do_sample=False)
     assert before == (model.config._attn_implementation, [id(p) for p in model.parameters()])
-    engine, _ = sharing._engines[model].built or ()
+    engine = sharing._engines[model].built
+    assert engine is not None
     weight = engine.target.hf.model.embed_tokens.weight
     assert weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
@@ -334,7 +335,8 @@ def test_the_backend_is_the_one_of_any_other_engine(model: Any, one: Any, backen
     before = [weight.clone() for weight in model.parameters()]
     got = ours(model, one, backend=backend, do_sample=False)
     assert torch.equal(got, plain(model, one))
-    engine, _ = sharing._engines[model].built or ()
+    engine = sharing._engines[model].built
+    assert engine is not None
     usual = CausalModel.load("paceline/tiny", "float32", "cpu", backend=backend).backend.name
     assert engine.target.backend.name == usual
     assert all(map(torch.equal, model.parameters(), before)), "the caller's own weights"

@@ -279,3 +279,15 @@ def test_what_is_kept_of_many_shapes_is_bounded():
 
 def layouts():
     return [item for item in gc.get_objects() if isinstance(item, Layout)]
+
+
+def test_uniforms_that_are_drawn_ahead_come_once_and_again_after_a_reseed():
+    verifier, cpu = Verifier(generator=torch.Generator()), torch.device("cpu")
+    runs = []
+    for _ in range(2):
+        verifier.reseed(5)
+        taken = [verifier.uniforms(count, cpu) for count in (3,) * 40 + (1, 3, 1)]
+        assert [len(numbers) for numbers in taken[-3:]] == [1, 3, 1]
+        runs.append(torch.cat(taken))
+    assert torch.equal(*runs)
+    assert len(runs[0].unique()) == len(runs[0])
