@@ -58,7 +58,7 @@ def test_llm_signature() -> None:
         """
         model draft dtype device max_model_len max_batch_size kv_cache_memory draft_length rule
         prefix_sharing
-        seed profile backend quantize draft_quantize tensor_parallel offload
+        seed config backend quantize draft_quantize tensor_parallel offload
         weights_memory draft_offload draft_device kv_cache_dtype
         drafting log_decisions strict controller
         generation_config default_temperature default_top_p default_top_k default_min_p

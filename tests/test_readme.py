@@ -62,7 +62,7 @@ def pair_or_stand_in(text: str, pair: TinyPair) -> str:
     return text
 
 
-# What needs a running server, a tuned profile or a file made before is run by tests of its own.
+# What needs a running server, tuned settings or a file made before is run by tests of its own.
 _ELSEWHERE = ("openai", "paceline.toml", "seen.suffix", "-int8", "--tensor-parallel", "adapters/")
 
 

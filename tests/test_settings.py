@@ -39,7 +39,7 @@ def defaults_of(table: type, place: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "place", "besides"),
     [
-        (LLM.__init__, "LLM", {"self", "model", "draft", "profile", "controller", "lora"}),
+        (LLM.__init__, "LLM", {"self", "model", "draft", "config", "controller", "lora"}),
         (LLM.beside, "beside", {"self", "draft", "controller"}),
     ],
 )
@@ -80,11 +80,11 @@ def test_a_server_takes_the_engine_s_settings() -> None:
     assert all(
         options("serve")[name].help.startswith(escape(e.key.help))
         for name, e in known.items()
-        if name != "profile"
+        if name != "config"  # --config is also the file of these
     )
 
 
-def test_a_profile_fills_settings_of_the_engine() -> None:
+def test_tuned_settings_fill_settings_of_the_engine() -> None:
     known = {item.name for item in fields(EngineSettings)}
     assert {item.name for item in fields(EngineChoice)} <= known
     open_ones = {"draft_length", "max_draft_length", *(i.name for i in fields(EngineChoice))}
@@ -152,7 +152,7 @@ def test_a_single_option_is_a_setting_too() -> None:
         ("default_top_p", "1", "a number"),
         ("tensor_parallel", True, "a whole number"),
         ("strict", "yes", "true or false"),
-        ("profile", 7, "the path of a tuned profile"),
+        ("config", 7, "the path of tuned settings"),
     ],
 )
 def test_values_of_a_wrong_kind_are_one_line(name: str, value: object, what: str) -> None:

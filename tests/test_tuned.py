@@ -1,4 +1,4 @@
-"""Profiles: what they hold, what they refuse, and what an LLM makes of them."""
+"""Tuned settings: what they hold, what they refuse, and what an LLM makes of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from paceline import LLM, ConfigError, SamplingParams
 from paceline.control.adaptive import AdaptiveController
 from paceline.model.target import CausalModel
 from paceline.settings import tuned
-from paceline.settings.tuned import ModelIdentity, TunedProfile, count_parameters
+from paceline.settings.tuned import ModelIdentity, TunedSettings, count_parameters
 from support.tiny_models import TinyPair
 
 PROMPT = "Once upon a time there was a little"
@@ -26,8 +27,8 @@ def target(random_pair: tuple[str, str]) -> CausalModel:
 
 
 @pytest.fixture(scope="module")
-def profile(random_pair: tuple[str, str], target: CausalModel) -> TunedProfile:
-    return TunedProfile(
+def settings(random_pair: tuple[str, str], target: CausalModel) -> TunedSettings:
+    return TunedSettings(
         version=tuned.VERSION,
         model=ModelIdentity.of(target),
         draft=tuned.DraftChoice(f"model:{random_pair[1]}", "auto", 5),
@@ -57,20 +58,29 @@ def profile(random_pair: tuple[str, str], target: CausalModel) -> TunedProfile:
 
 
 @pytest.fixture
-def path(profile: TunedProfile, tmp_path: Path) -> Path:
-    profile.write(tmp_path / "paceline.toml")
+def path(settings: TunedSettings, tmp_path: Path) -> Path:
+    settings.write(tmp_path / "paceline.toml")
     return tmp_path / "paceline.toml"
 
 
 # -- the file --------------------------------------------------------------------------------
 
 
-def test_round_trip(profile: TunedProfile, path: Path) -> None:
-    assert TunedProfile.read(path) == profile
+def test_round_trip(settings: TunedSettings, path: Path) -> None:
+    assert TunedSettings.read(path) == settings
     text = path.read_text(encoding="utf-8")
-    assert text.startswith("# A profile made by `paceline tune`")
+    assert text.startswith("# Tuned settings by `paceline tune`")
     assert "[0.004, 0.004, 0.005]" in text  # one line, not three
     assert max(map(len, text.splitlines())) < 400
+
+
+def test_a_file_is_known_by_its_beginning(path: Path) -> None:
+    assert tuned.is_tuned(path)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("# Tuned settings by", "# A profile made by", 1))  # 0.1.0
+    assert tuned.is_tuned(path)
+    path.write_text(text[2:])
+    assert not tuned.is_tuned(path)
 
 
 Damage = Callable[[str], str]
@@ -91,10 +101,10 @@ def without_machine(text: str) -> str:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (swap(r"^version = 1", "version = 9"), "has version 9, but this paceline reads 1"),
+        (swap(r"^version = 1", "version = 9"), "have version 9, but this paceline reads 1"),
         (lambda text: "x = [", "is not valid TOML"),
-        (lambda text: "", "has version None"),
-        (swap(r"^\[draft\]", "[draft]\ncolour = 1"), "has the unknown key draft.colour"),
+        (lambda text: "", "have version None"),
+        (swap(r"^\[draft\]", "[draft]\ncolour = 1"), "have the unknown key draft.colour"),
         (swap(r"^rule = .*\n", ""), "missing required field `rule` - at `engine`"),
         (swap(r"^rule = .*", "rule = 5"), "Expected `str`, got `int` - at `engine.rule`"),
         (swap(r"^max_batch_size = 3", "max_batch_size = true"), "Expected `int`, got `bool`"),
@@ -126,28 +136,28 @@ def without_machine(text: str) -> str:
         (lambda text: without_machine(text), "got `int` - at `machine`"),
     ],
 )
-def test_a_damaged_profile_is_one_line(path: Path, damage: Damage, message: str) -> None:
+def test_a_damaged_file_is_one_line(path: Path, damage: Damage, message: str) -> None:
     path.write_text(damage(path.read_text(encoding="utf-8")), encoding="utf-8")
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        TunedProfile.read(path)
+        TunedSettings.read(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
 
-def test_an_unreadable_profile_is_one_line(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read.*; make one with paceline tune"):
-        TunedProfile.read(tmp_path / "nowhere.toml")
+        TunedSettings.read(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match="cannot be read"):
-        TunedProfile.read(tmp_path)
+        TunedSettings.read(tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not valid TOML"):
-        TunedProfile.read(tmp_path / "bytes")
+        TunedSettings.read(tmp_path / "bytes")
 
 
-def test_a_profile_cannot_be_written_everywhere(profile: TunedProfile, tmp_path: Path) -> None:
+def test_settings_cannot_be_written_everywhere(settings: TunedSettings, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write the profile"):
-        profile.write(tmp_path / "file" / "paceline.toml")
+    with pytest.raises(ConfigError, match="cannot write the tuned settings"):
+        settings.write(tmp_path / "file" / "paceline.toml")
 
 
 # -- whose it is -----------------------------------------------------------------------------
@@ -174,9 +184,13 @@ def test_other_models_are_told_apart(
     assert mine.difference(replace(mine, config="0")) == "its configuration is another one"
 
 
-def test_a_profile_of_another_model_is_refused(path: Path, random_pair: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"was made for .*target, not for .*draft: its weights"):
-        LLM(random_pair[1], dtype="float32", profile=path)
+@pytest.mark.parametrize("keyword", ["config", "profile"])  # the latter as before 0.2.0
+def test_settings_of_another_model_are_refused(
+    keyword: str, path: Path, random_pair: tuple[str, str]
+) -> None:
+    given: dict[str, Any] = {keyword: path}
+    with pytest.raises(ConfigError, match=r"were made for .*target, not for .*draft: its weights"):
+        LLM(random_pair[1], dtype="float32", **given)
 
 
 # -- what an LLM takes from it ---------------------------------------------------------------
@@ -191,7 +205,7 @@ def test_an_llm_takes_what_is_left_open(
         raise AssertionError("measured although the costs are known")
 
     monkeypatch.setattr("paceline.build.measure", never)
-    llm = LLM(random_pair[0], dtype="float32", profile=path)
+    llm = LLM(random_pair[0], dtype="float32", config=path)
     assert llm.notes == ()
     assert llm.drafters == ("model",)
     assert llm.engine.scheduler.config.max_batch_size == 3
@@ -204,7 +218,7 @@ def test_what_is_given_wins(path: Path, random_pair: tuple[str, str]) -> None:
     llm = LLM(
         random_pair[0],
         dtype="float32",
-        profile=path,
+        config=path,
         draft_length=2,
         max_batch_size=1,
         rule="token",
@@ -212,31 +226,31 @@ def test_what_is_given_wins(path: Path, random_pair: tuple[str, str]) -> None:
     assert llm.engine.scheduler.config.max_batch_size == 1
     stats = llm.generate(PROMPT, FREE)[0].stats
     assert 1 < stats.drafted_tokens / stats.target_steps <= 2
-    own = LLM(random_pair[0], "ngram", dtype="float32", profile=path)
+    own = LLM(random_pair[0], "ngram", dtype="float32", config=path)
     assert own.drafters == ("ngram",)
     assert own.engine.scheduler.config.max_batch_size == 3
-    none = LLM(random_pair[0], "none", dtype="float32", profile=path)
+    none = LLM(random_pair[0], "none", dtype="float32", config=path)
     assert none.generate(PROMPT, FREE)[0].stats.drafted_tokens == 0
     with pytest.raises(ConfigError, match="max_batch_size is 0"):
-        LLM(random_pair[0], profile=path, max_batch_size=0)
+        LLM(random_pair[0], config=path, max_batch_size=0)
 
 
-def test_a_fixed_length_comes_from_the_profile(
-    profile: TunedProfile, tmp_path: Path, random_pair: tuple[str, str]
+def test_a_fixed_length_comes_from_the_file(
+    settings: TunedSettings, tmp_path: Path, random_pair: tuple[str, str]
 ) -> None:
-    fixed = replace(profile, draft=replace(profile.draft, length=3))
+    fixed = replace(settings, draft=replace(settings.draft, length=3))
     fixed.write(tmp_path / "p.toml")
-    llm = LLM(random_pair[0], dtype="float32", profile=tmp_path / "p.toml")
+    llm = LLM(random_pair[0], dtype="float32", config=tmp_path / "p.toml")
     stats = llm.generate(PROMPT, FREE)[0].stats
     assert 2 < stats.drafted_tokens / stats.target_steps <= 3
 
 
 def test_on_another_machine_costs_are_measured_anew(
-    profile: TunedProfile, tmp_path: Path, random_pair: tuple[str, str]
+    settings: TunedSettings, tmp_path: Path, random_pair: tuple[str, str]
 ) -> None:
-    elsewhere = replace(profile, machine=replace(profile.machine, processor="abacus", threads=99))
+    elsewhere = replace(settings, machine=replace(settings.machine, processor="abacus", threads=99))
     elsewhere.write(tmp_path / "p.toml")
-    llm = LLM(random_pair[0], dtype="float32", profile=tmp_path / "p.toml")
+    llm = LLM(random_pair[0], dtype="float32", config=tmp_path / "p.toml")
     (note,) = llm.notes
     assert "measured elsewhere (processor abacus, here" in note
     assert "threads 99, here" in note
@@ -257,15 +271,15 @@ def test_costs_of_a_batch() -> None:
 
 
 def test_an_export_takes_what_was_tuned(
-    profile: TunedProfile, path: Path, random_pair: tuple[str, str]
+    settings: TunedSettings, path: Path, random_pair: tuple[str, str]
 ) -> None:
     from paceline.lab.export import export
 
-    made = export("vllm", random_pair[0], profile=path)
+    made = export("vllm", random_pair[0], config=path)
     assert made.config["model"] == str(Path(random_pair[1]).resolve())
-    assert made.config["rejection_sample_method"] == profile.engine.rule
+    assert made.config["rejection_sample_method"] == settings.engine.rule
     assert made.command[made.command.index("--max-num-seqs") + 1] == "3"
     assert "adaptive draft length" in [each.what for each in made.approximations]
-    own = export("vllm", random_pair[0], "ngram", profile=path, draft_length=2, max_batch_size=5)
+    own = export("vllm", random_pair[0], "ngram", config=path, draft_length=2, max_batch_size=5)
     assert (own.config["method"], own.config["num_speculative_tokens"]) == ("ngram", 2)
     assert "--max-num-seqs" in own.command and "5" in own.command

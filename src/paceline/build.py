@@ -60,7 +60,7 @@ class EngineOptions(EngineSettings):
     prefill_chunk: int = 512
     rule: str = "auto"
     controller: Controller | None = None  # in place of the adaptive one
-    known: KnownCosts | None = None  # of a profile; None: measured at start-up
+    known: KnownCosts | None = None  # of tuned settings; None: measured at start-up
 
     def __post_init__(self) -> None:
         missing = [name for name in METHODS if not hasattr(self.controller, name)]

@@ -50,7 +50,7 @@ from paceline.request.validation import Message as Message
 from paceline.request.validation import Prompt as Prompt
 from paceline.request.validation import render_chat as rendered
 from paceline.settings import explicit
-from paceline.settings.tuned import TunedProfile
+from paceline.settings.tuned import TunedSettings
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -86,10 +86,11 @@ class LLM:
     ``default_min_p`` and ``default_repetition_penalty`` say, else as the checkpoint's
     ``generation_config`` ("none" ignores it); see ``default_params``.
 
-    ``profile``: a file of ``paceline tune``, which gives ``max_batch_size``, ``rule``, the draft
-    (also in place of "auto") and, with that draft, its length and, on the same machine, its costs,
-    which are then not measured at start-up. Other arguments override it. ``notes`` says what did
-    not fit. ``lora``: folders of LoRA adapters by name (``adapters.load`` loads more).
+    ``config``: tuned settings, the file of ``paceline tune``. It gives ``max_batch_size``,
+    ``rule``, the draft (also in place of "auto") and, with that draft, its length and, on the same
+    machine, its costs, which are then not measured at start-up. Other arguments override it.
+    ``notes`` says what did not fit. ``lora``: folders of LoRA adapters by name (``adapters.load``
+    loads more).
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
     ConfigError, in one line. Other engines' keywords are taken or refused with what to do
@@ -115,7 +116,7 @@ class LLM:
         rule: str | None = None,
         prefix_sharing: bool = True,
         seed: int | None = None,
-        profile: str | Path | None = None,
+        config: str | Path | None = None,
         backend: str = "auto",
         quantize: str | None = None,
         draft_quantize: str | None = None,
@@ -137,26 +138,26 @@ class LLM:
         default_repetition_penalty: float | None = None,
         lora: Mapping[str, str | Path] | None = None,
     ) -> None:
-        self._open(model, draft, profile, controller, explicit(locals(), "LLM"), lora)
+        self._open(model, draft, config, controller, explicit(locals(), "LLM"), lora)
 
     def _open(
         self,
         model: str | Path,
         draft: DraftLike | Sequence[DraftLike] | Mapping[str, Any] | None,
-        profile: str | Path | None,
+        config: str | Path | None,
         controller: Controller | None,
         given: dict[str, Any],
         lora: Mapping[str, str | Path] | None,
     ) -> None:
         """Load what the arguments of the constructor say; ``given`` are settings of the engine."""
         model = as_name(model)
-        if not isinstance(profile, str | Path | None):
-            raise ConfigError(f"profile is {profile!r}; it must be the path of a tuned profile")
+        if not isinstance(config, str | Path | None):
+            raise ConfigError(f"config is {config!r}; it must be the path of tuned settings")
         if (foreign := foreign_of(draft)) is not None:
             draft, theirs = foreign.spec, {"draft_length": foreign.length, "rule": foreign.rule}
             given = explicit(theirs, "LLM") | given
         assert not isinstance(draft, Mapping)  # a mapping is foreign
-        tuned = None if profile is None else TunedProfile.read(profile)
+        tuned = None if config is None else TunedSettings.read(config)
         follows = tuned is not None and draft in (DEFAULT_DRAFT, (DEFAULT_DRAFT,), tuned.draft.spec)
         settings = tuned.settings(follows) if tuned else {}
         options = EngineOptions(**settings | given, controller=controller)
@@ -166,11 +167,11 @@ class LLM:
         with stage(f"loading {model}"):
             target = load_target(model, options)
         self._ranks, notes = target.ranks, [target.note]
-        if tuned is not None and profile is not None:
-            tuned.check_model(target, profile)
+        if tuned is not None and config is not None:
+            tuned.check_model(target, config)
             if follows:
                 draft = tuned.draft.spec
-                known, note = tuned.costs_here(target, profile)
+                known, note = tuned.costs_here(target, config)
                 options, notes = replace(options, known=known), [*notes, note or ""]
         self.notes = tuple(filter(None, notes))
         generation = getattr(target.hf, "generation_config", None)

@@ -92,14 +92,14 @@ def test_without_methods_those_at_hand_are_compared(monkeypatch: pytest.MonkeyPa
         assert [method["name"] for method in json.loads(result.stdout)["methods"]] == expected
 
 
-def test_a_profile_gives_what_the_options_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_settings_give_what_the_options_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, engine = SimpleNamespace(spec="ngram", length=3), SimpleNamespace(rule="block")
-    profile = SimpleNamespace(draft=draft, engine=engine)
-    monkeypatch.setattr("paceline.settings.tuned.TunedProfile.read", lambda path: profile)
+    settings = SimpleNamespace(draft=draft, engine=engine)
+    monkeypatch.setattr("paceline.settings.tuned.TunedSettings.read", lambda path: settings)
     for options, expected in (
-        (ModelOptions(profile="p"), (3, "block")),
-        (ModelOptions(profile="p", draft="suffix"), ("auto", "block")),
-        (ModelOptions(profile="p", draft_length=2, rule="token"), (2, "token")),
+        (ModelOptions(config="p"), (3, "block")),
+        (ModelOptions(config="p", draft="suffix"), ("auto", "block")),
+        (ModelOptions(config="p", draft_length=2, rule="token"), (2, "token")),
         (ModelOptions(), ("auto", "auto")),
     ):
         assert options.length_and_rule == expected

@@ -134,7 +134,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 "strict": False,
                 "rule": "block",
                 "prefix_sharing": True,
-                "profile": None,
+                "config": None,
                 "backend": "auto",
                 "tensor_parallel": 1,
                 "kv_cache_dtype": "auto",

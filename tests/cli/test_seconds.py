@@ -59,14 +59,14 @@ def test_a_benchmark_without_time_says_so(bench: list[str]) -> None:
     assert "0.001 s were not enough to measure anything" in line and "--seconds" in line
 
 
-def test_a_tuning_without_time_writes_no_profile(tune: list[str], tmp_path: Path) -> None:
+def test_a_tuning_without_time_writes_nothing(tune: list[str], tmp_path: Path) -> None:
     result = paceline(*tune, "--seconds", "0.001")
     assert result.exit_code == 3, result.output
     record = json.loads(result.stdout)
-    assert not record["confirmed"] and record["profile"] is None
+    assert not record["confirmed"] and record["config"] is None
     assert record["budget"]["missing"] == ["ngram"]
     assert not (tmp_path / "p.toml").exists()
-    assert "no profile was written" in result.stderr
+    assert "no tuned settings were written" in result.stderr
     whole = paceline(*tune, "--seconds", "0")
     assert whole.exit_code == 0, whole.output
     assert json.loads(whole.stdout)["budget"]["missing"] == []

@@ -19,7 +19,7 @@ from paceline.errors import ModelLoadError
 from paceline.server.config import ServeConfig, configure, keys
 from paceline.server.local import load_llm
 from paceline.settings import tuned
-from paceline.settings.tuned import ModelIdentity, TunedProfile
+from paceline.settings.tuned import ModelIdentity, TunedSettings
 from support.command_lines import assert_one_line, paceline
 from support.served_process import ServedProcess
 
@@ -175,11 +175,11 @@ def test_warnings(tmp_path: Path) -> None:
     assert len(exposed) == len(readable) == 2
 
 
-def test_a_tuned_profile(tmp_path: Path) -> None:
+def test_tuned_settings(tmp_path: Path) -> None:
     """It gives the drafter, its length and the batch size; what is said by hand wins."""
     target = LLM(MODEL, draft="none", dtype="float32").target
     path = tmp_path / "tuned.toml"
-    TunedProfile(
+    TunedSettings(
         version=tuned.VERSION,
         model=ModelIdentity.of(target),
         draft=tuned.DraftChoice("ngram:max=3", 3, 5),
@@ -188,7 +188,7 @@ def test_a_tuned_profile(tmp_path: Path) -> None:
         costs=tuned.KnownCosts((1,), (1,), ((0.004,),), {}),
         machine=tuned.MachineIdentity.of(target),
     ).write(path)
-    said = {"profile": str(path), "dtype": "float32"}
+    said = {"config": str(path), "dtype": "float32"}
     llm = load_llm(configure(said))
     assert llm.drafters == ("ngram",)
     assert llm.engine.scheduler.config.max_batch_size == 5
@@ -211,8 +211,8 @@ def flags() -> dict[str, Any]:
 def test_flags_and_keys_are_in_step() -> None:
     """Every key has a flag that gives the same value, and every flag a key."""
     names = {entry.name for entry in keys()}
-    assert set(flags()) - {"config", "print_config", "help", "help_all"} == names - {"profile"}
-    for name in names - {"model", "profile"}:  # tuned settings are a file of --config
+    assert set(flags()) - {"print_config", "help", "help_all"} == names
+    for name in names - {"model"}:
         assert f"--{name.replace('_', '-')}" in flags()[name].opts
 
 
@@ -249,7 +249,7 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     arguments += ["--max-n", "2", "--max-logprobs", "3", "--max-prompts", "4"]
     arguments += ["--api-key-file", str(keys_file), "--cors-origin", "https://chat.example"]
     used = {a[2:].replace("-", "_") for a in arguments if a.startswith("--")} | {"model"}
-    assert used - {"config"} == {entry.name for entry in keys()} - {"profile"}
+    assert used == {entry.name for entry in keys()}
     printed = run(*arguments, "--print-config")
     assert printed.exit_code == 0, printed.output
     assert "sk-secret" not in printed.output

@@ -1,4 +1,4 @@
-"""``paceline tune`` from the command line: its output, its profile, and what it refuses."""
+"""``paceline tune`` from the command line: its output, its file, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.settings.tuned import TunedProfile
+from paceline.settings.tuned import TunedSettings
 from support.command_lines import assert_one_line, paceline, refusals
 
 SMALL = ["tune", "--draft", "ngram", "--only", "--max-tokens", "9", "--rounds", "1"]
@@ -34,17 +34,17 @@ def test_the_embedded_target(prompts: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["confirmed"] is True
-    assert record["profile"] == out
+    assert record["config"] == out
     assert [entry["spec"] for entry in record["search"]] == ["ngram"]
     assert record["search"][0]["acceptance"]
     assert {entry["spec"] for entry in record["confirmation"]} == {"none", "ngram"}
-    assert f"profile: {out}" in result.stderr
+    assert f"tuned settings: {out}" in result.stderr
     html = Path(report).read_text(encoding="utf-8")
     assert "<h2>Confirmed by decoding</h2>" in html
-    profile = TunedProfile.read(out)
-    assert profile.model.name == "paceline/tiny"
-    assert profile.draft.spec in ("none", "ngram")
-    assert profile.measured.prompts == prompts
+    settings = TunedSettings.read(out)
+    assert settings.model.name == "paceline/tiny"
+    assert settings.draft.spec in ("none", "ngram")
+    assert settings.measured.prompts == prompts
     text = paceline("generate", "--config", out, "--json", "--max-tokens", "12", "one two one two")
     plain = paceline(
         "generate", "--draft", "none", "--json", "--max-tokens", "12", "one two one two"
@@ -71,7 +71,7 @@ def test_an_interruption_shows_what_there_is_and_writes_nothing(
     assert result.exit_code == 130
     assert "Not confirmed: ngram" in result.stdout
     assert "Predicted, each method at its best length" in result.stdout
-    assert "no profile was written: nothing is confirmed" in result.stderr
+    assert "no tuned settings were written: nothing is confirmed" in result.stderr
     assert not out.exists()
 
 
@@ -83,7 +83,7 @@ def test_an_interruption_shows_what_there_is_and_writes_nothing(
     --report r.pdf | end its name in .md or .html
     --report /dev/null/r.md | cannot write the report /dev/null/r.md: Not a directory
     --out . | --out . is a folder
-    --out /dev/null/p.toml | cannot write the profile /dev/null/p.toml: Not a directory
+    --out /dev/null/p.toml | cannot write the tuned settings /dev/null/p.toml: Not a directory
     --model nowhere/at/all | model folder nowhere/at/all does not exist
     """),
 )
@@ -91,9 +91,16 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, tmp_path: Pat
     assert_one_line(tune("--out", str(tmp_path / "p.toml"), *arguments), message)
 
 
-def test_a_foreign_profile_is_one_line(tmp_path: Path) -> None:
+def test_a_foreign_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text("version = 1\n", encoding="utf-8")
     result = paceline("generate", "--config", str(tmp_path / "p.toml"), "Once")
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert "missing required field" in result.stderr
+
+
+def test_the_former_name_of_the_option_is_taken(tmp_path: Path) -> None:
+    result = paceline("generate", "--profile", str(tmp_path / "p.toml"), "Once")
+    note, error = result.stderr.splitlines()
+    assert note == "note: --profile is --config here"
+    assert error.startswith(f"error: tuned settings file {tmp_path / 'p.toml'} cannot be read")

@@ -85,7 +85,7 @@ def test_ours_is_replaced_and_a_users_is_with_force(writer: str, tmp_path: Path)
         force(None)
         assert (tmp_path / name).read_bytes() != MINE
         # A folder of cached files that Paceline made is its own, whatever lies in it.
-        if writer not in ("cached features", "token stream", "held-out texts", "profile"):
+        if writer not in ("cached features", "token stream", "held-out texts", "tuned settings"):
             assert len(told) == 1 and Path(name).name in told[0] and "13 bytes" in told[0]
 
 

@@ -38,13 +38,13 @@ from paceline.model.gguf import read_gguf
 from paceline.model.lora import read_adapter
 from paceline.model.target import CausalModel
 from paceline.model.tokenizer import load_tokenizer
-from paceline.settings.tuned import TunedProfile
+from paceline.settings.tuned import TunedSettings
 from support.made_adapters import write_adapter
 from support.made_gguf import write_gguf
 from support.medusa_models import write_medusa
 from support.random_heads import write_block, write_eagle
 from support.tiny_models import write_tiny_model
-from support.written_kinds import profile
+from support.written_kinds import tuned_settings
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0.5"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
@@ -127,10 +127,10 @@ def datastore(root: Path) -> Made:
 
 
 def tuned(root: Path) -> Made:
-    profile(root, 2)
+    tuned_settings(root, 2)
 
     def read() -> None:
-        made = TunedProfile.read(root / "p.toml")
+        made = TunedSettings.read(root / "p.toml")
         EngineOptions(**made.settings(True))
         parse_draft(made.draft.spec)
         made.costs.target_costs(2)

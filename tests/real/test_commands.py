@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from paceline import LLM
 from paceline.cli.main import app
-from paceline.settings.tuned import TunedProfile
+from paceline.settings.tuned import TunedSettings
 from support.running_server import Running, serve, service_of
 
 NAME = "smollm2"
@@ -120,7 +120,7 @@ def test_tune(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.Monk
         *("--prompts", prompts, "--max-tokens", "6", "--rounds", "1"),
     )
     assert "ngram" in {entry["spec"] for entry in found["confirmation"]}  # min=1 is the default
-    assert TunedProfile.read(out).model.vocab_size == 49_152
+    assert TunedSettings.read(out).model.vocab_size == 49_152
 
 
 def test_doctor(model: str) -> None:

@@ -10,6 +10,7 @@ from paceline.errors import ConfigError
 from paceline.server.api import protocol
 from paceline.server.api.protocol import MAX_PROMPTS
 from paceline.server.config import SECTIONS, ServeConfig, configure, keys, read_file, to_toml
+from support.heard_stages import heard
 
 ALL = """
 [model]
@@ -22,7 +23,7 @@ draft_length = 4
 drafting = "throughput"
 log_decisions = true
 rule = "block"
-profile = "tuned.toml"
+config = "tuned.toml"
 served_model_name = "mine"
 lora = ["sql=adapters/sql"]
 generation_config = "none"
@@ -162,6 +163,18 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_file(tmp_path / "binary.toml")
 
 
+def test_other_names_are_taken_with_a_note(tmp_path: Path) -> None:
+    """Those of other engines and former ones, as flags have them."""
+    file = tmp_path / "old.toml"
+    file.write_text('[model]\nprofile = "tuned.toml"\n[engine]\nmax_num_seqs = 3\n')
+    with heard() as told:
+        assert read_file(file) == {"config": "tuned.toml", "max_batch_size": 3}
+    assert told.lines[0] == f"note: {file}: [model] profile is config here"
+    file.write_text('[model]\nprofile = "tuned.toml"\nconfig = "other.toml"\n')
+    with pytest.raises(ConfigError, match=r"\[model\] profile is config here; give it once"):
+        read_file(file)
+
+
 @pytest.mark.parametrize(
     ("flags", "drafts"),
     [
@@ -172,8 +185,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ({"draft": ["ngram"]}, ("ngram",)),
         ({"draft": ["none"]}, ("none",)),
         ({"model": "other"}, ("auto",)),
-        ({"profile": "p"}, ("auto",)),  # LLM then takes the profile's own
-        ({"profile": "p", "draft": ["none"]}, ("none",)),
+        ({"config": "p"}, ("auto",)),  # LLM then takes the tuned one
+        ({"config": "p", "draft": ["none"]}, ("none",)),
         ({"model": "other", "draft": ["ngram", "suffix"]}, ("ngram", "suffix")),
     ],
 )

@@ -21,7 +21,7 @@ from paceline.lab.profiling import steady
 from paceline.lab.report.document import Report, Text
 from paceline.lab.report.render import write
 from paceline.settings import tuned
-from paceline.settings.tuned import ModelIdentity, TunedProfile
+from paceline.settings.tuned import ModelIdentity, TunedSettings
 from paceline.train.acceptance import written_texts
 from paceline.train.card import write_card
 from paceline.train.data import Stream, Windows, write_stream
@@ -111,8 +111,8 @@ class Recorder:
             pass
 
 
-def profile(folder: Path, number: int) -> None:
-    made = TunedProfile(
+def tuned_settings(folder: Path, number: int) -> None:
+    made = TunedSettings(
         tuned.VERSION,
         ModelIdentity("m", "llama", 1, 8, 20, 99, "x", (0.5,)),
         tuned.DraftChoice("ngram", "auto", 5),
@@ -146,7 +146,7 @@ def card(folder: Path, number: int) -> None:
 
 
 KINDS = {
-    "profile": Kind(profile),
+    "tuned settings": Kind(tuned_settings),
     "html report": Kind(lambda folder, number: report(folder, number, "r.html")),
     "markdown report": Kind(lambda folder, number: report(folder, number, "r.md")),
     "suffix memory": Kind(suffix),

@@ -26,7 +26,7 @@ from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
 from paceline.model.names import DEFAULT_DRAFT, default_drafts
 from paceline.settings import LoadSettings, changed, setting, under
-from paceline.settings.tuned import is_profile
+from paceline.settings.tuned import is_tuned
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -178,9 +178,9 @@ class TargetOptions(LoadSettings, TargetName):
 
 @dataclass(frozen=True)
 class TuneRun(RunOptions):
-    """Where the profile goes, too. Raises ConfigError, before measuring, if none may go there."""
+    """Where the tuned settings go, too. Raises ConfigError, before measuring, if they may not."""
 
-    out: str = setting("paceline.toml", "Where the profile is written.")
+    out: str = setting("paceline.toml", "Where the tuned settings are written.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,8 +191,8 @@ class TuneRun(RunOptions):
             raise ConfigError(
                 f"{out} exists already; give --force to overwrite it, or another --out"
             )
-        check_file(path, "the profile", is_profile)
-        check_place(path, "the profile")
+        check_file(path, "the tuned settings", is_tuned)
+        check_place(path, "the tuned settings")
 
 
 @expand
@@ -202,15 +202,15 @@ def tune(
     options: TuneOptions,
     run: TuneRun,
 ) -> int:
-    """Find the fastest drafter and settings; write them to a file for --config.
+    """Find the fastest drafter and settings; write these tuned settings to a file for --config.
 
-    Exit status 3 if the time was not enough to confirm anything; no profile is written then.
+    Exit status 3 if the time was not enough to confirm anything; nothing is written then.
     """
     budget = run.begin()
     chosen_prompts = prompts.load(_TUNED_BY)
     from paceline.lab.tune.plan import TuningOutcome, turns
     from paceline.lab.tune.plan import tune as search
-    from paceline.lab.tune.present import profile_of, report_of, tuning_record
+    from paceline.lab.tune.present import report_of, tuned_settings, tuning_record
     from paceline.lab.tune.search import at_hand
 
     options = replace(options, source=prompts.prompts or options.source)
@@ -221,13 +221,13 @@ def tune(
     with Interruption() as interrupted, spending("tuning", budget, pieces) as advance:
         search(llm, candidates, chosen_prompts, outcome, advance, budget)
     confirmed = outcome.chosen is not None
-    record = {**tuning_record(outcome), "profile": run.out if confirmed else None}
+    record = {**tuning_record(outcome), "config": run.out if confirmed else None}
     run.emit(record, report_of(outcome))
     if not confirmed:
-        info("no profile was written: nothing is confirmed")
+        info("no tuned settings were written: nothing is confirmed")
         return interrupted.code or NOT_ENOUGH
-    profile_of(outcome, llm).write(run.out)
-    info(f"profile: {run.out} (use it with --config {run.out})")
+    tuned_settings(outcome, llm).write(run.out)
+    info(f"tuned settings: {run.out} (use them with --config {run.out})")
     return interrupted.code
 
 
@@ -284,7 +284,7 @@ def _engines(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]]:
     """Plain decoding, and then the draft's if there is one, over the same weights. Raises
     ConfigError if fewer sequences are decoded together than ``concurrency`` asks for."""
     draft = engine.resolved_draft
-    if engine.max_batch_size is None and engine.profile is None and concurrency > _BATCH:
+    if engine.max_batch_size is None and engine.config is None and concurrency > _BATCH:
         engine = replace(engine, max_batch_size=concurrency)
     loaded = engine.open(draft)
     batch = loaded.engine.scheduler.config.max_batch_size

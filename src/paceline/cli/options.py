@@ -38,7 +38,7 @@ from paceline.settings import (
     flag,
     under,
 )
-from paceline.settings.tuned import TunedProfile
+from paceline.settings.tuned import TunedSettings
 
 if TYPE_CHECKING:
     from paceline import LLM
@@ -61,7 +61,7 @@ _GONE = {
 _MANY = 12
 _COMMON = frozenset(
     (
-        *("model", "draft", "profile", "temperature", "max_tokens", "chat"),
+        *("model", "draft", "temperature", "max_tokens", "chat"),
         *("prompt", "system", "as_json", "method", "seconds", "url"),
         *("to", "run", "host", "port", "config", "served_model_name", "api_key_file"),
         *("data", "valid", "out", "target", "steps", "batch", "resume"),
@@ -291,8 +291,8 @@ class _PairNames(TargetName):
         "SGLang, 'auto' (all that can pay), or 'none'.",
         shown=DEFAULT_DRAFT,
     )
-    profile: str | None = _model(
-        None, "File of paceline tune: settings left open here.", flags=("--config",), metavar="FILE"
+    config: str | None = _model(
+        None, "Tuned settings, a file of paceline tune: what is left open here.", metavar="FILE"
     )
 
 
@@ -313,28 +313,28 @@ class ModelOptions(EngineSettings, _PairNames):
 
     @property
     def resolved_draft(self) -> str | None:
-        """The draft asked for, else the profile's, else "auto"; None decodes plainly. Raises
-        ConfigError on a profile that cannot be used."""
+        """The draft asked for, else the tuned, else "auto"; None decodes plainly. Raises
+        ConfigError on tuned settings that cannot be used."""
         draft = self.draft or DEFAULT_DRAFT
-        if self.draft is None and self.profile is not None:
-            draft = TunedProfile.read(self.profile).draft.spec
+        if self.draft is None and self.config is not None:
+            draft = TunedSettings.read(self.config).draft.spec
         return None if draft.lower() == "none" else draft
 
     def open(self, draft: str | None, **more: Any) -> LLM:
         """Load the model with this draft (None decodes plainly)."""
-        # A profile's draft is resolved already.
+        # The tuned draft is resolved already.
         draft = "none" if draft is None else draft
-        return load_llm(self, self.model, draft, self.profile, **more)
+        return load_llm(self, self.model, draft, self.config, **more)
 
     @property
     def length_and_rule(self) -> tuple[Any, str]:
-        """Asked for, else the profile's (its length only with its draft), else auto."""
+        """Asked for, else the tuned (a length only with its draft), else auto."""
         length, rule = self.draft_length, self.rule
-        if self.profile is not None:
-            profile = TunedProfile.read(self.profile)
-            rule = rule or profile.engine.rule
-            if length is None and self.resolved_draft == profile.draft.spec:
-                length = profile.draft.length
+        if self.config is not None:
+            tuned = TunedSettings.read(self.config)
+            rule = rule or tuned.engine.rule
+            if length is None and self.resolved_draft == tuned.draft.spec:
+                length = tuned.draft.length
         return ("auto" if length is None else length), rule or "auto"
 
     def beside(self, llm: LLM, **sizes: int) -> LLM:
@@ -348,7 +348,7 @@ class ModelOptions(EngineSettings, _PairNames):
 
     def speculation(self) -> dict[str, Any]:
         """What of these is said to another engine: the keywords of ``export``."""
-        names = ("draft_length", "rule", "max_batch_size", "profile")
+        names = ("draft_length", "rule", "max_batch_size", "config")
         return {name: getattr(self, name) for name in names}
 
     def plain_beside(self, llm: LLM) -> LLM:
@@ -361,7 +361,7 @@ def load_llm(
     settings: LoadSettings,
     model: str,
     draft: str | Sequence[str] | None,
-    profile: str | None = None,
+    config: str | None = None,
     **more: Any,
 ) -> LLM:
     """Load a model as ``settings`` and ``more`` say, quietly but for the notes on how it went."""
@@ -370,7 +370,7 @@ def load_llm(
         set_threads(settings.threads)
         from paceline import LLM
 
-        llm = LLM(model, draft, profile=profile, **explicit(vars(settings), "LLM"), **more)
+        llm = LLM(model, draft, config=config, **explicit(vars(settings), "LLM"), **more)
     for note in llm.notes:
         info(f"note: {note}")
     return llm

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.server.service import Service
 
 
-_FLAGS = tuple(left_open(key) for key in keys() if key.name != "profile")
+_FLAGS = tuple(left_open(key) for key in keys() if key.name != "config")
 
 
 @expand
@@ -25,7 +25,7 @@ def serve(
     *,
     config: tuple[str, ...] = setting(
         (),
-        "TOML file with the settings of the flags, a file of paceline tune, or both. Flags win.",
+        "TOML file with the settings of the flags, tuned settings, or both. Flags win.",
         metavar="FILE",
         shown="none",
     ),
@@ -37,7 +37,7 @@ def serve(
     by_kind: dict[str, str] = {}
     for path in config:
         # Only tuned settings have a version.
-        kind = "profile" if "version" in read_toml(path, "config file") else "file"
+        kind = "config" if "version" in read_toml(path, "config file") else "file"
         if by_kind.setdefault(kind, path) != path:
             raise ConfigError(
                 f"--config {path} is of the same kind as {by_kind[kind]}; leave out one"

@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from paceline.core.keywords import OTHER_NAMES
+from paceline.core.stages import info
 from paceline.errors import ConfigError
 from paceline.files import read_toml
 from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, IN_WORDS, REAL, default_drafts
@@ -38,8 +40,8 @@ class _Names:
         "first is the default. 'auto' is all that can pay, 'none' decodes plainly.",
         shown=f"{DEFAULT_DRAFT}; beside it what is built in for {REAL} and {EMBEDDED}",
     )
-    profile: str | None = _model(
-        None, "A file of paceline tune; it gives what is left open.", shown="none"
+    config: str | None = _model(
+        None, "Tuned settings, a file of paceline tune: what is left open.", shown="none"
     )
     served_model_name: str | None = _model(None, "The model's name in the API.", shown="MODEL")
 
@@ -115,10 +117,10 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
 
     @property
     def drafts(self) -> tuple[str, ...]:
-        """The drafts that ``LLM`` loads; without a named one a profile gives its own for "auto"."""
+        """The drafts that ``LLM`` loads; for "auto" tuned settings give their own."""
         if self.draft:
             return self.draft
-        return default_drafts(self.model) if self.profile is None else (DEFAULT_DRAFT,)
+        return default_drafts(self.model) if self.config is None else (DEFAULT_DRAFT,)
 
     @property
     def name(self) -> str:
@@ -160,9 +162,15 @@ def read_file(path: str | Path) -> dict[str, Any]:
         if section not in SECTIONS or not isinstance(content, dict):
             raise ConfigError(f"{path}: {_unknown('', section)}")
         for name, value in content.items():
+            where, ours = f"{path}: [{section}] {name}", OTHER_NAMES.get(name, name)
+            if (section, name) not in known and (section, ours) in known:
+                if ours in content:
+                    raise ConfigError(f"{where} is {ours} here; give it once")
+                info(f"note: {where} is {ours} here")
+                name = ours
             if (section, name) not in known:
                 raise ConfigError(f"{path}: {_unknown(section, name)}")
-            values[name] = known[section, name].read(value, f"{path}: [{section}] {name}")
+            values[name] = known[section, name].read(value, where)
     return values
 
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from paceline.server.config import ServeConfig
 
 
-def load_llm(config: ServeConfig) -> LLM:
+def load_llm(settings: ServeConfig) -> LLM:
     """Raises what ``LLM`` does."""
-    names = config.model, config.drafts, config.profile
-    return options.load_llm(config, *names, lora=config.adapters)
+    names = settings.model, settings.drafts, settings.config
+    return options.load_llm(settings, *names, lora=settings.adapters)
 
 
 _END_SECONDS = 10.0  # for the reading thread to end

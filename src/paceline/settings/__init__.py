@@ -236,7 +236,7 @@ class EngineSettings(LoadSettings):
     """Everything about an engine that is not a model: the one table of it.
 
     ``LLM`` and ``LLM.beside`` have these as keywords, the commands as options, a server as flags
-    and as keys of its file. None is left open: a profile of ``paceline tune`` or the default of
+    and as keys of its file. None is left open: a file of ``paceline tune`` or the default of
     ``EngineOptions`` (build.py) fills it.
     """
 

@@ -1,8 +1,8 @@
 """What ``paceline tune`` found out about one model on one machine: a small TOML file.
 
-``LLM(model, profile="paceline.toml")`` takes the drafter, its length, the batch size and the rule
+``LLM(model, config="paceline.toml")`` takes the drafter, its length, the batch size and the rule
 from it and, on the machine it was made on, the measured costs as well. Everything is checked on
-reading, so a damaged or foreign profile is one clear line and never a strange decision. Whether two
+reading, so a damaged or foreign file is one clear line and never a strange decision. Whether two
 models are the same is told by sizes, configuration and a few logits, whatever their paths and their
 weights' layout in memory.
 """
@@ -104,16 +104,18 @@ def _probe(target: CausalModel) -> tuple[float, ...]:
 
 
 VERSION = 1
+_WHAT = "tuned settings"
 _HEADER = (
-    "# A profile made by `paceline tune`. Use it with LLM(model, profile=FILE) or --config FILE.\n"
-    "# It serves this model only; on another machine the costs are measured anew.\n"
+    "# Tuned settings by `paceline tune`. Use them with LLM(model, config=FILE) or --config FILE.\n"
+    "# They serve this model only; on another machine the costs are measured anew.\n"
     "# Times are in seconds. What you give by hand wins over what stands here.\n\n"
 )
 
 
-def is_profile(file: Path) -> bool:
+def is_tuned(file: Path) -> bool:
     """Whether ``paceline tune`` wrote a file; its user may have changed it since."""
-    return file.read_text(encoding="utf-8").startswith(_HEADER.partition(".")[0])
+    beginnings = _HEADER.partition(".")[0], "# A profile made by `paceline tune`"  # before 0.2.0
+    return file.read_text(encoding="utf-8").startswith(beginnings)
 
 
 @dataclass(frozen=True)
@@ -251,8 +253,8 @@ class KnownCosts:
 
 
 @dataclass(frozen=True)
-class TunedProfile:
-    """All of a profile. Lists are tuples, so that a profile may be shared."""
+class TunedSettings:
+    """All of a file. Lists are tuples, so that it may be shared."""
 
     version: int
     model: ModelIdentity
@@ -263,32 +265,32 @@ class TunedProfile:
     machine: MachineIdentity
 
     @classmethod
-    def read(cls, path: str | Path) -> TunedProfile:
-        """Raises ConfigError if the file cannot be read or is no profile of this version."""
-        table = read_toml(path, "profile", "make one with paceline tune")
+    def read(cls, path: str | Path) -> TunedSettings:
+        """Raises ConfigError if the file cannot be read or is not of this version."""
+        table = read_toml(path, f"{_WHAT} file", "make one with paceline tune")
         version = table.get("version")
         if version != VERSION:
-            raise _refused(path, f" has version {version}, but this paceline reads {VERSION}")
+            raise _refused(path, f" have version {version}, but this paceline reads {VERSION}")
         try:
-            profile = convert(table, cls)
+            tuned = convert(table, cls)
         except ValidationError as error:
             raise _refused(path, f": {error}".replace("$.", "")) from None
-        for key in _unknown_keys(table, asdict(profile)):
-            raise _refused(path, f" has the unknown key {key}")
-        return profile
+        for key in _unknown_keys(table, asdict(tuned)):
+            raise _refused(path, f" have the unknown key {key}")
+        return tuned
 
     def write(self, path: str | Path) -> None:
-        """Replace a profile, or leave what is there as it was. Raises WriteError."""
+        """Replace such a file, or leave what is there as it was. Raises WriteError."""
         import tomli_w
 
         text = _HEADER + _compact(tomli_w.dumps(_plain(asdict(self))))
-        with telling("the profile", path):
+        with telling(f"the {_WHAT}", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text, "the profile", is_profile)
+        replace_text(path, text, f"the {_WHAT}", is_tuned)
 
     def settings(self, follows: bool) -> dict[str, Any]:
         """Fields of EngineOptions. A draft length holds only for the draft it was measured with:
-        if the engine ``follows`` the profile's."""
+        if the engine ``follows`` this draft."""
         stored = asdict(self.engine)
         if follows:
             stored["draft_length"] = self.draft.length
@@ -296,11 +298,11 @@ class TunedProfile:
         return stored
 
     def check_model(self, target: CausalModel, path: str | Path) -> None:
-        """Raises ConfigError if the profile was made for another model than ``target``."""
+        """Raises ConfigError if they were made for another model than ``target``."""
         difference = self.model.difference(ModelIdentity.of(target))
         if difference is not None:
             raise ConfigError(
-                f"profile {path} was made for {self.model.name}, not for {target.name}: "
+                f"{_WHAT} {path} were made for {self.model.name}, not for {target.name}: "
                 f"{difference}; load that model, or run paceline tune --model {target.name}"
             )
 
@@ -310,13 +312,13 @@ class TunedProfile:
         if not differences:
             return self.costs, ""
         return None, (
-            f"profile {path} was measured elsewhere ({'; '.join(differences)}): its choices hold, "
-            "but its costs are measured anew; paceline tune makes one for this machine"
+            f"{_WHAT} {path} were measured elsewhere ({'; '.join(differences)}): the choices hold, "
+            "but the costs are measured anew; paceline tune makes them for this machine"
         )
 
 
 def _refused(path: str | Path, why: str) -> ConfigError:
-    return ConfigError(f"profile {path}{why}; make it anew with paceline tune")
+    return ConfigError(f"{_WHAT} {path}{why}; make them anew with paceline tune")
 
 
 def _is_curve(points: Sequence[int], seconds: Sequence[float]) -> bool:
@@ -344,7 +346,7 @@ def _compact(text: str) -> str:
 
 
 def _unknown_keys(table: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of a table that the profile read from it does not have."""
+    """Keys of a table that what was read from it does not have."""
     for key, value in table.items():
         if key not in known:
             yield key

@@ -30,7 +30,7 @@ from paceline.lab.tune.measure import (
     winner,
 )
 from paceline.lab.tune.plan import TuningOutcome, choose, tune, unrest_of
-from paceline.lab.tune.present import _predicted, decision, profile_of, report_of, tuning_record
+from paceline.lab.tune.present import _predicted, decision, report_of, tuned_settings, tuning_record
 from paceline.lab.tune.search import (
     DrafterCandidate,
     at_hand,
@@ -39,7 +39,7 @@ from paceline.lab.tune.search import (
     variants,
 )
 from paceline.model.names import REAL
-from paceline.settings.tuned import TunedProfile
+from paceline.settings.tuned import TunedSettings
 from support.engine_models import write_pair
 from support.made_outcomes import outcome as timed
 from support.tuning_methods import PLAIN, chain, levels_of, step, target
@@ -101,7 +101,7 @@ def confirm_by_hand(outcome: TuningOutcome, ratios: Sequence[float]) -> None:
 
 
 def test_another_draft_must_beat_the_default_clearly() -> None:
-    """Two rounds of noise, and a profile recommended less than what commands take unasked."""
+    """Two rounds of noise, and settings recommended less than what commands take unasked."""
     usual = Finalist("usual", "hybrid:ngram+suffix", "auto", 8, default=True)
     other = Finalist("other", "suffix", 4, 8)
     for ratio, wins in ((1.22, "usual"), (1.3, "other")):
@@ -410,10 +410,10 @@ def test_tuning_a_random_pair(folders: tuple[str, str], tmp_path: Path) -> None:
     assert len(outcome.results) == 3
     assert all(result.ratios for result in outcome.results)
     assert said[:2] == ["loading drafters", "measuring the target"]
-    profile = profile_of(outcome, llm)
-    profile.write(tmp_path / "p.toml")
-    assert TunedProfile.read(tmp_path / "p.toml").draft == profile.draft
-    again = LLM(folders[0], draft="none", dtype="float32", profile=tmp_path / "p.toml")
+    settings = tuned_settings(outcome, llm)
+    settings.write(tmp_path / "p.toml")
+    assert TunedSettings.read(tmp_path / "p.toml").draft == settings.draft
+    again = LLM(folders[0], draft="none", dtype="float32", config=tmp_path / "p.toml")
     assert again.notes == ()
     assert again.generate("Once upon a time", GREEDY)[0].token_ids == (
         llm.generate("Once upon a time", GREEDY)[0].token_ids

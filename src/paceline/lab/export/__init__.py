@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from paceline.core.keywords import forgiving
 from paceline.draft.auto import made_for
 from paceline.drafters import Auto, NGram, NoDraft, parse_draft
 from paceline.errors import ConfigError, WriteError
 from paceline.files import replace_in
 from paceline.lab.export.dialects import DIALECTS as DIALECTS
 from paceline.lab.export.speculation import Export, note_usual
-from paceline.settings.tuned import TunedProfile
+from paceline.settings.tuned import TunedSettings
 
 _LOST = "the other drafts of it are lost; what this one gains alone: `paceline bench --draft` it"
 
 
+@forgiving("export")
 def export(
     to: str,
     model: str,
@@ -24,20 +26,20 @@ def export(
     draft_length: int | str | None = None,
     rule: str | None = None,
     max_batch_size: int | None = None,
-    profile: str | Path | None = None,
+    config: str | Path | None = None,
     out: str | Path | None = None,
 ) -> Export:
     """What engine ``to`` is told for the same speculation.
 
     ``draft``, ``draft_length``, ``rule`` and ``max_batch_size`` as of ``LLM``; what is None comes
-    from ``profile``, a file of ``paceline tune``, else from our defaults. ``out``: a folder for the
+    from ``config``, a file of ``paceline tune``, else from our defaults. ``out``: a folder for the
     files, with converted heads; None writes none. Unknown winners and "auto" become known drafts.
 
     Raises ConfigError for what the engine has no equivalent of, ModelLoadError and WriteError.
     """
     if to not in DIALECTS:
         raise ConfigError(f"cannot export to {to!r}; use one of {', '.join(DIALECTS)}")
-    tuned = None if profile is None else TunedProfile.read(profile)
+    tuned = None if config is None else TunedSettings.read(config)
     measured = tuned.draft if tuned is not None and draft in (None, tuned.draft.spec) else None
     spec = parse_draft(draft if measured is None else measured.spec)
     specs = [spec]

@@ -1,4 +1,4 @@
-"""An outcome as a report for people, a record for machines, and a profile for engines."""
+"""An outcome as a report for people, a record for machines, and tuned settings for engines."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from paceline.settings.tuned import (
     Measured,
     ModelIdentity,
     PassCosts,
-    TunedProfile,
+    TunedSettings,
 )
 
 _AGREES = 0.15  # how far off a prediction may be that is shown beside what was measured
-_BATCH = 8  # of a profile at least: requests that were not expected may join
+_BATCH = 8  # of tuned settings at least: requests that were not expected may join
 _BUSY = (
     "The machine was busy: plain steps took up to {:.1f} times the fastest. Do not trust these "
     "figures; tune again when it is idle."
@@ -188,14 +188,14 @@ def _known_costs(outcome: TuningOutcome) -> KnownCosts:
     )
 
 
-def profile_of(outcome: TuningOutcome, llm: LLM) -> TunedProfile:
-    """The profile of a confirmed outcome; ``llm`` has the target loaded."""
+def tuned_settings(outcome: TuningOutcome, llm: LLM) -> TunedSettings:
+    """Those of a confirmed outcome; ``llm`` has the target loaded."""
     chosen = outcome.chosen
     assert chosen is not None and outcome.target is not None
     finalist, options, used = chosen.finalist, outcome.options, chosen.finalist.methods
     best = max(used, key=lambda m: sum(m.survival), default=None)
     ends = (m.break_even(outcome.target, outcome.largest_batch) for m in used)
-    return TunedProfile(
+    return TunedSettings(
         version=VERSION,
         model=ModelIdentity.of(llm.target),
         draft=DraftChoice(finalist.spec, finalist.length, finalist.max_length),
