@@ -214,5 +214,11 @@ def _cut(done: GrownTree, length: int) -> GrownTree:
     """The first tokens of a chain."""
     tree = done.tree
     q = None if tree.q is None else tree.q[:length]
-    cut = replace(tree, tokens=tree.tokens[:length], parents=tree.parents[:length], q=q)
+    cut = replace(
+        tree,
+        tokens=tree.tokens[:length],
+        parents=tree.parents[:length],
+        q=q,
+        known=None if tree.known is None else tree.known[:length],
+    )
     return GrownTree(cut, done.slots[:length])

@@ -3,7 +3,7 @@ torch it cannot be watched from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -52,9 +52,9 @@ def traced(name: str) -> AbstractContextManager[Any]:
     return record_function(f"{OPERATOR}{name}") if recorded else nullcontext()
 
 
-def count_work(work: Callable[[], NativeWork]) -> None:
-    """Report a call; ``work`` is called only if there are listeners."""
+def count_work(work: Callable[[], Iterable[NativeWork]]) -> None:
+    """Report calls; ``work`` is called only if there are listeners."""
     if _listeners:
-        done = work()
-        for listener in _listeners:
-            listener(done)
+        for done in work():
+            for listener in _listeners:
+                listener(done)

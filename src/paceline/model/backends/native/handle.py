@@ -13,7 +13,6 @@ import math
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,6 +35,9 @@ _ALL = 1 << 30  # more than any vocabulary has
 Kinds = Sequence[str | None]  # types of layers, as the rotary module has them
 Pointers = tuple[Any, Any, bool]
 Spans = Sequence[tuple[int, int]]  # rows, and keys that they read
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 class Ropes:
@@ -100,7 +102,7 @@ class ModelHandle:
         struct, _alive = self._struct(batch, cache, skipped, **fields)
         with traced(name):
             check(library().pl_forward(self._handle, struct))
-        count_work(lambda: self._work(_spans_of(batch), cache, rows_of_logits(batch), skipped))
+        count_work(lambda: [self._work(_spans_of(batch), cache, rows_of_logits(batch), skipped)])
 
     def grow(
         self,
@@ -121,7 +123,7 @@ class ModelHandle:
         q = None
         if any(tree.drawn is not None for tree in wanted):
             q = _room_for_q(len(wanted), most, logits, ids)
-        counts = torch.zeros(len(wanted), dtype=torch.int32)
+        counts = array("i", bytes(4 * len(wanted)))
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         outputs = None if outputs is None else outputs.contiguous()
         keys, values, int8_cache = self._pointers(cache)
@@ -152,16 +154,20 @@ class ModelHandle:
             tokens=nodes[0].data_ptr(),
             parents=nodes[1].data_ptr(),
             slots=nodes[2].data_ptr(),
-            counts=counts.data_ptr(),
+            counts=counts.buffer_info()[0],
             scores=scores.data_ptr(),
             q=pointer(q),
             q_width=0 if q is None else q.shape[2],
         )
         with traced(name):
             check(library().pl_grow(self._handle, growth))
-        for spans, rows in _forwards(first, wanted, counts.tolist(), logits.shape[1]):
-            count_work(partial(self._work, spans, cache, rows, skipped))
-        return _read_trees(wanted, nodes, scores, q, counts.tolist())
+        count_work(
+            lambda: (
+                self._work(spans, cache, rows, skipped)
+                for spans, rows in _forwards(first, wanted, counts, logits.shape[1])
+            )
+        )
+        return _read_trees(wanted, nodes, scores, q, counts)
 
     def _trees_of(self, wanted: Sequence[WantedTree], size: int) -> tuple[Any, array[int]]:
         """An array of CTree, and the trees' block tables in one array. Raises IndexError."""
@@ -287,15 +293,20 @@ def _read_trees(
     nodes: torch.Tensor,
     scores: torch.Tensor,
     q: torch.Tensor | None,
-    counts: list[int],
+    counts: Sequence[int],
 ) -> list[GrownTree]:
     """``nodes``: tokens, parents and slots of every tree [3, trees, most]; ``q``: the distributions
     of the drawn ones [trees, most, width]."""
-    tokens, (_, parents, slots), logs = nodes[0].to(torch.int64), nodes.tolist(), scores.tolist()
+    (tokens, parents, slots), logs = nodes.tolist(), scores.tolist()
     trees = []
     for i, n in enumerate(counts):
-        drawn = () if q is None or wanted[i].drawn is None else (Draw.IID, q[i, :n])
-        tree = TokenTree(tokens[i, :n], tuple(parents[i][:n]), *drawn)
+        sampled = q is not None and wanted[i].drawn is not None
+        draw, known = Draw.IID if sampled else Draw.POINT, tuple(tokens[i][:n])
+        tree = TokenTree(
+            *(_int64(known), tuple(parents[i][:n]), draw),
+            q[i, :n] if q is not None and sampled else None,
+            known=known,
+        )
         trees.append(GrownTree(tree, tuple(slots[i][:n]), tuple(logs[i][:n])))
     return trees
 
@@ -312,3 +323,8 @@ def _forwards(
         widths = [min(tree.width, columns) for tree in trees]
         spans = [(w, tree.base + level * w) for w, tree in zip(widths, trees, strict=True)]
         yield spans, sum(widths)
+
+
+def _int64(numbers: Sequence[int]) -> torch.Tensor:
+    """[n], without a call of torch that copies: behind a forward such a call takes 100 us."""
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64) if numbers else _NONE

@@ -278,7 +278,7 @@ class NativeMedusa:
         arguments = rows.data_ptr(), len(rows), count, logits.data_ptr(), torch.get_num_threads()
         with traced("medusa"):
             check(library().pl_medusa_logits(self._struct, *arguments))
-        count_work(lambda: self._work(len(rows), count))
+        count_work(lambda: [self._work(len(rows), count)])
         widened: torch.Tensor = self._spread(logits)
         return widened
 

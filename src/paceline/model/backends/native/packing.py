@@ -140,7 +140,7 @@ class Packed:
         out = torch.empty(count, self.outputs, dtype=self.dtype)
         inputs = DTYPES[self.dtype], self.struct(), rows.data_ptr(), count
         check(library().pl_product(*inputs, cap, 1, 0, out.data_ptr(), threads))
-        count_work(lambda: NativeWork((self.read(count),)))
+        count_work(lambda: [NativeWork((self.read(count),))])
         return out.view(*x.shape[:-1], self.outputs)
 
 
