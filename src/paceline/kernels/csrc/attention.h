@@ -102,9 +102,9 @@ struct Plain {
 
   static void put(float* to, V weight, bool narrow) { store(to, narrow ? as_bf16(weight) : weight); }
 
-  // `count` keys as a panel of 32 outputs, in this place of it if there are several.
-  void lay_out_keys(long, long at, long count) {
-    e.turn(at, count, [&](V lanes, long i, long half) { lay_out(e.keys, lanes, panel + i * PANEL + half * (Keys::STEP / 16)); });
+  // `count` keys as a panel of 32 outputs, in this place of it if there are several; `due`: see Entries.
+  void lay_out_keys(long, long at, long count, long due) {
+    e.turn(at, count, due, [&](V lanes, long i, long half) { lay_out(e.keys, lanes, panel + i * PANEL + half * (Keys::STEP / 16)); });
   }
 
   // Of `count` query heads, by the panel.
@@ -144,7 +144,6 @@ struct Tile {
   static constexpr bool coded = sizeof(Number) == 1, tiled = Products<Number>::tiled;
   const Attention& a;
   const AttentionItem& item;
-  Ahead& ahead;
   const Row* rows;
   const bool narrow;  // what goes into products is bf16
   const long group, heads, width, together;  // together: rows whose scores are there at a time,
@@ -159,9 +158,9 @@ struct Tile {
   long from[ATTEND_TILE], to[ATTEND_TILE];  // keys that each row sees; nothing: from >= to
 
   Tile(const Attention& a, const AttentionItem& item, Ahead& ahead)
-      : a(a), item(item), ahead(ahead), rows(a.row + item.first), narrow(a.model->dtype == PL_BFLOAT16),
+      : a(a), item(item), rows(a.row + item.first), narrow(a.model->dtype == PL_BFLOAT16),
         group(a.model->heads / a.model->kv_heads), heads(item.rows * group), width(round_up(a.model->head_dim, STRIPE)),
-        together(!tiled ? item.rows : group < PANEL ? PANEL / group : 1), entries(a, item.kv_head),
+        together(!tiled ? item.rows : group < PANEL ? PANEL / group : 1), entries(a, ahead, item.kv_head),
         all(a.scratch, heads, width), block(all.end(heads), heads, width), scores(block.end(heads)),
         weights(reinterpret_cast<Weight*>(scores + (tiled ? together * group * BLOCK : 0))),
         products(entries, scores + together * group * BLOCK * 3 / 2, heads) {}
@@ -197,16 +196,14 @@ struct Tile {
   void score() {
     long known = high < shared ? high : shared;
     for (long at = low; at < known; at += PANEL) {
-      if (first == 0) {
-        ahead.step(at + PANEL < known ? PANEL : known - at);
-        products.lay_out_keys(at, at, at + PANEL < known ? PANEL : known - at);
-      }
+      long count = at + PANEL < known ? PANEL : known - at;
+      if (first == 0) products.lay_out_keys(at, at, count, count);
       products.score(at, first * group, (last - first) * group, scores + at);
     }
     for (long r = first; r < last; r++) {  // paths in the tree, each with keys of its own
       if (!look_up_path(r)) continue;
       for (long at = first_of_paths(); at < to[r]; at += PANEL) {
-        products.lay_out_keys(BLOCK, at, to[r] - at < PANEL ? to[r] - at : PANEL);
+        products.lay_out_keys(BLOCK, at, to[r] - at < PANEL ? to[r] - at : PANEL, 0);
         products.score(BLOCK, r * group, group, scores + (r - first) * group * BLOCK + at);
       }
     }

@@ -67,8 +67,8 @@ struct Paired {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(weight.v));
   }
 
-  void lay_out_keys(long place, long at, long count) {
-    e.turn(at, count, [&](V lanes, long i, long half) {
+  void lay_out_keys(long place, long at, long count, long due) {
+    e.turn(at, count, due, [&](V lanes, long i, long half) {
       float* to = reinterpret_cast<float*>(keys + (place * e.width + i * PANEL) + 2 * half);
       store(to, e.coded ? paired<0>(lanes) : lanes);
       if (e.coded) store(to + PANEL, paired<2>(lanes));
