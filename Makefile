@@ -80,7 +80,7 @@ OLDEST := .venv-oldest
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --disable-pip-version-check -q -c constraints-oldest.txt \
-		"$(shell grep -m1 '^torch==' constraints-oldest.txt)" -e ".[test]"
+		"$(shell grep -m1 '^torch==' constraints-oldest.txt)" -e ".[gguf,test]"
 	@touch $@
 
 test-oldest: $(OLDEST)/.installed  ## the same with the oldest versions allowed, in .venv-oldest

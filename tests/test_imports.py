@@ -178,7 +178,8 @@ PUBLIC_ONLY: dict[str, set[str]] = {
         "model/quantised/rounding",
         "model/target",
     },
-    "lab/export": {  # heads in other layouts; sizes of a target that is not loaded
+    "lab/export": {  # heads in other layouts; sizes of a target that is not loaded; former keywords
+        "core/keywords",
         "draft/auto",
         "draft/heads/block_head",
         "draft/heads/checkpoint",

@@ -141,8 +141,8 @@ def test_keys_that_gemma_files_may_have(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
 
     def change(writer: Any) -> None:
-        writer.add_sliding_window_pattern(2)
-        writer.add_rope_freq_base_swa(777.0)
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)  # gguf 0.17 has no method
+        writer.add_float32("gemma3.rope.freq_base_swa", 777.0)
         writer.add_attention_scale(0.125)
 
     write_gguf(path, "gemma3", change=change, options={"num_hidden_layers": 4})
@@ -152,7 +152,7 @@ def test_keys_that_gemma_files_may_have(tmp_path: Path) -> None:
     assert config.query_pre_attn_scalar == 64
 
     def listed(writer: Any) -> None:
-        writer.add_sliding_window_pattern([False, True])
+        writer.add_array("gemma2.attention.sliding_window_pattern", [False, True])
 
     write_gguf(path, "gemma2", change=listed)
     assert read_config(str(path), str(path)).layer_types == ["full_attention", "sliding_attention"]
@@ -165,11 +165,11 @@ def add(method: str, *values: Any) -> Callable[[Any], None]:
     return lambda writer: getattr(writer, method)(*values)
 
 
-def yarn_with(method: str, value: float) -> Callable[[Any], None]:
+def yarn_with(method: str, *values: Any) -> Callable[[Any], None]:
     def change(writer: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(4.0)
-        getattr(writer, method)(value)
+        getattr(writer, method)(*values)
 
     return change
 
@@ -181,9 +181,12 @@ REFUSED: dict[str, tuple[str, Callable[[Any], None]]] = {
     "llama.residual_scale": ("llama", add("add_residual_scale", 0.22)),
     "llama.attention.scale": ("llama", add("add_attention_scale", 0.5)),
     "llama.attention.sliding_window": ("llama", add("add_sliding_window", 32)),
-    "llama.attention.temperature_scale": ("llama", add("add_attn_temperature_scale", 0.1)),
+    "llama.attention.temperature_scale": (
+        "llama",
+        add("add_float32", "llama.attention.temperature_scale", 0.1),
+    ),
     "llama.expert_count": ("llama", add("add_expert_count", 8)),
-    "qwen2.rope.freq_base_swa": ("qwen2", add("add_rope_freq_base_swa", 77.0)),
+    "qwen2.rope.freq_base_swa": ("qwen2", add("add_float32", "qwen2.rope.freq_base_swa", 77.0)),
     "qwen2.attn_logit_softcapping": ("qwen2", add("add_attn_logit_softcapping", 50.0)),
     "qwen2.attention.value_length": ("qwen2", add("add_uint32", "qwen2.attention.value_length", 8)),
     "llama.rope.scaling.yarn_log_multiplier": (
@@ -192,7 +195,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], None]]] = {
     ),
     "llama.rope.scaling.yarn_ext_factor": (
         "llama",
-        yarn_with("add_rope_scaling_yarn_ext_factor", 0.5),
+        yarn_with("add_float32", "llama.rope.scaling.yarn_ext_factor", 0.5),
     ),
     "llama.rope.scaling.attn_factor": ("llama", yarn_with("add_rope_scaling_attn_factors", 1.5)),
     "llama.rope.scaling.type": ("llama", add("add_string", "llama.rope.scaling.type", "dynamic")),
