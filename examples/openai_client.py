@@ -24,7 +24,7 @@ with paceline_serve(model) as address:
 
     # `speculation` is our one field: whether a request drafts, who, how far. The text stays the
     # same, so it is safe to compare.
-    plainly = {"speculation": {"method": "off"}}
+    plainly = {"speculation": {"drafter": "none"}}
     stream = client.chat.completions.create(
         model=model, messages=question, max_tokens=40, stream=True, extra_body=plainly
     )

@@ -59,8 +59,8 @@ def settings(random_pair: tuple[str, str], target: CausalModel) -> TunedSettings
 
 @pytest.fixture
 def path(settings: TunedSettings, tmp_path: Path) -> Path:
-    settings.write(tmp_path / "paceline.toml")
-    return tmp_path / "paceline.toml"
+    settings.write(tmp_path / "tuned.toml")
+    return tmp_path / "tuned.toml"
 
 
 # -- the file --------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_an_unreadable_file_is_one_line(tmp_path: Path) -> None:
 def test_settings_cannot_be_written_everywhere(settings: TunedSettings, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write the tuned settings"):
-        settings.write(tmp_path / "file" / "paceline.toml")
+        settings.write(tmp_path / "file" / "tuned.toml")
 
 
 # -- whose it is -----------------------------------------------------------------------------

@@ -172,7 +172,13 @@ def test_errors(client: openai.OpenAI, fields: dict[str, object], message: str) 
 
 def test_speculation_by_request(client: openai.OpenAI) -> None:
     texts = set()
-    for method, drafted in (("off", False), ("model", True), ("ngram", True), ("auto", True)):
+    for method, drafted in (
+        ("none", False),
+        ("off", False),
+        ("model", True),
+        ("ngram", True),
+        ("auto", True),
+    ):
         params = {"method": method, "stats": True, "tokens": True}
         answer = client.completions.create(
             model=MODEL,

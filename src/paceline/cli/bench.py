@@ -180,13 +180,13 @@ class TargetOptions(LoadSettings, TargetName):
 class TuneRun(RunOptions):
     """Where the tuned settings go, too. Raises ConfigError, before measuring, if they may not."""
 
-    out: str = setting("paceline.toml", "Where the tuned settings are written.")
+    out: str = setting("tuned.toml", "Where the tuned settings are written.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         path, out = Path(self.out), self.out
         if path.is_dir():
-            raise ConfigError(f"--out {out} is a folder; name a file in it, as in paceline.toml")
+            raise ConfigError(f"--out {out} is a folder; name a file in it, as in tuned.toml")
         if path.exists() and not self.force:
             raise ConfigError(
                 f"{out} exists already; give --force to overwrite it, or another --out"

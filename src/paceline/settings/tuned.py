@@ -1,6 +1,6 @@
 """What ``paceline tune`` found out about one model on one machine: a small TOML file.
 
-``LLM(model, config="paceline.toml")`` takes the drafter, its length, the batch size and the rule
+``LLM(model, config="tuned.toml")`` takes the drafter, its length, the batch size and the rule
 from it and, on the machine it was made on, the measured costs as well. Everything is checked on
 reading, so a damaged or foreign file is one clear line and never a strange decision. Whether two
 models are the same is told by sizes, configuration and a few logits, whatever their paths and their

@@ -288,10 +288,10 @@ def _biases(logit_bias: dict[str, float]) -> dict[int, float]:
 def _drafter(name: str, drafters: tuple[str, ...]) -> str | None:
     if name == "auto":
         return None
-    if name in ("off", "none"):
+    if name in ("none", "off"):  # the latter as before 0.2.0
         return "none"
     if name not in drafters:
-        offered = ", ".join(dict.fromkeys(("auto", "off", *drafters)))
+        offered = ", ".join(dict.fromkeys(("auto", "none", *drafters)))
         raise APIError(
             f"speculation.drafter {name!r} is not loaded; use one of {offered}",
             param="speculation.drafter",

@@ -23,7 +23,7 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """Ours. ``drafter`` (or ``method``): "auto" (the default one), "off", or a loaded one's name.
+    """Ours. ``drafter`` (or ``method``): "auto" (the default one), "none", or a loaded one's name.
     ``draft_length`` fixes the length. ``stats`` adds figures, ``tokens`` each token's origin."""
 
     drafter: str = Field(default="auto", validation_alias=AliasChoices("drafter", "method"))
