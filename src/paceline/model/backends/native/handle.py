@@ -13,6 +13,7 @@ import math
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -161,12 +162,8 @@ class ModelHandle:
         )
         with traced(name):
             check(library().pl_grow(self._handle, growth))
-        count_work(
-            lambda: (
-                self._work(spans, cache, rows, skipped)
-                for spans, rows in _forwards(first, wanted, counts, logits.shape[1])
-            )
-        )
+        read = partial(_forwards, first, wanted, counts, logits.shape[1])
+        count_work(lambda: (self._work(spans, cache, rows, skipped) for spans, rows in read()))
         return _read_trees(wanted, nodes, scores, q, counts)
 
     def _trees_of(self, wanted: Sequence[WantedTree], size: int) -> tuple[Any, array[int]]:
