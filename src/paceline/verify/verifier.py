@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from paceline.core import transfer
 from paceline.core.batch import Span, Verdict
 from paceline.core.draws import coupled_choice, drawn_choice, draws_unseeded, is_coupled
 from paceline.core.sampling import (
@@ -34,7 +35,6 @@ from paceline.core.sampling import (
     probs_of_scores,
     processed,
 )
-from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, children_of
 from paceline.errors import ConfigError
 from paceline.verify.kernels import Decided, Question, can_decide, decide
@@ -146,7 +146,7 @@ class Verifier:
     def _is_quick(
         self, spans: Sequence[Span], logits: torch.Tensor, greedy: Sequence[int] | None
     ) -> bool:
-        if not logits.is_cpu:
+        if transfer.has_separate_memory(logits.device):
             return False
         sampled = False
         for span in spans:
@@ -265,7 +265,7 @@ class Verifier:
         accept, stop = probs.new_zeros(len(of_nodes)), probs
         for method in wanted:
             rows, nodes = (
-                to_device([i for i, m in enumerate(of) if m == method], probs.device)
+                transfer.to_device([i for i, m in enumerate(of) if m == method], probs.device)
                 for of in (of_rows, of_nodes)
             )
             part = _apply(method, probs.index_select(0, rows), [s for s, m in pairs if m == method])
@@ -351,7 +351,7 @@ def _rows_of(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
     for span in spans:
         if span.logit_row != total:
             rows = [row for s in spans for row in range(s.logit_row, s.end_row)]
-            return logits[to_device(rows, logits.device)]
+            return logits[transfer.to_device(rows, logits.device)]
         total += span.judged_rows
     return logits if logits.shape[0] == total else logits[:total]
 
