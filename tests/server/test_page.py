@@ -155,6 +155,26 @@ def test_side_by_side(page: Page) -> None:
 
 
 @needs_browser
+@pytest.mark.parametrize("chat", [True, False])
+def test_columns_stand_still_while_text_arrives(page: Page, chat: bool) -> None:
+    if not chat:
+        page.plainly().find("#both").click()
+    page.fill("tokens", "200")
+    page.fill("prompt", "Once upon a time")
+    page.browser.execute_script(
+        "window.seen = new Set();"
+        "new MutationObserver(() => document.querySelectorAll('.answer').forEach((pane, i) => {"
+        "  const box = pane.getBoundingClientRect();"
+        "  seen.add([i, box.x, box.width, box.y + scrollY, pane.scrollWidth].join(' '));"
+        "})).observe(document.querySelector('main'), {subtree: true, childList: true});"
+    )
+    page.find("#send").click()
+    page.wait()
+    seen = page.browser.execute_script("return [...seen]")
+    assert sorted(place.split()[0] for place in seen) == ["0", "1"], seen
+
+
+@needs_browser
 def test_a_chat_has_several_turns(page: Page) -> None:
     assert page.find("#kind").get_attribute("value") == "chat"
     page.fill("tokens", "8")
