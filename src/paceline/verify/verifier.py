@@ -232,13 +232,14 @@ class Verifier:
 
     def uniforms(self, count: int, device: torch.device) -> torch.Tensor:
         """float64 [count] in [0, 1): one per row, for its choice, then one per node. Drawn for many
-        steps: a call of the generator takes 60 us behind a forward, which has emptied the
-        processor's caches."""
-        drawn_count, drawn = self._drawn
-        numbers = next(drawn, None) if drawn_count == count else None
+        steps where steps are alike: a call of the generator takes 60 us behind a forward, which has
+        emptied the processor's caches."""
+        last_count, drawn = self._drawn
+        numbers = next(drawn, None) if last_count == count else None
         if numbers is None:
             options: Any = {"dtype": torch.float64, "generator": self.generator}
-            drawn = iter(torch.rand(_STEPS, count, device=device, **options).unbind())
+            steps = _STEPS if last_count == count else 1
+            drawn = iter(torch.rand(steps, count, device=device, **options).unbind())
             self._drawn, numbers = (count, drawn), next(drawn)
         return numbers
 

@@ -297,13 +297,11 @@ def _read_trees(
     (tokens, parents, slots), logs = nodes.tolist(), scores.tolist()
     trees = []
     for i, n in enumerate(counts):
-        sampled = q is not None and wanted[i].drawn is not None
-        draw, known = Draw.IID if sampled else Draw.POINT, tuple(tokens[i][:n])
-        tree = TokenTree(
-            *(_int64(known), tuple(parents[i][:n]), draw),
-            q[i, :n] if q is not None and sampled else None,
-            known=known,
-        )
+        known, drawn = tuple(tokens[i][:n]), None
+        if q is not None and wanted[i].drawn is not None:
+            drawn = q[i, :n]
+        draw = Draw.POINT if drawn is None else Draw.IID
+        tree = TokenTree(_int64(known), tuple(parents[i][:n]), draw, drawn, known=known)
         trees.append(GrownTree(tree, tuple(slots[i][:n]), tuple(logs[i][:n])))
     return trees
 
