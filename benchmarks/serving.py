@@ -51,7 +51,7 @@ from paceline.lab.report.document import Column, Report, milliseconds, number, t
 from paceline.lab.report.render import print_report
 
 SERVED = "bench"  # the model's name over HTTP
-WAYS = ("auto", "off")  # with the default drafter, and without any
+WAYS = ("auto", "none")  # with the default drafter, and without any
 # Servers by --processes: how many processes they have, in words.
 KINDS = {"one": ("one",), "two": ("two",), "both": ("two", "one")}
 ENGINE = "engine"  # in this process, without a server
@@ -100,7 +100,7 @@ class Work:
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
-                "speculation": {"method": way, "tokens": tokens},
+                "speculation": {"drafter": way, "tokens": tokens},
             }
         ).encode()
 
@@ -237,14 +237,14 @@ class Cell:
     def speeds(self) -> Iterator[dict[str, Any]]:
         """A server of each kind."""
         for kind in dict.fromkeys(kind for kind, _ in self.rates if kind != ENGINE):
-            off, on = self.rates[kind, "off"], self.rates[kind, "auto"]
+            off, on = self.rates[kind, "none"], self.rates[kind, "auto"]
             yield {
                 "clients": self.concurrency,
                 "processes": kind,
                 "off_tokens_per_second": statistics.median(off),
                 "on_tokens_per_second": statistics.median(on),
                 "speedup": median_ratio(on, off),
-                "off_by_engine": median_ratio(off, self.rates[ENGINE, "off"]),
+                "off_by_engine": median_ratio(off, self.rates[ENGINE, "none"]),
                 "on_by_engine": median_ratio(on, self.rates[ENGINE, "auto"]),
             }
 

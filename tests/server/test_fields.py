@@ -530,7 +530,7 @@ def test_predictions(server: Running, stream: bool) -> None:
     assert wrong == text
     assert usage["completion_tokens_details"]["rejected_prediction_tokens"] > 0
     off, usage = asked(
-        prediction={"type": "content", "content": text}, speculation={"method": "off"}
+        prediction={"type": "content", "content": text}, speculation={"drafter": "none"}
     )
     assert off == text and "completion_tokens_details" not in usage
 

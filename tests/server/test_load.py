@@ -76,7 +76,7 @@ def params(chooser: random.Random) -> dict[str, Any]:
         "temperature": chooser.choice((0.0, 1.0)),
         "seed": chooser.choice((1, 2)),
         "stream": True,
-        "speculation": {"method": chooser.choice(("auto", "off", "ngram", "suffix"))},
+        "speculation": {"drafter": chooser.choice(("auto", "none", "ngram", "suffix"))},
     }
     kind = chooser.random()
     if kind < 0.1:
@@ -160,7 +160,7 @@ def test_storm(busy: Running, target: LLM) -> None:
     # One request, one text: under load, alone, with speculation and without.
     assert len(tally.texts) > 10
     for key, texts in list(tally.texts.items())[:12]:
-        body = {**json.loads(key), "speculation": {"method": "off"}, "stream": False}
+        body = {**json.loads(key), "speculation": {"drafter": "none"}, "stream": False}
         alone = asyncio.run(whole(busy, body))
         assert texts == {alone}, key
 

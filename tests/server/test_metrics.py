@@ -54,8 +54,8 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 def test_metrics_add_up(fresh: Running) -> None:
     client = openai.OpenAI(base_url=f"{fresh.url}/v1", api_key="none", max_retries=0)
     stats = []
-    for method in ("model", "off", "model", "ngram"):
-        params = {"method": method, "stats": True}
+    for drafter in ("model", "none", "model", "ngram"):
+        params = {"drafter": drafter, "stats": True}
         answer = client.completions.create(
             model=MODEL,
             prompt="Once upon a time, there was a little girl. Once upon a time",
@@ -63,7 +63,7 @@ def test_metrics_add_up(fresh: Running) -> None:
             temperature=0,
             extra_body={"speculation": params, "ignore_eos": True},
         )
-        stats.append((method, answer.to_dict()["speculation"][0]))
+        stats.append((drafter, answer.to_dict()["speculation"][0]))
     samples = scrape(fresh)
     assert value(samples, "requests_total", outcome="length") == 4
     assert value(samples, "generation_tokens_total") == 160
@@ -73,25 +73,25 @@ def test_metrics_add_up(fresh: Running) -> None:
     # Behind a shared prefix the first step drafts, too: its tokens have no gap of their own.
     gaps = value(samples, "inter_token_latency_seconds_count")
     assert 160 - 4 * 5 <= gaps <= 160 - 4
-    for method in ("model", "ngram"):
-        counts = [s for name, s in stats if name == method]
+    for drafter in ("model", "ngram"):
+        counts = [s for name, s in stats if name == drafter]
         drafted, accepted = (sum(s[f"{k}_tokens"] for s in counts) for k in ("drafted", "accepted"))
-        assert value(samples, "spec_decode_num_draft_tokens_total", drafter=method) == drafted
-        assert value(samples, "spec_decode_num_accepted_tokens_total", drafter=method) == accepted
+        assert value(samples, "spec_decode_num_draft_tokens_total", drafter=drafter) == drafted
+        assert value(samples, "spec_decode_num_accepted_tokens_total", drafter=drafter) == accepted
         per_position = total(
-            samples, "spec_decode_num_accepted_tokens_per_pos_total", drafter=method
+            samples, "spec_decode_num_accepted_tokens_per_pos_total", drafter=drafter
         )
         assert per_position == accepted
         reached = [
             total(
                 samples,
                 "spec_decode_num_draft_tokens_per_pos_total",
-                drafter=method,
+                drafter=drafter,
                 position=str(position),
             )
             for position in range(4)
         ]
-        drafts = value(samples, "spec_decode_num_drafts_total", drafter=method)
+        drafts = value(samples, "spec_decode_num_drafts_total", drafter=drafter)
         assert drafts == reached[0] >= reached[1] >= reached[2] >= reached[3]
     rate = value(samples, "spec_decode_acceptance_rate", drafter="model")
     assert rate == pytest.approx(stats[0][1]["acceptance_rate"], abs=0.1)
@@ -151,13 +151,13 @@ def test_the_same_under_vllm_s_names(target: LLM) -> None:
     service = service_of(llm, served_model_name="served", metrics_alias="vllm")
     for running in serve(service):
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-        for method in ("model", "ngram"):
+        for drafter in ("model", "ngram"):
             client.completions.create(
                 model="served",
                 prompt="Once upon a time",
                 max_tokens=20,
                 temperature=0,
-                extra_body={"speculation": {"method": method}},
+                extra_body={"speculation": {"drafter": drafter}},
             )
         samples = scrape(running)
     theirs = {name: labels for name, labels in samples if name.startswith("vllm:")}

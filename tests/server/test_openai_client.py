@@ -157,7 +157,7 @@ def test_forced_tool_call(client: openai.OpenAI, choice: object, stream: bool) -
         ({"best_of": 2, "n": 3}, "best_of is less than n"),
         ({"logit_bias": {"x": 1}}, "not a token id"),
         ({"logit_bias": {"99999999": 1}}, "not in the vocabulary"),
-        ({"extra_body": {"speculation": {"method": "magic"}}}, "not loaded"),
+        ({"extra_body": {"speculation": {"drafter": "magic"}}}, "not loaded"),
         ({"prompt": ""}, "empty"),
         ({"prompt": [5, 10**7]}, "outside the vocabulary"),
         ({"prompt": "word " * 5000}, "shorten the prompt"),
@@ -172,14 +172,14 @@ def test_errors(client: openai.OpenAI, fields: dict[str, object], message: str) 
 
 def test_speculation_by_request(client: openai.OpenAI) -> None:
     texts = set()
-    for method, drafted in (
-        ("none", False),
-        ("off", False),
-        ("model", True),
-        ("ngram", True),
-        ("auto", True),
+    for named, drafted in (
+        ({"drafter": "none"}, False),
+        ({"method": "off"}, False),  # as before 0.2.0
+        ({"drafter": "model"}, True),
+        ({"drafter": "ngram"}, True),
+        ({"drafter": "auto"}, True),
     ):
-        params = {"method": method, "stats": True, "tokens": True}
+        params = {**named, "stats": True, "tokens": True}
         answer = client.completions.create(
             model=MODEL,
             prompt=PROMPT,
@@ -189,7 +189,7 @@ def test_speculation_by_request(client: openai.OpenAI) -> None:
         ).to_dict()
         stats = answer["speculation"][0]
         tokens = answer["choices"][0]["tokens"]
-        assert (stats["drafted_tokens"] > 0) == drafted or method == "ngram"
+        assert (stats["drafted_tokens"] > 0) == drafted or named == {"drafter": "ngram"}
         assert sum(token["from_draft"] for token in tokens) == stats["accepted_tokens"]
         assert "".join(token["text"] for token in tokens) == answer["choices"][0]["text"]
         texts.add(answer["choices"][0]["text"])

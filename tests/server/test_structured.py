@@ -44,10 +44,10 @@ def test_stream_helper(client: openai.OpenAI) -> None:
     assert isinstance(final.choices[0].message.parsed, Weather)
 
 
-@pytest.mark.parametrize("method", ["off", "model", "ngram"])
-def test_speculation_changes_nothing(client: openai.OpenAI, method: str) -> None:
+@pytest.mark.parametrize("drafter", ["none", "model", "ngram"])
+def test_speculation_changes_nothing(client: openai.OpenAI, drafter: str) -> None:
     texts = []
-    for params in ("off", method):
+    for name in ("none", drafter):
         answer = client.chat.completions.create(
             model=MODEL,
             messages=MESSAGES,
@@ -57,7 +57,7 @@ def test_speculation_changes_nothing(client: openai.OpenAI, method: str) -> None
             n=2,
             logprobs=True,
             max_tokens=80,
-            extra_body={"speculation": {"method": params}},
+            extra_body={"speculation": {"drafter": name}},
         )
         texts.append([choice.message.content for choice in answer.choices])
     assert texts[0] == texts[1]

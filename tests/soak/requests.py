@@ -73,7 +73,7 @@ class ClientRequest:
 
     def alone(self) -> dict[str, Any]:
         """The same without drafts and chunks."""
-        return {**self.body, "stream": False, "speculation": {"method": "off"}}
+        return {**self.body, "stream": False, "speculation": {"drafter": "none"}}
 
     def variant(self, chooser: random.Random, drafters: tuple[str, ...]) -> dict[str, Any]:
         """Another way to ask for the same answer."""
@@ -86,7 +86,7 @@ class ClientRequest:
 
 
 def speculation(chooser: random.Random, drafters: tuple[str, ...]) -> dict[str, Any]:
-    request: dict[str, Any] = {"method": chooser.choice(("auto", "off", *drafters, *drafters))}
+    request: dict[str, Any] = {"drafter": chooser.choice(("auto", "none", *drafters, *drafters))}
     if chooser.random() < 0.5:
         request["draft_length"] = chooser.choice((0, 1, 2, 4, 7, 16, 64))
     for name in ("stats", "tokens"):
@@ -267,7 +267,7 @@ def mistakes(text: str, server: Server) -> tuple[tuple[dict[str, Any], set[int]]
         ({"logit_bias": {"5": float("inf")}}, {400}),
         ({"logit_bias": {str(10**9): 1}}, {400}),
         ({"unknown": 1}, {400}),
-        ({"speculation": {"method": "magic"}}, {400}),
+        ({"speculation": {"drafter": "magic"}}, {400}),
         ({"speculation": {"draft_length": 65}}, {400}),
         ({"deadline": 0}, {400}),
         ({"deadline": -1.0}, {400}),

@@ -80,14 +80,14 @@ class Fake:
 
     def chunks(self, body: dict[str, Any], chat: bool) -> list[dict[str, Any]]:
         own = {k: v for k, v in body.items() if k not in ("stream", "stream_options")}
-        method = own.pop("speculation")["method"]
+        drafter = own.pop("speculation")["drafter"]
         text = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
         if body["temperature"] and "seed" not in body:
             text = os.urandom(3).hex()
-        if self.fault == "text" and method == "ngram":
+        if self.fault == "text" and drafter == "ngram":
             text = text[::-1]
         reason = "stop" if self.fault == "reason" and body.get("stream") else "length"
-        usage = {"completion_tokens": 9 if self.fault == "usage" and method == "ngram" else 8}
+        usage = {"completion_tokens": 9 if self.fault == "usage" and drafter == "ngram" else 8}
 
         def choice(said: str, end: str | None) -> dict[str, Any]:
             part = {"text": said}

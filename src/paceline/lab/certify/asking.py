@@ -48,7 +48,7 @@ def connect(
     server = replace(client, fields=fields)
     if not any(item.get("owned_by") == "paceline" for item in matching):
         return server, None
-    return server, replace(client, fields={**fields, "speculation": {"method": "off"}})
+    return server, replace(client, fields={**fields, "speculation": {"drafter": "none"}})
 
 
 def name_of(server: OpenAIClient) -> str:
