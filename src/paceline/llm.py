@@ -333,11 +333,7 @@ class LLM:
     # -- requests ----------------------------------------------------------------------------
 
     def prepare_all(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params,
-        streams: bool,
-        lora: Lora = None,
+        self, prompts: Prompt | Sequence[Prompt], params: Params, streams: bool, lora: Lora = None
     ) -> list[Request]:
         """Requests ready to be queued: all, or none if one is refused."""
         listed, given = as_prompts(prompts), self.default_params if params is None else params

@@ -21,12 +21,7 @@ from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, optio
 from paceline.draft.trees.one_pass import MASK_OPTIONS
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
-from paceline.draft.vocabulary import (
-    Intersection,
-    Match,
-    SharedVocabulary,
-    match_vocabularies,
-)
+from paceline.draft.vocabulary import Intersection, Match, SharedVocabulary, match_vocabularies
 from paceline.model.gguf import gguf_file
 from paceline.model.names import fetched
 from paceline.model.paged.cache import bytes_per_token

@@ -54,12 +54,7 @@ class Request:
         seq, params = self.seq, self.seq.params
         prompt = seq.tokens[: seq.prompt_length]
         return TextStream(
-            self.tokenizer,
-            params.stop,
-            params.min_tokens,
-            self.hidden,
-            prompt,
-            params.include_stop,
+            self.tokenizer, params.stop, params.min_tokens, self.hidden, prompt, params.include_stop
         )
 
     def _decoded(self) -> TextStream:

@@ -92,9 +92,7 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
         shown="no keys",
     )
     cors_origin: tuple[str, ...] = _security(
-        (),
-        "Origin whose pages may call the API, as in https://chat.example.",
-        shown="none",
+        (), "Origin whose pages may call the API, as in https://chat.example.", shown="none"
     )
 
     lora_updates: bool = _security(

@@ -120,9 +120,7 @@ class HeadConfig(TrainConfig):
     )
     seq_len: int = _general("seq_len", 1024, help="Longest piece of a document, in tokens.")
     long_every: int = _general(
-        "long_every",
-        10,
-        help="Every so many steps, documents joined to --max-positions; 0: never.",
+        "long_every", 10, help="Every so many steps, documents joined to --max-positions; 0: never."
     )
     max_positions: int = _general("max_positions", 1024, help="Longest of joined documents.")
     batch_tokens: int = _general("batch_tokens", 4096)

@@ -39,12 +39,7 @@ class MasterOptimizer:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        adam_lr: float,
-        weight_decay: float,
-        outer: Sequence[str],
+        self, model: nn.Module, lr: float, adam_lr: float, weight_decay: float, outer: Sequence[str]
     ) -> None:
         hidden: list[nn.Parameter] = []
         rest: list[nn.Parameter] = []

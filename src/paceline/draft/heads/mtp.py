@@ -32,15 +32,7 @@ from paceline.core.bound import bound
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle import STOP_BELOW, EagleDrafter
 from paceline.draft.heads.features import on_features
-from paceline.draft.spec import (
-    DraftContext,
-    Examined,
-    Loading,
-    Prepared,
-    Target,
-    TreeSpec,
-    option,
-)
+from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, TreeSpec, option
 from paceline.errors import ModelLoadError
 from paceline.model.backends.base import EagleStep
 from paceline.model.backends.reference.attention import STEP
@@ -181,9 +173,7 @@ class MtpHead(nn.Module):
         inputs = self.eh_proj(torch.cat(parts[::-1] if self._hidden_first else parts, -1))
         with self.model.reference.rows.of(step.batch), bound(STEP, step):
             out = self._decoder(
-                inputs_embeds=inputs[None],
-                position_ids=step.batch.positions[None],
-                use_cache=False,
+                inputs_embeds=inputs[None], position_ids=step.batch.positions[None], use_cache=False
             )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 

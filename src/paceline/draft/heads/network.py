@@ -129,12 +129,7 @@ class _Attention(nn.Module):
         return _rotate(keys, *angles).transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def forward(
-        self,
-        x: torch.Tensor,
-        angles: Angles,
-        attend: Attend,
-        layer: int,
-        only: torch.Tensor | None,
+        self, x: torch.Tensor, angles: Angles, attend: Attend, layer: int, only: torch.Tensor | None
     ) -> torch.Tensor:
         """``x [T, inputs]`` to ``[T, hidden]``; with ``only [N]`` those rows' outputs, ``[N,
         hidden]``."""

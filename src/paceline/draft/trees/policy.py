@@ -26,12 +26,7 @@ class GrammarChain(Growing):
     the token before it. It ends with the text, and where ``ending`` says."""
 
     def __init__(
-        self,
-        item: Slice,
-        length: int,
-        device: torch.device,
-        base: int = 0,
-        ending: Ending = WHOLE,
+        self, item: Slice, length: int, device: torch.device, base: int = 0, ending: Ending = WHOLE
     ) -> None:
         super().__init__(item, 1, device, base)
         self._length, self._draw = length, draw_of(item.seq)

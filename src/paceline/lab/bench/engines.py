@@ -55,10 +55,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
 
 
 def parse_methods(
-    texts: Sequence[str],
-    draft: str | None,
-    length: Length = "auto",
-    lengths: Sequence[int] = (),
+    texts: Sequence[str], draft: str | None, length: Length = "auto", lengths: Sequence[int] = ()
 ) -> list[Method]:
     """All methods, plain decoding first. Drafters that name no length run at each of ``lengths``.
     Raises ConfigError."""

@@ -14,15 +14,7 @@ from typing import Any
 import numpy as np
 
 from paceline.lab.bench.engines import PLAIN
-from paceline.lab.bench.runner import (
-    Ask,
-    Heat,
-    HeatRecord,
-    Length,
-    Method,
-    TimedRun,
-    merged,
-)
+from paceline.lab.bench.runner import Ask, Heat, HeatRecord, Length, Method, TimedRun, merged
 from paceline.lab.budget import Spending
 from paceline.lab.certify.decoding import Difference, explain
 from paceline.lab.report.document import Spread

@@ -33,11 +33,7 @@ from paceline.lab.certify.certificate import (
     too_little,
 )
 from paceline.lab.certify.decoding import first_difference
-from paceline.lab.openai_client import (
-    RequestRefusedError,
-    ServerFailedError,
-    ServerTimeoutError,
-)
+from paceline.lab.openai_client import RequestRefusedError, ServerFailedError, ServerTimeoutError
 from paceline.lab.report.document import Column
 
 _FAILURES = 3  # of a part, after which it is left

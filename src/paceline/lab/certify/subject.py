@@ -17,12 +17,7 @@ from paceline.core.sequence import DraftCounts
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.lab.bench.prompts import tokens_needed
 from paceline.lab.budget import Budget
-from paceline.lab.certify.certificate import (
-    Evidence,
-    Problem,
-    TextCheck,
-    TextDivergence,
-)
+from paceline.lab.certify.certificate import Evidence, Problem, TextCheck, TextDivergence
 from paceline.lab.certify.decoding import Start, String, decode, explain
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.steps import Recorder

@@ -196,7 +196,7 @@ def _openvino(export: Export) -> None:
     else:
         raise export.refuse(
             "export a draft model or ngram (its EAGLE-3 counts layers by outputs and takes the "
-            "numbers only from inside a converted model; left alone it reads one layer too far)",
+            "numbers only from inside a converted model; left alone it reads one layer too far)"
         )
     file = "openvino_generate.py"
     values = {"target": repr(target), "draft": speculation, "settings": export.config}

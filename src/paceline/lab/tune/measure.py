@@ -54,9 +54,7 @@ class Sample:
     def params(self, length: int | None = None) -> SamplingParams:
         """Greedy, or sampled as users mostly do: without a seed."""
         return SamplingParams(
-            temperature=self.temperature,
-            max_tokens=self.max_tokens,
-            draft_length=length,
+            temperature=self.temperature, max_tokens=self.max_tokens, draft_length=length
         )
 
     def brief(self) -> Sample:

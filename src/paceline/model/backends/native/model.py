@@ -42,17 +42,8 @@ from paceline.model.backends.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.copies import rounded_copy
 from paceline.model.backends.native.handle import ModelHandle, rows_of_logits
-from paceline.model.backends.native.packing import (
-    PackedLinear,
-    Packing,
-    pack_children,
-)
-from paceline.model.backends.native.recognise import (
-    STATIC_ROPE,
-    DecoderShape,
-    describe,
-    scaled,
-)
+from paceline.model.backends.native.packing import PackedLinear, Packing, pack_children
+from paceline.model.backends.native.recognise import STATIC_ROPE, DecoderShape, describe, scaled
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import KeyValueStore
 from paceline.model.quantised.convert import Experts, children
