@@ -68,8 +68,7 @@ class AsyncLLM:
         lora: Lora = None,
         request_id: str | None = None,
     ) -> list[Completion]:
-        """As ``LLM.generate``. ``request_id``: a name for ``abort``. Also raises ConfigError for a
-        name in use."""
+        """As ``LLM.generate``. ``request_id``: a name for ``abort``; ConfigError if in use."""
         async with self._running(prompts, params, request_id, False, lora) as requests:
             await self._until(lambda: all(request.completion for request in requests))
         return completions_of(requests)

@@ -97,8 +97,7 @@ def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
 
 
 def most_kept(max_batch_size: int, prefill_chunk: int = 512) -> int:
-    """Most tokens whose features drafters keep: a step's, waiting ones of each sequence, and those
-    of whole forwards."""
+    """Most tokens whose features drafters keep: a step's, waiting ones, and whole forwards'."""
     return _step_tokens(prefill_chunk) + (1 + max_batch_size) * (1 + MOST_WAITING)
 
 

@@ -64,8 +64,7 @@ DraftLike = str | DraftSpec | Drafter
 
 
 class Registry(Mapping[str, type[DraftSpec]]):
-    """Records by kind; those of other packages are loaded when asked for and cannot replace a
-    built-in one."""
+    """Records by kind; those of other packages are loaded on demand and replace no built-in one."""
 
     def __init__(self, built_in: Iterable[type[DraftSpec]], others: Iterable[EntryPoint]) -> None:
         self._known = {record.kind: record for record in built_in}

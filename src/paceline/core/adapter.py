@@ -20,8 +20,7 @@ class Adapter:
 
     ``pairs``: by module name A ``[r, inputs]`` and B ``[outputs, r]``, scaled: a row x of the
     module gets B A x on top. ``number``: unique in the process; what is kept of texts and caches is
-    kept by it, 0 is no adapter. Whoever decodes with an adapter holds it: unloading it ends no
-    request."""
+    kept by it, 0 is no adapter. Who decodes with it holds it: unloading it ends no request."""
 
     name: str
     folder: str
@@ -59,8 +58,7 @@ class AdapterRun:
 def adapter_runs(
     rows: Sequence[tuple[Adapter | None, int]], wanted: Sequence[int] | None
 ) -> list[AdapterRun]:
-    """The runs of spans with so many rows, in order; ``wanted``: ascending rows with logits, None
-    for all."""
+    """The runs of spans of so many rows; ``wanted``: ascending rows with logits, None for all."""
     runs: list[AdapterRun] = []
     if all(adapter is None for adapter, _ in rows):
         return runs

@@ -90,8 +90,7 @@ class DrafterCosts:
         costless: int = 2,
         prior: tuple[float, ...] = (),
     ) -> DrafterCosts:
-        """For drafts of up to ``longest`` levels; ``costless`` times as many if levels take no
-        pass."""
+        """For drafts of up to ``longest`` levels; ``costless`` times as many without passes."""
         lengths = range(1 + longest * (1 if drafter.passes(1) else costless))
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)

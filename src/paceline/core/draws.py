@@ -78,8 +78,7 @@ def drawn_choice(
 
 def draw_of(seq: SequenceView, siblings: bool = False) -> Draw:
     """How ``draft`` drew for this sequence: TokenTree's ``draw``. Greedy and seeded drafts are
-    determined by what came before: POINT. Otherwise ``siblings`` are drawn WITHOUT_REPLACEMENT, a
-    chain IID."""
+    determined by what came before: POINT. Else ``siblings``: WITHOUT_REPLACEMENT, a chain: IID."""
     if not draws_unseeded(seq.params):
         return Draw.POINT
     return Draw.WITHOUT_REPLACEMENT if siblings else Draw.IID
@@ -119,8 +118,7 @@ def draft(
 
 
 def _emptied(q: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
-    """The distributions q [R, V] with zeros in rows that are not ``sound`` [R]; on a CPU q itself
-    if all are."""
+    """The distributions q [R, V], zeros in rows not ``sound`` [R]; on a CPU q itself if all are."""
     if q.device.type == "cpu" and bool(sound.all()):
         return q
     return torch.where(sound.unsqueeze(1), q, 0.0)

@@ -36,8 +36,7 @@ def splitmix64(value: int) -> int:
 
 
 def key_of(seed: int, position: int) -> int:
-    """Signed 64-bit key of one row of noise. ``position``: absolute index of the token being
-    chosen."""
+    """Signed 64-bit key of one row of noise. ``position``: index of the token being chosen."""
     return _signed(splitmix64(splitmix64(seed) ^ position))
 
 

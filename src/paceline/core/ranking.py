@@ -148,8 +148,7 @@ def _limit(params: SamplingParams, width: int) -> int:
 
 
 def _at_least(probs: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """The distributions [R, n] with zeros below thresholds [R, 1]; three times faster than
-    `where`."""
+    """Distributions [R, n] with zeros below thresholds [R, 1]; three times as fast as `where`."""
     return probs.clone().ge_(threshold).mul_(probs)
 
 

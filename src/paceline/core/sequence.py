@@ -218,8 +218,7 @@ class Occurrences:
 @dataclass(frozen=True)
 class SequenceView(_Counted):
     """A sequence in one step: everything that its distributions and drafts depend on. Pickled or
-    copied views lack grammar, logits processors, counts and adapter, which stay in their
-    process."""
+    copied views lack grammar, logits processors, counts and adapter: those stay in the process."""
 
     seq_id: int
     tokens: Sequence[int]

@@ -87,8 +87,7 @@ class TokenTree:
     tokens. ``parents[i] < i``; -1 is the last committed token. ``q`` float32 ``[n, vocab]``: row i
     is the distribution, after temperature and truncation, from which node i and its earlier
     siblings were drawn (before any was drawn); a sampled draw needs it. ``wants_choices``: the
-    drafter learns from the choices of all rows. ``known``: the tokens on the host, if they are
-    there."""
+    drafter learns from the choices of all rows. ``known``: the tokens, if the host has them."""
 
     tokens: torch.Tensor
     parents: tuple[int, ...]

@@ -100,14 +100,12 @@ def with_members(drafter: Any) -> Iterator[Any]:
 
 
 def prefers_seeds(drafter: Any) -> bool:
-    """Whether drafts for seeded requests cost so much less that every request should have a
-    seed."""
+    """Whether drafts for seeded requests cost so much less that all should have a seed."""
     return any(getattr(member, "prefers_seeds", False) for member in with_members(drafter))
 
 
 def runs_torch(drafter: Any) -> bool:
-    """Whether operators of torch draft. A drafter that has passes says so with ``runs_torch``,
-    unless they do."""
+    """Whether operators of torch draft: what its ``runs_torch`` says, else if it has passes."""
     members = getattr(drafter, "members", ())
     if members:
         return any(map(runs_torch, members))
@@ -121,8 +119,7 @@ def vocabulary_of(drafter: object) -> str | None:
 
 
 ANY_FORCED = 1 << 16  # of drafters that go on behind forced text of any length
-# Tokens and parents of a tree (``TokenTree.parents``), and, if known, the confidence and the levels
-# that are certain.
+# Tokens, their parents (``TokenTree.parents``), and, if known, confidence and certain levels.
 Guess = (
     tuple[Sequence[int], Sequence[int]]
     | tuple[Sequence[int], Sequence[int], int]
@@ -176,8 +173,7 @@ def goes_on_behind(drafter: Any, forced: Sequence[int], item: Slice) -> bool:
 def behind(
     forced: Sequence[int], tokens: Sequence[int], parents: Sequence[int], match: int
 ) -> Guess:
-    """What was found behind forced text, with that; nothing if nothing was, as that is drafted
-    elsewhere."""
+    """What was found behind forced text, with that; nothing if nothing was: others draft that."""
     above = len(forced)
     if not forced or not tokens:
         return tokens, parents, match

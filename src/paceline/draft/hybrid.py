@@ -156,8 +156,7 @@ class HybridDrafter(_Joined):
 
 class Router(_Joined):
     """Gives each member the slices whose requests name it; requests that name none get the first.
-    All share the engine and its cache. A request with another name, such as "none", is decoded
-    plainly."""
+    All share the engine and its cache. Other names, such as "none", are decoded plainly."""
 
     name = "router"
 

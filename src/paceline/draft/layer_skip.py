@@ -17,8 +17,7 @@ Layers = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSkip(TreeSpec):
-    """The target without the layers of ``skip`` ("2-5x8"), else without a share of ``ratio`` of
-    them, evenly spread."""
+    """The target without layers ``skip`` ("2-5x8"), else without ``ratio`` of them, spread."""
 
     kind = "layer_skip"
     page = "layer_skip.md"

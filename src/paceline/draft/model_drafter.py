@@ -102,8 +102,7 @@ class ModelDrafter(LevelDrafter):
         return done.tree.on(self._deliver_to)
 
     def _span(self, item: Slice) -> Span | None:
-        """The committed tokens that the draft has not seen; None to leave it alone, or without
-        cache room."""
+        """The committed tokens new to the draft; None to leave it alone, or without cache room."""
         seq = item.seq
         state = self._states.of(seq, lambda seq: _State(seq.seq_id))
         self._read(state, seq.tokens[state.read :])

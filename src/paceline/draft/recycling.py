@@ -46,8 +46,7 @@ class Matrix:
         self.known: set[int] = set()
 
     def grow(self, roots: Sequence[int], shape: Shape) -> torch.Tensor:
-        """int64 ``[len(roots), len(shape)]``: tokens of a tree below each root; 0 below a token
-        without a row."""
+        """int64 ``[len(roots), len(shape)]``: tokens below each root; 0 below one without a row."""
         device, k = self.candidates.device, self.candidates.shape[1]
         expanded = to_device(roots, device).unsqueeze(1)
         levels: list[torch.Tensor] = []

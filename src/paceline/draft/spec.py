@@ -151,15 +151,13 @@ def option(default: Any = MISSING, **metadata: Any) -> Any:
 @dataclass(frozen=True)
 class DraftSpec(ABC):
     """A drafter as its user asks for it, made in Python or read from
-    ``KIND[:ARGUMENT][,KEY=VALUE...]``; ``str`` gives that text. Construction raises ConfigError for
-    invalid options."""
+    ``KIND[:ARGUMENT][,KEY=VALUE...]``; ``str`` gives that. ConfigError for invalid options."""
 
     kind: ClassVar[str]
     page: ClassVar[str]  # of its documentation: a file of docs/drafters, or an address
     default_draft_length: ClassVar[int] = 4  # levels
     deepest: ClassVar[int] = 0  # most levels worth trying, if more than for other kinds
-    # Prior acceptance by level, given that all levels before were accepted; the last holds for all
-    # deeper ones.
+    # Prior acceptance by level, all levels before accepted; the last is of all deeper ones.
     acceptance: ClassVar[tuple[float, ...]] = ()
     remembers: ClassVar[bool] = False  # learns from one request for the next
     looks_up: ClassVar[bool] = False  # in text; drafts where it repeats itself
@@ -308,8 +306,7 @@ class TreeSpec(DraftSpec):
     def levels(
         self, context: DraftContext, cache: PagedCache, stop: float = 0.0, nodes: int = 0
     ) -> Levels:
-        """How its drafter's trees grow over ``cache``; ``stop`` as of Levels, ``nodes`` as in
-        ``policy``."""
+        """How its trees grow over ``cache``; ``stop`` as of Levels, ``nodes`` as in ``policy``."""
         generator, policy = context.generator_on(cache.device), self.policy(nodes)
         least = context.least_chance() if policy.nodes else 0.0
         return Levels(self.kind, cache, policy, generator, stop, least)

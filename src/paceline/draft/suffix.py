@@ -137,8 +137,7 @@ class SuffixDrafter(IndexedDrafter):
     def __init__(
         self, device: torch.device | str, vocab_size: int, spec: Suffix | None = None
     ) -> None:
-        """The spec's file is loaded if it exists, and where ``save`` writes. Raises what ``load``
-        raises."""
+        """The spec's file is loaded if it exists; ``save`` writes it. Raises as ``load``."""
         super().__init__(device)
         self.options = spec or Suffix()
         self._vocab_size = vocab_size
@@ -214,8 +213,7 @@ class SuffixDrafter(IndexedDrafter):
 
     def save(self, path: str | Path | None = None) -> Path:
         """Write the memory, by default to the spec's file: safetensors with ``vocab_size`` and, as
-        int32 ids, the texts, oldest first, -1 after each. Raises ConfigError without a path,
-        WriteError."""
+        int32 ids, the texts, oldest first, -1 after each. ConfigError without path, WriteError."""
         target = self._file if path is None else Path(path)
         if target is None:
             raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")

@@ -139,8 +139,7 @@ class TextIndex:
 
     def _longest(self, text: Sequence[int]) -> tuple[list[int], int]:
         """The latest occurrences of the longest suffix, and its length. Only occurrences of the
-        longest matching string of the known lengths are compared, so older, longer matches can be
-        missed."""
+        longest match of the known lengths are compared: older, longer ones can be missed."""
         for length in reversed(self.rule.lengths):
             positions = self._latest(text, length, _LATEST)
             if positions:
@@ -257,8 +256,7 @@ _RULE = Lookup((1, 2, 4, 8, 16), 32, factor=2.0, offset=6.0)
 
 class Predictions(LookupDrafter):
     """Drafts from a request's grammar where that forces tokens, and from
-    ``SamplingParams.prediction`` while the answer follows it; elsewhere, and for others, the
-    engine's drafter drafts."""
+    ``SamplingParams.prediction`` while the answer follows it; else the engine's drafter drafts."""
 
     name = "prediction"
     states: States[TextIndex]

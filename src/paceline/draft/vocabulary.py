@@ -64,8 +64,7 @@ class SharedVocabulary:
         return [min(token, self._last) for token in tokens]
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[R, draft vocabulary]`` to ``[R, target ids]``, -inf for tokens the draft does not
-        have."""
+        """``[R, draft vocabulary]`` to ``[R, target ids]``, -inf where the draft has no token."""
         return logits[:, : self._width]
 
     def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -235,8 +234,7 @@ def match_vocabularies(
 
 class Intersection(SharedVocabulary):
     """Token-level intersection: the draft proposes only tokens that both vocabularies have. Other
-    committed tokens are spelt in the draft's tokens one by one, so what it has read never
-    changes."""
+    committed tokens are spelt in the draft's one by one, so what it has read never changes."""
 
     def __init__(self, match: Match, widths: tuple[int, int], device: torch.device) -> None:
         """``widths``: rows of logits of target and draft."""

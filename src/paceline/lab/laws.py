@@ -156,8 +156,7 @@ def _preempted(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
 
 
 def _distribution(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
-    """The first two tokens of unseeded answers, plain and drafted, come from one distribution: a
-    two-sample chi-square."""
+    """The first two tokens of unseeded answers are distributed as plain ones: by chi-square."""
     params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=_ANSWERS)
     common: dict[str, Any] = {"max_batch_size": 64, "draft_length": 2}
     llms = plain.beside(None, seed=1, **common), plain.beside(make(), seed=5, strict=True, **common)

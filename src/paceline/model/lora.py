@@ -82,8 +82,7 @@ class Adapters:
 
 def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
     """An adapter for ``model``, its weights in the model's dtype and on its device. Raises
-    ModelLoadError for a folder that is none, or not of this model, and ConfigError for what cannot
-    be served."""
+    ModelLoadError if it is none, or another model's, ConfigError if it cannot be served."""
     where, path = f"the adapter {name}", Path(folder).expanduser()
     config = _read_config(where, path)
     tensors = load_tensors(path / _WEIGHTS)
@@ -107,8 +106,7 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
 
 
 def adapter_size(name: str, folder: str) -> tuple[int, int]:
-    """Numbers and highest rank of an adapter, from its files' headers. Raises ModelLoadError,
-    ConfigError."""
+    """An adapter's numbers and highest rank, by its headers. Raises ModelLoadError, ConfigError."""
     path = Path(folder).expanduser()
     _read_config(f"the adapter {name}", path)
     shapes = {key: entry.shape for key, entry in read_table(path / _WEIGHTS).entries.items()}

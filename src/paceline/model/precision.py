@@ -1,5 +1,4 @@
-"""Models in 8 and 4 bits: quantised checkpoints, models quantised when loaded, sizes of
-matrices."""
+"""Models in 8 and 4 bits: checkpoints, models quantised when loaded, sizes of matrices."""
 
 from __future__ import annotations
 

@@ -62,8 +62,7 @@ UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
 class CausalModel:
     """A transformers model whose keys and values live in the engine's paged cache. ``vocab_size``:
     width of logits; ``max_positions``: tokens of a sequence; ``cache_shapes``: (kv heads, key
-    width, value width) by layer; ``hf``: the module of transformers; ``backend`` runs the
-    forwards."""
+    width, value width) by layer; ``hf``: transformers' module; ``backend`` runs the forwards."""
 
     def __init__(self, hf: Any, name: str) -> None:
         """Adapt a module with ``attn_implementation="paceline"``. Raises UnsupportedModelError if a

@@ -86,8 +86,7 @@ class RankGroup:
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def broadcast(self, method: str, *arguments: Any) -> None:
-        """Order from rank 0 that the others call this method of ``Follower`` (worker.py), or
-        ``stop``."""
+        """Have the others call this method of ``Follower`` (worker.py), or ``stop``."""
         dist.broadcast_object_list([method, arguments], src=0, group=self._control)
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:

@@ -94,8 +94,7 @@ class StreamEvent:
     """What one step added to one sequence; the last event of a sequence has its completion.
 
     ``request``: index of the prompt in the list given to ``stream``. Tokens that are ``from_draft``
-    come first. ``logprobs``: one entry a token, if asked for; the first event has the
-    ``prompt_logprobs``."""
+    come first. ``logprobs``: one a token, if asked for; ``prompt_logprobs``: the first event's."""
 
     request: int
     index: int

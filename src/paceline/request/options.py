@@ -19,8 +19,7 @@ from paceline.settings import under
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Values of ``SamplingParams``, with its bounds; None is left open. Raises ConfigError on a
-    value out of range."""
+    """Values of ``SamplingParams``; None is left open. Raises ConfigError for one out of range."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -41,8 +40,7 @@ class SamplingDefaults:
         return SamplingDefaults(**(below.named | self.named))
 
     def filled(self) -> dict[str, Any]:
-        """All of them. What is left open is neutral; the temperature is 0, but 1 where top_p, top_k
-        or min_p truncate."""
+        """All of them. What is open is neutral; temperature 0, but 1 if top_p, top_k, min_p cut."""
         neutral = {item.name: getattr(SamplingParams, item.name) for item in fields(self)}
         filled = neutral | self.named
         if self.temperature is None and (
@@ -71,8 +69,7 @@ def of_checkpoint(generation: Any, model: str) -> SamplingDefaults:
 
 
 def sampling_defaults(settings: dict[str, Any], generation: Any, model: str) -> SamplingDefaults:
-    """An engine's ``settings`` (``default_temperature`` ...) over its checkpoint's. Raises
-    ConfigError."""
+    """An engine's ``settings`` (``default_top_p``, ...) over its checkpoint's. ConfigError."""
     try:
         overrides = SamplingDefaults(
             **{item.name: settings[f"default_{item.name}"] for item in fields(SamplingDefaults)}

@@ -72,8 +72,7 @@ class EngineOwner:
     # -- what callers want of it -----------------------------------------------------------------
 
     def enqueue(self, requests: Sequence[Request]) -> None:
-        """Queue all requests, or none if one is refused; a ``queued`` time that is set stays.
-        Raises CacheMemoryError."""
+        """Queue all, or none if one is refused (CacheMemoryError); a set ``queued`` time stays."""
         for request in requests:
             self.engine.scheduler.check(request.seq)
         now = time.perf_counter()

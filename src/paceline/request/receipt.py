@@ -63,8 +63,7 @@ class Receipts:
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """Hashes of weights and tokenizer, backend and settings. Reads all weights. Raises
-        ConfigError."""
+        """Hashes of weights (all are read) and tokenizer, backend, settings. Raises ConfigError."""
         target = self._target
         if not target.checkpoint:
             raise ConfigError(

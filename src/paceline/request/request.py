@@ -64,8 +64,7 @@ class Request:
         return text
 
     def absorb(self, commit: Commit) -> None:
-        """Take in a commit. Raises nothing: if the text cannot be decoded the request ends with an
-        error."""
+        """Take in a commit. Raises nothing: text that cannot be decoded ends it with an error."""
         # A preempted prompt is read, and scored, again.
         known = len(self.prompt_logprobs) - commit.position
         self.prompt_logprobs.extend(commit.prompt_logprobs[max(0, known) :])
@@ -182,8 +181,7 @@ def any_events(requests: Sequence[Request]) -> bool:
 
 
 def completions_of(requests: Sequence[Request]) -> list[Completion]:
-    """Completions of the requests that have ended. Raises EngineLostError if the engine was
-    lost."""
+    """Completions of the ended requests. Raises EngineLostError if the engine was lost."""
     done = [request.completion for request in requests if request.completion is not None]
     lost = [
         completion.error for completion, request in zip(done, requests, strict=True) if request.lost

@@ -1,5 +1,4 @@
-"""The text of a completion while it grows: tokens to text, one at a time, no cut characters, no
-leaked stop strings."""
+"""The text of a growing completion: token by token, no cut characters, no leaked stop strings."""
 
 from __future__ import annotations
 
@@ -104,16 +103,14 @@ class Detokeniser:
         return self._show(piece) if piece else ""
 
     def guess(self) -> str:
-        """The text of the waiting tokens if no byte follows them; "" if they end inside a
-        character."""
+        """The waiting tokens' text if no byte follows; "" if they end inside a character."""
         if not 0 < len(self._waiting) <= _LONGEST_GUESS:
             return ""
         text = self._text_of(self._waiting)
         return "" if text.endswith(REPLACEMENT) else text
 
     def flush(self, whole: bool = False) -> str:
-        """The rest. Bytes of an unfinished character become U+FFFD, or nothing if only ``whole``
-        characters are wanted."""
+        """The rest. Bytes of an unfinished character become U+FFFD, if ``whole`` nothing."""
         text = self._text_of(self._waiting)
         if not whole or not text.endswith(REPLACEMENT):
             return text

@@ -37,8 +37,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def as_params(
     params: SamplingParams | Sequence[SamplingParams], count: int, lora: Lora = None
 ) -> list[SamplingParams]:
-    """Parameters for each of ``count`` prompts, with adapters named by ``lora``. Raises
-    ConfigError."""
+    """Parameters for each of ``count`` prompts, with ``lora``'s adapters. Raises ConfigError."""
     if lora is not None:
         if not isinstance(lora, str | list | tuple):
             raise ConfigError(f"lora is {shown(lora)}; give an adapter's name, or a list of them")

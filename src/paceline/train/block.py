@@ -104,8 +104,7 @@ class BlockTrainer(ChainHeadTrainer):
         return result
 
     def outputs(self, seen: Observed, starts: DraftStarts) -> torch.Tensor:
-        """The head's outputs ``[N, drafts, d]`` of blocks whose anchor is the token after each of N
-        starts."""
+        """Outputs ``[N, drafts, d]`` of blocks whose anchor is the token after each of N starts."""
         head, config = self.head, self.head.config
         size, (windows, width) = config.block_size, seen.ids.shape
         device = seen.ids.device

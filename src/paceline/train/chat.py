@@ -185,8 +185,7 @@ class ChatWriter:
         return whole, spans
 
     def prompt_ids(self, talk: Conversation, count: int) -> list[int]:
-        """The first ``count`` messages as the model sees them when it is to answer. Raises
-        RefusedError."""
+        """The first ``count`` messages as the model sees them to answer. Raises RefusedError."""
         prompt = unicode_text(self._written(talk, count, ask=True))
         return list(self._tokenizer.encode(prompt, add_special_tokens=False))
 

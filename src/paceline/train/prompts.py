@@ -85,8 +85,7 @@ def prompts_of_file(
     """``selection.count`` prompts of a file (None: all), of random records.
 
     A conversation is opened at its last question or, with ``any_turn``, before a random answer;
-    other text after a random number of tokens; ids after their prompt. Raises DataError if no
-    record can be used."""
+    other text after a random number of tokens; ids after their prompt. DataError without any."""
     wanted = selection.count
     if wanted == 0:
         return []

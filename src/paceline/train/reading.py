@@ -45,8 +45,7 @@ class Observed:
 
 
 class NativeReader:
-    """Hidden states of a frozen target, by the kernels that decode with it, over a packed copy of
-    the weights."""
+    """Hidden states of a frozen target, by the kernels that decode with a packed copy of it."""
 
     def __init__(self, model: CausalModel) -> None:
         self._model = model
@@ -67,8 +66,7 @@ class NativeReader:
         self, ids: torch.Tensor, lengths: Sequence[int], layers: Sequence[int]
     ) -> list[torch.Tensor]:
         """The inputs of ``layers`` for windows ``ids`` int64 ``[B, W]``, of which ``lengths`` are
-        read, each ``[B, W, hidden]``, zeros at the end; the number of layers stands for the final
-        norm's output."""
+        read, each ``[B, W, hidden]``, zeros at the end; the number of layers: the final norm's."""
         cache = self._room(ids.numel() + len(ids) * _BLOCK)
         spans = []
         for number, (window, length) in enumerate(zip(ids.tolist(), lengths, strict=True)):

@@ -38,8 +38,7 @@ class DraftStarts:
         return cls(F.pad(learn[:, 2:], (0, 2)))
 
     def every(self, stride: int, offset: int) -> tuple[DraftStarts, torch.Tensor]:
-        """Those whose position plus ``offset`` is a multiple of ``stride``, and which they are,
-        int64 ``[M]``."""
+        """Those at multiples of ``stride`` minus ``offset``, and which they are, int64 ``[M]``."""
         columns = torch.arange(self.width, device=self.flat.device)
         regular = (columns + offset) % stride == 0
         return DraftStarts(self._starts & regular), regular[self.position].nonzero()[:, 0]
@@ -128,8 +127,7 @@ class DraftAttention:
         return rows.flatten(0, 1)[None]
 
     def _table(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[heads, N * size, d]`` as ``[windows, heads, R, size, d]``, zeros where a window has
-        fewer drafts."""
+        """``[heads, N * size, d]`` as ``[windows, heads, R, size, d]``, zeros where drafts lack."""
         starts, (heads, _, width) = self._starts, rows.shape
         table = rows.new_zeros(starts.windows * starts.longest, heads, self._size, width)
         drafts = rows.view(heads, -1, self._size, width).transpose(0, 1)

@@ -69,8 +69,7 @@ class BlockSpec(HeadSpec):
 
 @dataclass(frozen=True)
 class DFlash(BlockSpec):
-    """A DFlash head (arXiv 2602.06036), which drafts a block's tokens side by side, as a step of
-    diffusion."""
+    """A DFlash head (arXiv 2602.06036): a block's tokens side by side, as a step of diffusion."""
 
     kind = "dflash"
     weights = "dflash"

@@ -169,8 +169,7 @@ class BlockHead(AttendingHead):
         return outputs
 
     def bias(self, outputs: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
-        """Of logits ``[..., columns]`` by the tokens ``before`` int64 ``[...]``; None if it has
-        none."""
+        """Of logits ``[..., columns]`` by the tokens ``before`` int64 ``[...]``; or None."""
         if self.markov_head is None:
             return None
         bias: torch.Tensor = self.markov_head(self.markov_head.markov_w1(before), outputs)

@@ -65,8 +65,7 @@ class Checkpoint:
     def check_target(
         self, target: Target, hidden: int, vocab: int, layers: int | None, by: str = ""
     ) -> None:
-        """Raise ModelLoadError if the head is for a target of other sizes; ``layers`` None: any
-        depth."""
+        """Raise ModelLoadError if made for a target of other sizes; ``layers`` None: any."""
         sizes = {
             "hidden size": (hidden, target.hidden_size),
             "vocabulary size": (vocab, target.vocab_size),
@@ -265,8 +264,7 @@ def layers_of(checkpoint: Checkpoint, flat: dict[str, Any]) -> int:
 def shape_of(
     name: str, flat: dict[str, Any], tensors: HeadTensors, target: Target, layers: Any
 ) -> dict[str, Any]:
-    """The fields of HeadShape by options and tensors; ``layers``: the feature layers, as stated.
-    Raises ModelLoadError."""
+    """HeadShape's fields; ``layers``: the feature layers, as stated. Raises ModelLoadError."""
     hidden, heads = (whole(name, flat, key) for key in ("hidden_size", "num_attention_heads"))
     flat = {
         "num_key_value_heads": heads,

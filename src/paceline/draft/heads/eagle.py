@@ -42,8 +42,7 @@ STOP_BELOW = 0.25
 
 @dataclass(frozen=True)
 class Eagle(HeadSpec):
-    """An EAGLE head. ``int8``: round its weights to 8 bits where the kernels run it in
-    bfloat16."""
+    """An EAGLE head. ``int8``: round its weights to 8 bits where the kernels run it in bf16."""
 
     kind = "eagle"
     page = "eagle.md"
@@ -151,8 +150,7 @@ class EagleDrafter(FeatureDrafter):
     def _run(
         self, spans: Sequence[Span], trees: Sequence[Growing], inputs: torch.Tensor, fused: bool
     ) -> torch.Tensor:
-        """One pass of the head: logits at the trees' rows; the trees get its outputs ``[R, H]``
-        there."""
+        """One pass of the head: logits at the trees' rows; the trees get its outputs ``[R, H]``."""
         outputs, logits = self._step(self.cache.batch_of(spans), self.cache, inputs, fused)
         counts = [len(tree.fresh) or 1 for tree in trees]
         for tree, part in zip(trees, torch.split(outputs, counts) if trees else (), strict=True):
@@ -180,8 +178,7 @@ class EagleDrafter(FeatureDrafter):
 
 
 class ParallelEagleDrafter(OnePassDrafter, EagleDrafter):
-    """Drafts all its tokens in one pass (P-EAGLE): the rows of masks have the head's learnt
-    feature."""
+    """Drafts all tokens in one pass (P-EAGLE): rows of masks have the head's learnt feature."""
 
     def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
         return self._step(self.cache.batch_of(spans), self.cache, self._taken(spans), False)[1]

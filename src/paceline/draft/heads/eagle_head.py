@@ -3,8 +3,7 @@
 Row t takes the target's feature at position t and the embedding of token t + 1; its logits are for
 token t + 2. When drafting, later rows take the head's own hidden output instead of a feature.
 
-A checkpoint is a folder with config.json and model.safetensors (or pytorch_model.bin, read without
-running code):
+A checkpoint is a folder with config.json and model.safetensors (or pytorch_model.bin, no code run):
 
 =================  ====================================================================
 EAGLE-3            ``midlayer.*`` (attention input 2H), ``fc.weight [H, 3 H_target]``, ``norm``,
@@ -265,8 +264,7 @@ def save_eagle(
 
 
 def _public_names(checkpoint: Checkpoint) -> HeadTensors:
-    """The tensors under EagleHead's names. Raises ModelLoadError if they are not an EAGLE
-    head's."""
+    """The tensors under EagleHead's names. Raises ModelLoadError if they are no EAGLE head's."""
     tensors = plain_names(checkpoint)
     if "fc.weight" not in tensors:
         raise checkpoint.another_kind()

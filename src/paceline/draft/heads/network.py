@@ -131,8 +131,7 @@ class _Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, angles: Angles, attend: Attend, layer: int, only: torch.Tensor | None
     ) -> torch.Tensor:
-        """``x [T, inputs]`` to ``[T, hidden]``; with ``only [N]`` those rows' outputs, ``[N,
-        hidden]``."""
+        """``x [T, inputs]`` to ``[T, hidden]``; with ``only [N]`` those rows' ``[N, hidden]``."""
         keys, values = self.keys_values(x, angles)
         if only is not None:
             x, angles = x[only], (angles[0][only], angles[1][only])

@@ -32,8 +32,7 @@ class Confidence:
         return chance ** (1 / self.power) if chance > 0 else 0.0
 
     def learn(self, scores: Sequence[float], refused: bool) -> None:
-        """``scores``: log-probability of the path up to each tried token, the last of which may be
-        refused."""
+        """``scores``: log-probability of the path to each tried token; the last may be refused."""
         hazards = [above - score for above, score in pairwise((0.0, *scores))]
         # Of the refused token's hazard half is counted.
         hazard = sum(hazards[:-1]) + hazards[-1] / (2 if refused else 1)
@@ -57,8 +56,7 @@ class Confidences:
             self._waiting[seq_id] = self.of(params), grown
 
     def observe(self, commits: Sequence[Commit]) -> None:
-        """Learn how far drafts were right: of a tree from the likeliest child of each node that the
-        text came through."""
+        """Learn how far drafts were right: by the likeliest child of each node of the text."""
         for commit in commits:
             confidence, grown = self._waiting.pop(commit.seq_id, (None, None))
             if confidence and grown and 0 < commit.reached <= len(grown.scores) == commit.drafted:

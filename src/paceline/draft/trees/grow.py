@@ -103,8 +103,7 @@ class Growing(ABC):
         return Span.of(span.seq_id, span.context, more, adapter=span.adapter) if more else span
 
     def newest(self, nodes: torch.Tensor | None = None, adapter: Adapter | None = None) -> Span:
-        """The newest expanded nodes; ``nodes``: their tokens in the drafter's vocabulary if it has
-        another."""
+        """The newest expanded nodes; ``nodes``: their tokens in the drafter's own vocabulary."""
         parents, fresh = self.expanded_parents, self.fresh if nodes is None else nodes
         seq_id, first_new = self.item.seq.seq_id, len(parents) - len(fresh)
         more = self.ancestors, adapter
@@ -133,8 +132,7 @@ class Growing(ABC):
         of the likeliest. False if the tree is complete."""
 
     def chosen(self) -> torch.Tensor | None:
-        """int64: the part of a complete tree's shape that only the device knows; None for
-        nothing."""
+        """int64: the part of a complete tree's shape that only the device knows, if any."""
         return None
 
     @abstractmethod

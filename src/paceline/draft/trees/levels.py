@@ -95,8 +95,7 @@ class LevelDrafter(ABC):
     def _at_once(
         self, trees: Sequence[Growing], logits: Logits, first: Batch | None = None
     ) -> list[GrownTree] | None:
-        """The finished trees, if ``growth`` can grow all of them in one call; ``first`` as in
-        ``Growth``."""
+        """The finished trees, if ``growth`` grows all in one call; ``first`` as in ``Growth``."""
         growth = self.growth
         sizes = [size for tree in trees if growth and (size := tree.plain_size())]
         if growth is None or not trees or len(sizes) < len(trees):
@@ -129,8 +128,7 @@ class LevelDrafter(ABC):
 
     @property
     def ends_early(self) -> bool:
-        """Whether drafts end where the drafter is unsure; level by level it would have to wait for
-        the device."""
+        """Whether drafts end where it is unsure; level by level it would wait for the device."""
         return self.growth is not None and self.stop > 0
 
     def _room(self, length: int) -> int:
@@ -212,8 +210,7 @@ class LevelDrafter(ABC):
 
     @torch.inference_mode()
     def warm_up(self, batch_size: int) -> None:
-        """One level of the trees of made-up sequences (as many as the cache has room for): forward,
-        choice and growth."""
+        """One level of made-up trees (as many as the cache has room for): forward and growth."""
         policy, cache = self._policy, self.cache
         nodes = policy.width if policy.nodes else policy.max_expanded(2)
         if policy.depth(2) < 2 or nodes > min(cache.block_size, self._max_positions // 2):

@@ -57,8 +57,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
 def parse_methods(
     texts: Sequence[str], draft: str | None, length: Length = "auto", lengths: Sequence[int] = ()
 ) -> list[Method]:
-    """All methods, plain decoding first. Drafters that name no length run at each of ``lengths``.
-    Raises ConfigError."""
+    """All methods, plain first; drafters without a length at each of ``lengths``. ConfigError."""
     methods = [Method(PLAIN, length=0)]
     for text in texts:
         method = parse_method(text, draft, length)
@@ -115,8 +114,7 @@ class Paceline(BenchEngine):
 
 
 class Starter:
-    """Makes engines around one loaded target, without a prefix cache. ``options`` as of
-    ``LLM.beside``."""
+    """Engines around one loaded target, without a prefix cache; ``options``: ``LLM.beside``'s."""
 
     def __init__(self, llm: LLM, **options: Any) -> None:
         self._llm = llm

@@ -80,8 +80,7 @@ class Row:
 
 
 def rows(record: HeatRecord) -> list[Row]:
-    """By concurrency and temperature, category and overall, method. Rounds with fewer heats than
-    others are left out."""
+    """By concurrency, temperature, category (and overall), method; without unfinished rounds."""
     figures: list[Row] = []
     for cell in dict.fromkeys((h.job.concurrency, h.job.temperature) for h in record.heats):
         heats = record.of(*cell)

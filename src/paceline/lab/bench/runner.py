@@ -19,8 +19,7 @@ Length = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Method:
-    """``draft``: a draft spec; None decodes plainly. ``url``: of another engine's server, whose
-    ``length`` is None."""
+    """``draft``: a spec; None decodes plainly. ``url``: of a server, whose ``length`` is None."""
 
     name: str
     draft: str | None = None

@@ -141,8 +141,7 @@ class Asking:
         self._taken: dict[tuple[int, int], int] = {}
 
     def counting(self, server: OpenAIClient | None = None) -> OpenAIClient:
-        """Who gets the next request, which must be answered within the time that is left. Raises
-        EffortSpentError."""
+        """Who gets the next request, to be answered in what time is left. EffortSpentError."""
         left, server = self.budget.left, server or self.server
         if self.sent >= self.effort.requests or left <= 0:
             raise EffortSpentError
@@ -163,8 +162,7 @@ class Asking:
         ways: Sequence[Mapping[str, float]] = ({},),
         **fields: Any,
     ) -> list[AnswerChoice]:
-        """The answer to the first of the ``ways`` to ask that the server takes: with logprobs where
-        it gives them."""
+        """The answer to the first of the ``ways`` that the server takes, with logprobs if any."""
         body = {"prompt": prompt, "temperature": 0, "max_tokens": self.max_tokens, **fields}
         tried = [{**way, **logprobs} for way in ways for logprobs in _LOGPROBS]
         key = id(server), len(tried)

@@ -187,8 +187,7 @@ class TextDivergence(Difference):
 @dataclass(frozen=True)
 class TextCheck:
     """Texts of a kind under one setting against plain decoding. After one of the ``ties``, which
-    rounding explains, the comparison goes on from the plain text; after one of the ``bugs`` it
-    ends."""
+    rounding explains, the comparison goes on from the plain text; one of the ``bugs`` ends it."""
 
     kind: str  # "greedy" or "seeded"
     setting: str

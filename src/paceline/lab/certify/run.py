@@ -1,5 +1,4 @@
-"""Certifies one LLM: its texts, samples beside the target's distributions (chi-square), and the
-rule itself."""
+"""Certifies one LLM: its texts, samples beside the target's distributions, and the rule itself."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ _MOST_DISTRIBUTIONS = 256
 
 @dataclass
 class DrawCounts:
-    """How many draws fell into each twentieth of the declared distribution. ``impossible`` ones had
-    no chance under it."""
+    """Draws in each twentieth of the declared distribution; ``impossible``: without a chance."""
 
     counts: list[int] = field(default_factory=lambda: [0] * _BINS)
     impossible: int = 0

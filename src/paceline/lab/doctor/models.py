@@ -258,8 +258,7 @@ def skeleton_of(config: Any) -> Any:
 
 
 def check_tensors(model: Model) -> Iterator[Finding]:
-    """Whether the files hold what the config asks for, by name and shape, as transformers' loading
-    sees it."""
+    """Whether the files hold what the config asks for, by name and shape, as transformers does."""
     if not model.files.whole or model.quantisation is not None:
         return
     kind: Any = loading.causal_class(model.whole_config)

@@ -92,8 +92,7 @@ class Export:
         return name if self.out is None else str((self.out / name).resolve())
 
     def in_one_pass(self) -> bool:
-        """Whether the draft is a model or an EAGLE head that drafts all its tokens in one pass
-        here."""
+        """Whether the draft is a model or an EAGLE head that drafts all tokens in one pass."""
         if isinstance(self.draft, Eagle):
             return eagle_of(self.draft, self.target).config.mask_token is not None
         if not isinstance(self.draft, DraftModel):
@@ -173,8 +172,7 @@ class Export:
         return str(Path(resolve(self.target))), shape_of(self.target)[1]
 
     def _write_head(self, save: Callable[[Path], object]) -> str:
-        """The folder that ``save`` writes the converted head to; the draft's if nothing is
-        written."""
+        """The folder that ``save`` writes the head to; the draft's if nothing is written."""
         if self.out is None:
             return self.draft_path
         folder = self.out / "head"
@@ -198,8 +196,7 @@ def _absolute(name: str) -> str:
 
 
 def note_usual(export: Export, trees: bool, rules: tuple[str, ...], parallel: bool) -> None:
-    """What most engines lack: the adaptive length, trees, rules but the usual one, and drafts of
-    one pass."""
+    """What most engines lack: adaptive length, trees, other rules, drafts of one pass."""
     _, nodes, width = export.tree()
     if export.adaptive:
         cost = "it also drafts where nothing is accepted: measure at your load"

@@ -30,8 +30,7 @@ def check_path(path: str | Path) -> None:
 
 
 def write(report: Report, path: str | Path) -> None:
-    """Write ``.md`` or ``.html``. Raises ConfigError on another suffix, WriteError if the folder is
-    not writable."""
+    """Write ``.md`` or ``.html``. Raises ConfigError on another suffix, and WriteError."""
     check_path(path)
     path = Path(path)
     template = Path(__file__).with_name(f"report{path.suffix}")
@@ -59,8 +58,7 @@ def print_report(report: Report, console: Console, details: bool = True) -> None
 
 def print_table(table: Table, console: Console) -> None:
     """With its title above and its note below, both as wide as the console. A table that is too
-    wide is printed in parts, so that no heading is broken. Every part begins with the columns that
-    tell the rows apart."""
+    wide is printed in parts, each with the columns that tell the rows apart; no heading breaks."""
     columns, rows = range(len(table.columns)), table.rows
     keys = next((n for n in columns if len({tuple(row[:n]) for row in rows}) == len(rows)), 1) or 1
     part, parts = [*columns[:keys]], list[RichTable]()

@@ -142,8 +142,7 @@ def measure_method(
     sample: Sample,
     between: Between = lambda: None,
 ) -> MeasuredMethod:
-    """Acceptance and costs of the drafter of ``llm``, which is idle. Raises DataError, and what
-    ``between`` raises."""
+    """Acceptance and costs of the idle drafter of ``llm``. DataError, and ``between``'s errors."""
     drafter = llm.engine.drafter
     timed = measure(drafter.warm_up, list(target.batches), llm.target.device)
     costs = DrafterCosts.of(drafter, LONGEST, timed)
@@ -193,8 +192,7 @@ def _typical_pair(runs: Sequence[Run], target: TargetCosts) -> list[StepSums]:
 
 
 def _typical(run: Run, target: TargetCosts) -> StepSums | None:
-    """The faster three quarters of the steps of a full batch, by the target's forward against what
-    it should take."""
+    """The faster three quarters of full batches' steps, by the target's forward against its due."""
     chosen = [step for step in run.steps if step.sequences == run.batch]
     chosen.sort(key=lambda s: s.seconds["target"] / target(run.batch, 1 + s.drafted / run.batch))
     return sum(chosen[1 : -(-3 * len(chosen) // 4)], chosen[0]) if chosen else None
@@ -335,8 +333,7 @@ def confirm(
 def winner(results: Sequence[Confirmation]) -> Confirmation:
     """The fastest by median that drafted; plain decoding unless it is beaten clearly and in most
     rounds. Preferred if hardly slower: the default draft, which has what other text may need, also
-    where rounds disagree on which of the two is faster; then the adaptive length of the same
-    drafter."""
+    where rounds disagree on which of both is faster; then that drafter's adaptive length."""
     plain = results[0]
     drafted = [result for result in results[1:] if result.run.counts.drafted]
     drafting = [result for result in drafted if _mostly_faster(result, plain)]
@@ -374,8 +371,7 @@ def _mostly_faster(one: Confirmation, other: Confirmation) -> bool:
 def affordable(
     finalists: list[Finalist], target: TargetCosts, options: TuneOptions, budget: Budget
 ) -> tuple[list[Finalist], int]:
-    """The finalists that are confirmed, the first few at least, and on how many prompts a round:
-    two rounds must fit."""
+    """The finalists confirmed, the first few at least, and prompts a round: two rounds must fit."""
     few = min(len(finalists), FEW + any(finalist.default for finalist in finalists))
     concurrency, rounds = options.concurrency, min(LEAST_ROUNDS, options.rounds)
     sizes = [max(_SIZES[0], concurrency), *(size for size in _SIZES[1:] if size >= concurrency)]

@@ -107,8 +107,7 @@ def tune(
     budget: Budget | None = None,
 ) -> None:
     """Fill ``outcome``. ``llm`` is idle; ``advance`` is told what comes next. Raises
-    DataError if no prompt leaves room for the answers, and what a requested candidate raises when
-    it loads."""
+    DataError if no prompt leaves room for answers, and what a requested candidate raises."""
     encoded = _encoded(llm, outcome, prompts)
     sample = _sample(encoded, outcome.options)
     run = _Tuning(llm, outcome, advance, budget or Budget(), encoded, sample)

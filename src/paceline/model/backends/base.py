@@ -1,5 +1,4 @@
-"""The protocol of backends, which run all forwards, and backends by name. The protocol's defaults
-use torch's own modules."""
+"""Backends, which run all forwards: protocol (whose defaults use torch's modules) and names."""
 
 from __future__ import annotations
 

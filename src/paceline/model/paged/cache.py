@@ -35,8 +35,7 @@ class _Table:
 
 
 def _parent(table: _Table) -> bytes:
-    """The digest before that of the next block; of the first one, the root of sequences that are
-    computed alike."""
+    """The digest before that of the next block; at first, the root of what is computed alike."""
     if table.digests:
         return table.digests[-1]
     return f"{table.long} {table.adapter}".encode()

@@ -234,8 +234,7 @@ class PossibleCall:
             self._add_content(end)
 
     def _block(self, tag: str) -> Generator[None, None, int]:
-        """Where a tag, the JSON after it and the closing tag end. ``_parsed`` is then empty if that
-        is no call."""
+        """Where tag, JSON and closing tag end. If it is no call ``_parsed`` is then empty."""
         lead = _FENCE_LEAD if tag == "```" else _LEAD
         while True:
             follows = self._waiting[len(tag) :]

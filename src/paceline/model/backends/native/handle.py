@@ -1,5 +1,4 @@
-"""A model or a head that the library has open: forwards (csrc/forward.cpp) and whole drafts
-(csrc/grow.cpp).
+"""A model or head that the library has open: forwards (forward.cpp), whole drafts (grow.cpp).
 
 ``grow`` makes what draft/trees/grow.py makes, up to ties and the last bits of scores. A chain may
 end earlier, behind a token whose path is too unlikely for another forward.
