@@ -170,8 +170,7 @@ class EngineClient:
             raise draining("the server is shutting down; send the request elsewhere")
         if not self.alive:
             raise engine_lost()
-        drafters = self.facts.drafters
-        drafter = params.drafter or (drafters[0] if drafters else "none")
+        drafter = params.drafter or next(iter(self.facts.drafters), "none")
         ticket = Ticket(self, next(self._numbers), prompts, params, drafter)
         self._check_capacity(ticket.count)
         self._post(wire.Submit(ticket.number, list(prompts), params, streams))

@@ -116,7 +116,7 @@ class Metrics:
         sequences: Tally[str] = Tally()
         levels: Tally[str] = Tally()
         for request, commit in advanced:
-            drafter = _drafter_of(request, llm.drafters)
+            drafter = request.seq.params.drafter or next(iter(llm.drafters), "none")
             sequences[drafter] += 1
             levels[drafter] += commit.levels
             self._started(request)
@@ -212,11 +212,6 @@ class Metrics:
         if self._alias_of is not None:
             rendered.append(VllmNames(self.registry, self._alias_of))
         return b"".join(map(generate_latest, rendered)).decode()
-
-
-def _drafter_of(request: Request, drafters: tuple[str, ...]) -> str:
-    """Name of a request's drafter."""
-    return request.seq.params.drafter or (drafters[0] if drafters else "none")
 
 
 # Our names (after paceline_) to vLLM's (after vllm:), of which there may be two.

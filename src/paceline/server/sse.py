@@ -80,14 +80,9 @@ def _whole(event: StreamEvent) -> StreamEvent:
     """The only event of a text that is not streamed, filled from its completion."""
     done = event.completion
     assert done is not None
-    return replace(
-        event,
-        text=done.text,
-        token_ids=done.token_ids,
-        from_draft=done.draft_mask,
-        logprobs=done.logprobs,
-        prompt_logprobs=done.prompt_logprobs,
-    )
+    same = ("text", "token_ids", "logprobs", "prompt_logprobs")
+    values = {name: getattr(done, name) for name in same}
+    return replace(event, from_draft=done.draft_mask, **values)
 
 
 class EventStream(StreamingResponse):

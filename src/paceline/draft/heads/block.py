@@ -212,12 +212,8 @@ class DSparkDrafter(BlockDrafter):
 def _cut(done: GrownTree, length: int) -> GrownTree:
     """The first tokens of a chain."""
     tree = done.tree
+    tokens, parents = tree.tokens[:length], tree.parents[:length]
     q = None if tree.q is None else tree.q[:length]
-    cut = replace(
-        tree,
-        tokens=tree.tokens[:length],
-        parents=tree.parents[:length],
-        q=q,
-        known=None if tree.known is None else tree.known[:length],
-    )
+    known = None if tree.known is None else tree.known[:length]
+    cut = replace(tree, tokens=tokens, parents=parents, q=q, known=known)
     return GrownTree(cut, done.slots[:length])

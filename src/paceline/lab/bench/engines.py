@@ -194,22 +194,19 @@ class ServedEngine(BenchEngine):
     def run(self, asks: Sequence[Ask]) -> TimedRun:
         """A delivery counts as one target step. Raises BaselineFailedError."""
         start = time.perf_counter()
-        with ThreadPoolExecutor(self.clients) as pool:
-            all_answers = list(pool.map(self._asked, asks))
+        try:
+            with ThreadPoolExecutor(self.clients) as pool:
+                all_answers = list(pool.map(self._deliveries, asks))
+        except _FAILURES as error:
+            raise BaselineFailedError(
+                f"{self.name} did not answer ({type(error).__name__}: {error}); look at its log"
+            ) from None
         seconds = time.perf_counter() - start
         answers = [self._answer(*pair) for pair in zip(asks, all_answers, strict=True)]
         steps = sum(len(answer.arrivals) for answer in answers)
         accepted = sum(answer.count for answer in answers) - steps
         counts = DraftCounts(target_steps=steps, accepted=accepted)
         return TimedRun(answers, seconds, counts, tells_drafted=False)
-
-    def _asked(self, ask: Ask) -> list[Delivery]:
-        try:
-            return self._deliveries(ask)
-        except _FAILURES as error:
-            raise BaselineFailedError(
-                f"{self.name} did not answer ({type(error).__name__}: {error}); look at its log"
-            ) from None
 
     def _deliveries(self, ask: Ask) -> list[Delivery]:
         params, ids, outcomes = ask.params, list(ask.prompt), list[Delivery]()

@@ -208,9 +208,6 @@ class MethodDivergence:
             f"apart, a rounding step is {it.step:.3g}); this is a bug, please report it"
         )
 
-    def record(self) -> dict[str, Any]:
-        return {**asdict(self), "is_tie": self.difference.is_tie}
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -294,11 +291,12 @@ class BenchResult:
     def record(self) -> dict[str, Any]:
         """Everything, for machines: medians and spreads, unrounded, in seconds."""
         texts, names = self.texts, ("model", "interrupted", "machine", "settings", "idle")
+        partings = [{**asdict(p), "is_tie": p.difference.is_tie} for p in texts.partings]
         return {
             **{name: getattr(self, name) for name in names},
             "methods": [asdict(method) for method in self.methods],
             "figures": [row.record(self.price) for row in self.rows],
-            "texts": {"counts": texts.counts, "partings": [p.record() for p in texts.partings]},
+            "texts": {"counts": texts.counts, "partings": partings},
             "unequal": {name: dict(words) for name, words in self.unequal.items()},
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),

@@ -170,8 +170,9 @@ class Certifier(Subject):
         self.advance = advance
         with self.guarded("greedy"):
             self.decide_tokens()
-        portions = [(0, -(-self.samples * tenths // 10)) for tenths in (3, 5, 10)]
-        portions += [(number, self.samples) for number in range(1, self.prefixes)]
+        samples = self.effort.samples
+        portions = [(0, -(-samples * tenths // 10)) for tenths in (3, 5, 10)]
+        portions += [(number, samples) for number in range(1, self.prefixes)]
         rounds = zip_longest(_groups(self.texts), portions if self.prefixes else ())
         for numbers, portion in rounds:
             self.compare_texts(numbers or ())

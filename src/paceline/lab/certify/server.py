@@ -123,7 +123,8 @@ def check_logprobs(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     bare = tops.count([])
     if 0 < bare < len(tops):
         yield f"{bare} of {len(tops)} tokens have no alternatives"
-    positions = [at for at in range(1, len(tops)) if _whole_characters(greedy.spelt[: at + 1])]
+    cut = [at for at, t in enumerate(greedy.spelt) if "\ufffd" in t or t.startswith("bytes:")]
+    positions = range(1, min([len(tops), *cut]))
     for at in asking.chance.sample(positions, min(_RESCORED, len(positions))):
         text = prompt + "".join(greedy.spelt[:at])
         again = asking.complete(asking.server, text, max_tokens=1)[0]
@@ -139,10 +140,6 @@ def check_logprobs(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
             yield f"token {at}, {token!r}: {below:.2f} nats from the likeliest, re-scored"
         elif claimed - logprob > TIE or (token in listed and logprob - claimed > TIE):
             yield f"token {at}, {token!r}: logprob {claimed:.3f}, re-scored {logprob:.3f}"
-
-
-def _whole_characters(tokens: Iterable[str]) -> bool:
-    return not any("\ufffd" in token or token.startswith("bytes:") for token in tokens)
 
 
 def check_samples(asking: Asking, part: Part, prompt: str) -> Iterator[str]:

@@ -80,28 +80,24 @@ class Subject:
         """Texts wanted. Prompts are not repeated."""
         return min(self.effort.texts, len(self.prompts))
 
-    @property
-    def samples(self) -> int:
-        """Samples wanted at each prefix."""
-        return self.effort.samples
-
     def start(self, number: int, params: SamplingParams) -> Start:
         name, prompt = self.prompts[number % len(self.prompts)]
         return Start(prompt, params, name=name)
 
     def amounts(self) -> dict[str, Any]:
         """What the time was spent on, of how much that is wanted: JSON's "budget"."""
-        evidence, drawn = self.evidence, [len(prefix.drawn) for prefix in self.evidence.prefixes]
+        evidence, most = self.evidence, self.effort.samples
+        drawn = [min(len(prefix.drawn), most) for prefix in evidence.prefixes]
         return {
             "seconds": self.budget.seconds,
             "spent": self.budget.spent,
             "tokens": evidence.tokens or self.effort.max_tokens,
             "texts": self.compared(range(self.texts)),
             "texts_wanted": self.texts,
-            "prefixes": sum(count >= self.samples for count in drawn),
+            "prefixes": drawn.count(most),
             "prefixes_wanted": self.prefixes,
-            "samples": sum(min(count, self.samples) for count in drawn),
-            "samples_wanted": self.prefixes * self.samples,
+            "samples": sum(drawn),
+            "samples_wanted": self.prefixes * most,
         }
 
     @property
@@ -198,16 +194,12 @@ class Subject:
         batch = [*(text for text, _ in texts), *others]
         outputs = decode(self.llm.engine, batch, length)[: len(texts)]
         parted: dict[bool, list[TextDivergence]] = {True: [], False: []}  # by whether it is a tie
-        for text, (tokens, _) in zip(texts, outputs, strict=True):
-            for item, tie in self._divergences(*text, tokens, length):
+        for text, (output, _) in zip(texts, outputs, strict=True):
+            for item, tie in self._divergences(*text, output, length):
                 parted[tie].append(item)
         counts = sum((counts for _, counts in outputs), DraftCounts())
-        compared = (
-            len(texts),
-            sum(len(plain) for _, plain in texts),
-            counts.drafted,
-            counts.accepted,
-        )
+        tokens = sum(len(plain) for _, plain in texts)
+        compared = len(texts), tokens, counts.drafted, counts.accepted
         return TextCheck(kind, setting, *compared, tuple(parted[True]), tuple(parted[False]))
 
     def _divergences(

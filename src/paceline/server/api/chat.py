@@ -28,13 +28,7 @@ from paceline.server.api.protocol import (
     StructuredOutputs,
     Tool,
 )
-from paceline.server.api.tools import (
-    AnswerStream,
-    ForcedCall,
-    PossibleCall,
-    TextAnswer,
-    forced_grammar,
-)
+from paceline.server.api.tools import AnswerStream, ForcedCall, PossibleCall, forced_grammar
 from paceline.server.failures import APIError, check_text
 from paceline.server.requestlog import note
 from paceline.server.wire import Facts
@@ -89,7 +83,7 @@ class Dialogue:
         """A reader of one choice's text."""
         tools, choice = self.body.shown_tools, self.body.tool_choice
         if not tools:
-            return TextAnswer()
+            return AnswerStream()
         if choice in (None, "auto"):
             parallel = self.body.parallel_tool_calls is not False and not self.body.functions
             return PossibleCall(tools, parallel)
@@ -114,14 +108,8 @@ def render_request(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
             variables.setdefault(name, value)
         elif value is not None:
             note(name)
-    return render(
-        tokenizer,
-        body.messages,
-        body.shown_tools,
-        variables,
-        body.add_generation_prompt,
-        body.continues,
-    )
+    opens, continues = body.add_generation_prompt, body.continues
+    return render(tokenizer, body.messages, body.shown_tools, variables, opens, continues)
 
 
 def render(
@@ -163,8 +151,7 @@ def render(
 
 
 def _template_of(tokenizer: Tokenizer) -> str:
-    template = tokenizer.chat_template
-    return template if isinstance(template, str) else str(template or "")
+    return str(tokenizer.chat_template or "")
 
 
 def _checked(tokenizer: Tokenizer, variables: dict[str, Any]) -> dict[str, Any]:

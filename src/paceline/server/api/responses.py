@@ -243,7 +243,8 @@ class ResponseStore:
 
     def keep(self, owner: str, response: KeptResponse) -> None:
         """Store a response with new ids. One larger than ``MAX_BYTES`` is not stored."""
-        text = _text(vars(response))
+        # A client's text may have lone surrogates.
+        text = json.dumps(vars(response), ensure_ascii=False).encode("utf-8", "surrogatepass")
         if len(text) > MAX_BYTES:
             return
         name = response.shown["id"]
@@ -281,8 +282,3 @@ class ResponseStore:
 
 def _size(responses: OrderedDict[str, bytes]) -> int:
     return sum(map(len, responses.values()))
-
-
-def _text(value: Any) -> bytes:
-    """JSON in UTF-8; a client's text may have lone surrogates."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -14,14 +14,8 @@ from paceline.server.api.protocol import DetokenizeRequest, TokenizeRequest
 from paceline.server.failures import APIError, check_text
 from paceline.server.service import Service
 
-_INFO_FIELDS = (
-    "bos_token",
-    "eos_token",
-    "pad_token",
-    "unk_token",
-    "chat_template",
-    "model_max_length",
-)
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+_INFO_FIELDS = (*_SPECIAL, "chat_template", "model_max_length")
 
 
 def add_routes(app: FastAPI, service: Service) -> None:

@@ -16,7 +16,7 @@ import json
 import re
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.params import Grammar
 from paceline.server.api.protocol import ChatRequest, Tool
@@ -28,14 +28,15 @@ Call = dict[str, Any]
 Delta = dict[str, Any]
 
 
-class AnswerStream(Protocol):
-    """Reads one choice of a chat. Deltas are those of OpenAI's chunks."""
+class AnswerStream:
+    """Reads one choice of a chat, here one without calls. Deltas are those of OpenAI's chunks."""
 
-    def feed(self, text: str) -> list[Delta]: ...
+    def feed(self, text: str) -> list[Delta]:
+        return [{"content": text}] if text else []
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
         """The last deltas, and the finish reason."""
-        ...
+        return [], reason
 
 
 def deltas_of(stream: AnswerStream, event: StreamEvent) -> tuple[list[Delta], str | None]:
@@ -60,16 +61,6 @@ def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
             else:
                 calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
     return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
-
-
-class TextAnswer:
-    """An answer without calls."""
-
-    def feed(self, text: str) -> list[Delta]:
-        return [{"content": text}] if text else []
-
-    def finish(self, reason: str) -> tuple[list[Delta], str]:
-        return [], reason
 
 
 class _JsonEnd:
@@ -106,7 +97,7 @@ class _JsonEnd:
         return None
 
 
-class ForcedCall:
+class ForcedCall(AnswerStream):
     """A call forced by a grammar: its name, then its arguments as they come. If it is cut off in
     the name it is a call without arguments where only one of ``names`` fits, else nothing."""
 
@@ -169,7 +160,7 @@ def _begun_tag(text: str) -> int:
     return 0
 
 
-class PossibleCall:
+class PossibleCall(AnswerStream):
     """An answer of text, calls, or both. Text around calls is content, without the blanks next to
     calls; so is what only looks like a call."""
 
