@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from paceline import LLM, ConfigError, PacelineError, SamplingParams
-from paceline.core.keywords import OTHER_NAMES
+from paceline.core.keywords import TABLES, forgiving
 from paceline.settings import EngineSettings, entries
+from support.command_lines import every_command
 from support.diagonal import diagonal
 from support.every_drafter import SPECS, TARGET
 
@@ -25,11 +26,34 @@ def plain() -> Iterator[LLM]:
 
 
 def test_every_name_is_mapped_to_one_of_ours_or_says_what_to_do() -> None:
-    known = {entry.name for entry in entries(EngineSettings)}
+    known = {item.name for _, command in every_command() for item in command.params}
+    known |= {entry.name for entry in entries(EngineSettings)}
     for function in (LLM.__init__, LLM.generate, SamplingParams):
         known |= set(signature(function).parameters)
-    for theirs, ours in OTHER_NAMES.items():
-        assert ours in known or theirs in known or " " in ours, f"{theirs}: {ours}"
+    for table in TABLES.values():
+        for theirs, listed in table.items():
+            for ours in [listed] if isinstance(listed, str) else listed:
+                assert ours in known or " " in ours, f"{theirs}: {ours}"
+                assert ours != theirs
+
+
+def test_a_name_is_told_once_and_stands_for_one(caplog: pytest.LogCaptureFixture) -> None:
+    @forgiving("f")
+    def f(config: str = "", *, max_batch_size: int = 0) -> tuple[str, int]:
+        return config, max_batch_size
+
+    for _ in range(2):
+        assert f(profile="a", max_num_seqs=3) == ("a", 3)  # type: ignore[call-arg]
+    told = [(record.name, record.message) for record in caplog.records]
+    assert told == [
+        ("paceline", "note: f: profile is config here"),
+        ("paceline", "note: f: max_num_seqs is max_batch_size here"),
+    ]
+    for twice in ({"config": "a"}, {}):
+        with pytest.raises(ConfigError, match=r"^f: profile is config here; give it once$"):
+            f(*([] if twice else ["a"]), profile="b", **twice)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"give it once"):
+        f(max_num_seqs=3, concurrency=4)  # type: ignore[call-arg]
 
 
 def test_what_one_writes_for_vllm() -> None:

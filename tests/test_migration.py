@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 
 from paceline import LLM, SamplingParams
-from paceline.core.keywords import OTHER_NAMES
+from paceline.core.keywords import TABLES
 from paceline.drafters import RECORDS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -21,15 +21,15 @@ OURS = {
 
 
 def test_every_keyword_that_is_known_is_in_the_tables() -> None:
-    # Known under names that no engine has today, that we had once, or that only a typo makes.
-    aliases = {"drafter", "max_seq_len", "profile", "target"}
     page = PAGE.replace("`--", "`").replace("-", "_")
-    assert not [name for name in OTHER_NAMES.keys() - aliases if f"`{name}" not in page]
+    theirs = {**TABLES["theirs"], **TABLES["instead"]}
+    assert not [name for name in theirs if f"`{name}" not in page]
 
 
 def test_a_mapped_keyword_stands_beside_ours() -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
-    for theirs, ours in OTHER_NAMES.items():
+    for theirs, listed in TABLES["theirs"].items():
+        ours = listed if isinstance(listed, str) else listed[0]
         own = [row for row in rows if f"`{theirs}`" in row.split(" | ")[0]]
         if ours in OURS and own:
             assert any(re.search(rf"[`(]{ours}\b", row.split(" | ", 1)[1]) for row in own), theirs

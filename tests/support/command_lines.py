@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from typing import Any
 
+import typer
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
+
+
+def every_command(group: Any = None, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The words of each command, and the command."""
+    for name, command in (group or typer.main.get_command(app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from every_command(command, *words, name)
+        else:
+            yield (*words, name), command
 
 
 def paceline(*arguments: str, input: str | None = None, **environment: str) -> Result:

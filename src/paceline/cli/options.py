@@ -13,7 +13,7 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from paceline.cli.output import quiet_libraries
-from paceline.core.keywords import OTHER_NAMES
+from paceline.core.keywords import our_name
 from paceline.core.memory import processors
 from paceline.core.stages import info, stage
 from paceline.draft.foreign import foreign_of
@@ -48,15 +48,6 @@ _model = under("Model")
 
 # -- tables as options -----------------------------------------------------------------------------
 
-# Options that commands had once, and what to do without them.
-_GONE = {
-    "--processes": "one process trains; give it --threads, or a GPU by --device cuda",
-    "--continue": "give the run more --seconds, or 0 for all",
-    "--state": "give the run more --seconds, or 0 for all",
-    "--pull": "paceline pull smollm2 fetches the real model",
-    "--perplexity": "paceline quantize --evaluate FILE says what rounding costs",
-    "--suite": "measure the file: --prompts FILE --max-tokens 1024 --stop-at-eos --rounds 1",
-}
 # What --help shows of a command with more than so many options; --help-all shows them all.
 _MANY = 12
 _COMMON = frozenset(
@@ -81,31 +72,42 @@ class Command(TyperCommand):
     by position or by --model, --drafter for --draft, --tensor-parallel-size ..."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {option for item in self.params for option in (*item.opts, *item.secondary_opts)}
-        taken = [item.name for item in self.params if item.param_type_name == "argument"]
-        if not taken and "--model" in known and args and not args[0].startswith("-"):
-            args = ["--model", *args]
-        words = [self._ours(word, known) for word in args]
-        if taken == ["model"] and "--model" in words:
-            words.remove("--model")  # it has no flag here
-        return super().parse_args(ctx, words)
+        flags = {option for item in self.params for option in (*item.opts, *item.secondary_opts)}
+        arguments = flags - {option for option in flags if option.startswith("-")}
+        given: dict[str, str] = {}  # by our name
+        words: list[str] = []
+        if not arguments and "--model" in flags and args and not args[0].startswith("-"):
+            given["--model"], words, args = "MODEL", ["--model", args[0]], args[1:]
+        end = args.index("--") if "--" in args else len(args)
+        for word in args[:end]:
+            name, equals, value = word.partition("=")
+            ours = self._ours(name, flags | {flag(argument) for argument in arguments})
+            if given.setdefault(ours, name) != name:
+                other = name if name != ours else given[ours]
+                raise typer.BadParameter(f"{other} is {ours} here; give it once")
+            if ours[2:] not in arguments:
+                words.append(f"{ours}{equals}{value}")
+            elif equals:  # by position here
+                words.append(value)
+        for ours, name in given.items():
+            if name.startswith("--") and name != ours:
+                print(f"note: {name} is {ours} here", file=sys.stderr)
+        return super().parse_args(ctx, words + args[end:])
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         switches_take_nothing(self.get_params(ctx))
         super().format_help(ctx, formatter)
 
     @staticmethod
-    def _ours(word: str, known: set[str]) -> str:
-        name, equals, value = word.partition("=")
-        if not name.startswith("--") or name in known:
-            return word
-        ours = _GONE.get(name) or OTHER_NAMES.get(name[2:].replace("-", "_"), "")
+    def _ours(name: str, flags: set[str]) -> str:
+        """Our name of an option, or the word as it is. Raises BadParameter with what to do."""
+        if not name.startswith("--") or name in flags:
+            return name
+        known = {option[2:].replace("-", "_") for option in flags}
+        ours = our_name(name[2:].replace("-", "_"), known)
         if " " in ours:
             raise typer.BadParameter(f"there is no {name}; {ours}")
-        if flag(ours) not in known:
-            return word
-        print(f"note: {name} is {flag(ours)} here", file=sys.stderr)
-        return f"{flag(ours)}{equals}{value}"
+        return flag(ours) if ours else name
 
 
 def _show_all(ctx: typer.Context, wanted: bool) -> None:

@@ -1,53 +1,67 @@
-"""Keywords of other engines: mapped to ours, or refused with what to do here."""
+"""Other names of settings: those of other engines, and ours of another place or of before. Each is
+mapped to the one name here, or answered with what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from paceline.core.stages import warn
 from paceline.errors import ConfigError
 from paceline.files import read_toml
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_TABLES = read_toml(Path(__file__).with_name("keywords.toml"), "the table of keywords")
-# Keywords of other engines: our name, or (not a name) what to do.
-OTHER_NAMES: dict[str, str] = _TABLES["ours"] | _TABLES["instead"]
+# By section: what each name is here, one name or several, or (with spaces) what to do.
+TABLES: dict[str, dict[str, str | list[str]]] = read_toml(
+    Path(__file__).with_name("keywords.toml"), "the table of keywords"
+)
+_told = set[tuple[str, str]]()
+
+
+def our_name(name: str, known: Collection[str]) -> str:
+    """What ``name`` is called where the ``known`` names are; else what to do, a text with spaces;
+    else ""."""
+    for table in TABLES.values():
+        listed = table.get(name, [])
+        for ours in [listed] if isinstance(listed, str) else listed:
+            if ours in known or " " in ours:
+                return ours
+    return ""
 
 
 def forgiving(what: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Have a function take the keywords of ``OTHER_NAMES``, too. ``what`` is its name in errors:
-    ConfigError for a keyword that it does not know, with the nearest that it does."""
+    """Have a function take other names of its keywords, too; each is told once. ``what`` is its
+    name in errors: ConfigError for a keyword that it does not know, with the nearest it does."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        known = [name for name in signature(function).parameters if name != "self"]
+        parameters = [*signature(function).parameters]
+        known = [name for name in parameters if name != "self"]
 
         @wraps(function)
         def call(*args: _P.args, **keywords: _P.kwargs) -> _T:
             for name in [name for name in keywords if name not in known]:
-                ours = OTHER_NAMES.get(name, "")
+                ours = our_name(name, known)
                 if ours not in known:
-                    raise ConfigError(f"{what} has no keyword {name}; {_advice(name, known)}")
-                if ours in keywords:
-                    raise ConfigError(f"{what}: {name} is {ours} here; give it once")
+                    advice = ours or did_you_mean(name, known, f"it knows {', '.join(known)}")
+                    raise ConfigError(f"{what} has no keyword {name}; {advice}")
+                line = f"{what}: {name} is {ours} here"
+                if ours in keywords or ours in parameters[: len(args)]:
+                    raise ConfigError(f"{line}; give it once")
+                if (what, name) not in _told:
+                    _told.add((what, name))
+                    warn(f"note: {line}")
                 keywords[ours] = keywords.pop(name)
             return function(*args, **keywords)
 
         return call
 
     return decorate
-
-
-def _advice(name: str, known: Iterable[str]) -> str:
-    advice = OTHER_NAMES.get(name, "")
-    if " " in advice:
-        return advice
-    return did_you_mean(name, known, f"it knows {', '.join(known)}")
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, likeness: float = 0.6) -> str:

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from paceline.core.keywords import OTHER_NAMES
+from paceline.core.keywords import our_name
 from paceline.core.stages import info
 from paceline.errors import ConfigError
 from paceline.files import read_toml
@@ -159,15 +159,18 @@ def read_file(path: str | Path) -> dict[str, Any]:
     for section, content in read_toml(path, "config file").items():
         if section not in SECTIONS or not isinstance(content, dict):
             raise ConfigError(f"{path}: {_unknown('', section)}")
+        there = [name for home, name in known if home == section]
         for name, value in content.items():
-            where, ours = f"{path}: [{section}] {name}", OTHER_NAMES.get(name, name)
-            if (section, name) not in known and (section, ours) in known:
-                if ours in content:
+            where = f"{path}: [{section}] {name}"
+            if name not in there:
+                ours = our_name(name, there)
+                if ours not in there:
+                    fault = f"[{section}] {name}: {ours}" if ours else _unknown(section, name)
+                    raise ConfigError(f"{path}: {fault}")
+                if ours in content or ours in values:
                     raise ConfigError(f"{where} is {ours} here; give it once")
                 info(f"note: {where} is {ours} here")
                 name = ours
-            if (section, name) not in known:
-                raise ConfigError(f"{path}: {_unknown(section, name)}")
             values[name] = known[section, name].read(value, where)
     return values
 
