@@ -40,7 +40,7 @@ class CacheMemoryError(PacelineError):
 
 
 class EngineLostError(PacelineError):
-    """The engine cannot go on: every forward fails."""
+    """The engine cannot go on: every forward fails. Load the model again."""
 
 
 class DataError(PacelineError):

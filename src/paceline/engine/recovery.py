@@ -185,9 +185,7 @@ def _one_by_one(engine: Stepping, trial: Trial, failure: Failure) -> None:
         log.critical("every forward fails, the engine is lost: %s", failure)
         for seq in [*scheduler.running, *scheduler.waiting]:
             engine.abort(seq.seq_id)
-        raise EngineLostError(
-            f"the engine cannot go on: every forward fails ({failure.message}); restart it"
-        )
+        raise EngineLostError(f"every forward fails ({failure.message})")
     engine.ready += [failed(seq, culprit) for seq, culprit in culprits]
 
 
