@@ -264,14 +264,16 @@ def test_a_replica_killed_in_mid_stream(router: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("router", sorted(ROUTERS))
 def test_throughput_of_two_by_one(router: str, tmp_path: Path, capsys: Any) -> None:
     """Printed, not judged: on a machine of few cores the replicas share what one had alone."""
-    rates = Counter[int]()
+    rates, tokens = Counter[int](), 400
     for count in (1, 2):
         with started(router, count, tmp_path) as fleet:
             began = time.perf_counter()
-            answers = together(16, lambda _, f=fleet: f.complete(max_tokens=48, ignore_eos=True))
+            answers = together(
+                16, lambda _, f=fleet: f.complete(max_tokens=tokens, ignore_eos=True)
+            )
             seconds = time.perf_counter() - began
             assert len({str(answer) for answer in answers}) == 1
-            rates[count] = round(16 * 48 / seconds)
+            rates[count] = round(16 * tokens / seconds)
     with capsys.disabled():
         threads = os.environ.get("OMP_NUM_THREADS", "all")
         print(
