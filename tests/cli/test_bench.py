@@ -182,7 +182,6 @@ def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) ->
     -m draft --draft none | no draft is named
     --price -1 | --price is -1
     --price nan | --price is nan
-    --max-batch-size 4 | --concurrency
     --category cooking | no category cooking in the shipped prompt set; there are
     --prompts /nowhere.jsonl | /nowhere.jsonl
     --report x.pdf | .md or .html
@@ -197,7 +196,7 @@ def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "texts"),
     [
-        ("--lengths", ["", "1,x", "0", "65", "1,,2"]),
+        ("--draft-length", ["", "1,x", "0,1", "65", "1,65", "1,,2"]),
         ("--concurrency", ["", "0", "1,x", "1.5"]),
         ("--temperature", ["", "-1", "hot", "nan", "inf"]),
     ],

@@ -29,6 +29,8 @@ serve --max-running-requests --max-batch-size
 serve --concurrency --max-batch-size
 generate --batch --max-batch-size
 bench --max-concurrency --concurrency
+bench --max-batch-size --concurrency
+bench --lengths --draft-length
 tune --max-batch-size --concurrency
 tune --batch-size --concurrency
 generate --context-length --max-model-len

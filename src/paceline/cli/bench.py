@@ -25,7 +25,7 @@ from paceline.lab.bench import BenchOptions, PromptOptions
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
 from paceline.model.names import DEFAULT_DRAFT, default_drafts
-from paceline.settings import LoadSettings, changed, setting, under
+from paceline.settings import EngineSettings, LoadSettings, changed, setting, under
 from paceline.settings.tuned import is_tuned
 
 if TYPE_CHECKING:
@@ -35,6 +35,20 @@ if TYPE_CHECKING:
     from paceline.lab.profiling.runs import ProfileResult
 
 _PER_CATEGORY = 3
+
+
+@dataclass(frozen=True)
+class BenchedModel(ModelOptions):
+    """Drafts of several lengths; as many sequences together as ``concurrency`` says."""
+
+    draft_length: int | str | tuple[int, ...] | None = changed(  # type: ignore[assignment]
+        EngineSettings,
+        "draft_length",
+        None,
+        help="Draft tokens a step, or auto to adapt. Several, as in 1,2,4,8, are compared.",
+        kind="lengths",
+    )
+    max_batch_size: int | None = changed(EngineSettings, "max_batch_size", None, but=("command",))
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class _Plan:
 
 @expand
 def bench(
-    engine: ModelOptions,
+    engine: BenchedModel,
     source: PromptOptions,
     options: BenchOptions,
     run: BenchRun,
@@ -77,7 +91,7 @@ def bench(
         from paceline.lab.bench.runner import HeatRecord
 
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
-    llm = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
+    llm = replace(engine, draft_length=None, max_batch_size=1, kv_cache_memory=None).open(None)
     record = HeatRecord()
     interrupted, about = _measured(engine, plan, llm, record, budget)
     if not record.heats:
@@ -99,15 +113,13 @@ def bench(
 
 def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) -> _Plan:
     """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
-    if engine.max_batch_size is not None:
-        raise ConfigError("bench has as many sequences together as --concurrency says; use that")
     from paceline.lab.bench.engines import parse_methods
 
     length, rule = engine.length_and_rule
     draft = engine.resolved_draft
     sweep = options.sweep(rule)
     names = options.method or _default_methods(engine.model, draft)
-    methods = parse_methods(names, draft, length, list(dict.fromkeys(options.lengths or ())))
+    methods = parse_methods(names, draft, length)
     prompts = source.load(_PER_CATEGORY)
     settings = {
         "model": engine.model,
@@ -239,7 +251,7 @@ def profile(
     engine: ModelOptions,
     source: PromptOptions,
     output: ReportOptions,
-    concurrency: int = setting(1, "Sequences decoded at once.", low=1),
+    concurrency: int = setting(1, "Requests at once.", low=1),
     steps: int = setting(40, "Steady steps a round.", low=5),
     rounds: int = setting(5, "Timed rounds; the median counts.", low=1),
     trace: str | None = setting(

@@ -26,7 +26,7 @@ class Key:
     """What there is to know about one setting besides its name, type and default.
 
     ``panel`` is its heading in ``--help`` and, in small letters, its section in a file. ``kind``
-    is a way to write it that its type does not say: size, length or numbers. ``shown`` is the
+    is a way to write it that its type does not say: size, length ... ``shown`` is the
     default in words, "" shows none. ``flags`` replace ``--name``. ``but`` names where it cannot be
     said: "command", "server", "LLM", "beside".
     """
@@ -101,7 +101,7 @@ class TableEntry:
             raise ConfigError(f"{where} is {value!r}; it must be {words}") from None
         if key.choices and parsed not in key.choices:
             raise ConfigError(f"{where} is {value!r}; use one of {', '.join(key.choices)}")
-        numbers = parsed if key.kind == "numbers" else (parsed,)
+        numbers = parsed if isinstance(parsed, tuple) else (parsed,)
         for number in (item for item in numbers if isinstance(item, (int, float))):
             if key.low is not None and not number >= key.low:
                 raise ConfigError(f"{where} is {value!r}; it must be at least {key.low:g}")
@@ -158,6 +158,16 @@ def _length(_: Any, value: object) -> int | str:
     return int(value) if isinstance(value, str) and value.isdecimal() else _typed(int, value)
 
 
+def _lengths(kind: Any, value: object) -> int | str | tuple[int, ...]:
+    """As a length, or several of at least 1, as in ``1,2,4``."""
+    if not isinstance(value, str) or "," not in value:
+        return _length(kind, value)
+    several = tuple(map(int, value.split(",")))
+    if min(several) < 1:
+        raise ValueError
+    return several
+
+
 def _numbers(kind: Any, value: object) -> Any:
     """``2,6,11``; nothing is ()."""
     if isinstance(value, str):
@@ -171,6 +181,7 @@ _WORDS = {str: "text in quotes", int: "a whole number", float: "a number", bool:
 _KINDS: dict[str, tuple[Callable[[Any, object], Any], str]] = {
     "size": (_size, "a size, as in 512M or 2G"),
     "length": (_length, "auto or a whole number"),
+    "lengths": (_lengths, "auto, a whole number, or several, as in 1,2,4"),
     "numbers": (_numbers, "numbers, as in 2,6,11"),
 }
 

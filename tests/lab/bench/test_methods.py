@@ -56,7 +56,7 @@ def test_plain_decoding_always_comes_first_and_nothing_twice() -> None:
 
 def test_lengths_go_to_those_that_name_none() -> None:
     texts = ["ngram", "draft@auto", "url:http://a:1"]
-    parsed = parse_methods(texts, DRAFT, "auto", [2, 4])
+    parsed = parse_methods(texts, DRAFT, (2, 4))
     assert [(method.name, method.length) for method in parsed] == [
         ("plain", 0),
         ("ngram@2", 2),

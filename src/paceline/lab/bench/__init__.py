@@ -48,16 +48,17 @@ class BenchOptions:
         flags=("--method", "-m"),
         shown="draft and ngram, and the EAGLE-3 head of the built-in model",
     )
-    lengths: tuple[int, ...] | None = _numbers(
-        None, "Run drafters that name no length at each of these, as in 1,2,4,8.", low=1, high=64
-    )
-    concurrency: tuple[int, ...] = _numbers((1,), "Requests in flight, as in 1,2,4,8.", low=1)
+    concurrency: tuple[int, ...] = _numbers((1,), "Requests at once, as in 1,2,4,8.", low=1)
     temperature: tuple[float, ...] = _numbers(
         (0.0,), "As in 0,0.7,1.", flags=("--temperature", "-t"), shown="0", low=0, high=100
     )
     max_tokens: int = _measuring(64, "Tokens a request.", low=1)
     rounds: int = _measuring(3, "Timed rounds, for medians.", low=1)
-    stop_at_eos: bool = _measuring(False, "End texts where the model does, not at one length.")
+    ignore_eos: bool = _measuring(
+        True,
+        "Write texts of one length, or end them where the model does.",
+        flags=("--ignore-eos/--stop-at-eos",),
+    )
     seed: int | None = _measuring(None, "Makes sampled texts comparable.", low=0)
     price: float | None = _measuring(None, "Of a machine hour: adds the cost of a million tokens.")
     allow_idle: bool = _measuring(False, "Do not fail if a method drafted nothing of use.")
@@ -73,6 +74,6 @@ class BenchOptions:
             sorted(set(self.concurrency)),
             list(dict.fromkeys(self.temperature)),
             self.rounds,
-            ignore_eos=not self.stop_at_eos,
+            ignore_eos=self.ignore_eos,
             seed=0 if self.seed is None and rule == "coupled" else self.seed,
         )

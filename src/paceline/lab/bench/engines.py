@@ -55,12 +55,13 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
 
 
 def parse_methods(
-    texts: Sequence[str], draft: str | None, length: Length = "auto", lengths: Sequence[int] = ()
+    texts: Sequence[str], draft: str | None, length: Length | tuple[int, ...] = "auto"
 ) -> list[Method]:
-    """All methods, plain first; drafters without a length at each of ``lengths``. ConfigError."""
+    """All methods, plain first; drafters without a length at this or each of these. ConfigError."""
     methods = [Method(PLAIN, length=0)]
+    lengths = length if isinstance(length, tuple) else ()
     for text in texts:
-        method = parse_method(text, draft, length)
+        method = parse_method(text, draft, "auto" if isinstance(length, tuple) else length)
         if lengths and method.draft is not None and _split(text)[1] is None:
             methods += [replace(method, name=f"{method.name}@{n}", length=n) for n in lengths]
         else:

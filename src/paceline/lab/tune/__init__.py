@@ -11,7 +11,7 @@ from paceline.settings import setting
 class TuneOptions:
     """What is expected of the machine, and how it is tried. ``source`` names the prompts."""
 
-    concurrency: int = setting(1, "Requests expected at once.", low=1, high=1024)
+    concurrency: int = setting(1, "Requests at once.", low=1, high=1024)
     temperature: float = setting(0.0, "0 is greedy.", low=0.0, flags=("--temperature", "-t"))
     max_tokens: int = setting(48, "New tokens of each prompt.", low=2)
     rounds: int = setting(4, "Rounds of the confirmation.", low=1)
