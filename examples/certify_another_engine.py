@@ -36,7 +36,7 @@ def certify(address: str, reference: str | None = None) -> int:
     server, plain = connect(address, None, None)
     if reference is not None:
         plain, _ = connect(reference, None, None)
-    effort = Effort(texts=len(PROMPTS), requests=REQUESTS)
+    effort = Effort(num_prompts=len(PROMPTS), requests=REQUESTS)
     certifier = ServerCertifier(server, plain, PROMPTS, effort, Budget(SECONDS))
     certifier.run()
     certificate = certifier.certificate()

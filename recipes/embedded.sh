@@ -34,7 +34,7 @@ write() { # name, then options of `paceline train sample`
   local file="$out/written-$1.jsonl"
   shift
   [ -s "$file" ] || paceline train sample --model "$out/target/model" "${corpus[@]}" --out "$file" \
-    --count "${RECORDS:-4000}" --max-tokens 160 --batch 64 "$@"
+    --num-prompts "${RECORDS:-4000}" --max-tokens 160 --max-batch-size 64 "$@"
 }
 write greedy --temperature 0
 write greedy-on --temperature 0 --ignore-eos --max-tokens 128 --seed 1
@@ -45,7 +45,7 @@ draft=(--hidden-size 192 --layers 2 --heads 3 --kv-heads 3 --ffn-size 512)
 python "$here/embedded_target.py" "${corpus[@]}" --tokenizer "$out/target/model" "${draft[@]}" \
   --out "$out/draft-text" --compile --loss-on all --steps "${TEXT_STEPS:-500}" "$@"
 paceline train draft "${corpus[@]}" "${valid[@]}" --target "$out/target/model" \
-  --draft "$out/draft-text/model" --argmax-weight 0.3 "${draft[@]}" \
+  --init "$out/draft-text/model" --argmax-weight 0.3 "${draft[@]}" \
   --data "$out/written-greedy.jsonl=60" --data "$out/written-greedy-on.jsonl=60" \
   --data "$out/written-sampled.jsonl=40" \
   --out "$out/draft" --compile --steps "${DRAFT_STEPS:-900}" "$@"
@@ -56,8 +56,8 @@ for item in summ=60 docs=20 chat=20; do
   long+=(--data "$data/${item%=*}.train.jsonl.gz=${item#*=}")
 done
 [ -s "$out/written-long.jsonl" ] || paceline train sample --model "$out/target/model" "${long[@]}" \
-  --longest 420 --seed 3 --out "$out/written-long.jsonl" --count "${RECORDS:-4000}" \
-  --max-tokens 128 --batch 64
+  --max-text-len 420 --seed 3 --out "$out/written-long.jsonl" --num-prompts "${RECORDS:-4000}" \
+  --max-tokens 128 --max-batch-size 64
 own=(--target "$out/target/model" --valid "$data/summ.valid.jsonl.gz" "${valid[@]}")
 for item in greedy=38 greedy-on=22 sampled=5 long=20; do
   own+=(--data "$out/written-${item%=*}.jsonl=${item#*=}")
@@ -69,7 +69,7 @@ paceline train eagle3 "${own[@]}" --feature-layers 2,6,11 --draft-vocab-size 307
   --ttt-steps 6 --step-decay 0.9 --out "$out/eagle3" --compile --steps "${EAGLE_STEPS:-2250}" "$@"
 paceline train eagle "${own[@]}" --ttt-steps 3 --token-weight 1 --long-every 0 \
   --out "$out/eagle" --compile --steps "${EAGLE1_STEPS:-420}" "$@"
-paceline train medusa "${own[@]}" --heads 4 --layers 2 --shared-head --held-out 40 \
+paceline train medusa "${own[@]}" --medusa-heads 4 --medusa-layers 2 --shared-head --held-out 40 \
   --long-every 0 --lr 0.012 --adam-lr 0.006 --warmup 25 \
   --out "$out/medusa" --compile --steps "${MEDUSA_STEPS:-780}" "$@"
 

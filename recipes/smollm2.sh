@@ -71,8 +71,8 @@ answer() { # shard, greedy or sampled, then options of `paceline train sample`
   local shard=$1 how=$2
   shift 2
   paceline train sample --model "$model" --data "$out/prompts-$how-$shard.jsonl" \
-    --out "$out/written-$how-$shard.jsonl" --max-tokens "${TOKENS:-256}" --max-prompt 640 \
-    --follow-ups 0.15 --batch 48 --dtype bfloat16 --kv-cache-memory 2GB --seed "$shard" "$@"
+    --out "$out/written-$how-$shard.jsonl" --max-tokens "${TOKENS:-256}" --max-prompt-len 640 \
+    --follow-ups 0.15 --max-batch-size 48 --dtype bfloat16 --kv-cache-memory 2GB --seed "$shard" "$@"
 }
 threads=()
 [ "$shards" -gt 1 ] && threads=(--threads 1)
@@ -104,7 +104,7 @@ start paceline train eagle3 "${own[@]}" --draft-vocab-size 12288 --seq-len 1024 
   --ttt-steps 4 --ttt-stride 3 --steps "${EAGLE_STEPS:-5000}" ${EAGLE_INIT:+--init "$EAGLE_INIT"} \
   --out "$out/eagle3" "$@"
 finish
-start paceline train medusa "${own[@]}" --heads 4 --layers 1 --shared-head --seq-len 896 --long-every 0 \
+start paceline train medusa "${own[@]}" --medusa-heads 4 --medusa-layers 1 --shared-head --seq-len 896 --long-every 0 \
   --out "$out/medusa" --steps "${MEDUSA_STEPS:-500}" "$@"
 finish
 start paceline train draft "${own[@]}" --hidden-size 192 --layers 2 --heads 3 --kv-heads 3 \

@@ -111,13 +111,13 @@ def test_prompts_of_like_length_are_decoded_together(tmp_path: Path) -> None:
 
 def test_so_many_prompts_and_none_that_are_too_long(tmp_path: Path) -> None:
     sources = prompts(tmp_path, question("the dog " * 40), *map(question, "abcdef"))
-    jobs = prompts_of(sources, TOKENIZER, PromptSelection(max_prompt=20))
+    jobs = prompts_of(sources, TOKENIZER, PromptSelection(max_prompt_len=20))
     assert len(jobs) == 6
-    few = prompts_of(sources, TOKENIZER, PromptSelection(count=3, max_prompt=20))
+    few = prompts_of(sources, TOKENIZER, PromptSelection(num_prompts=3, max_prompt_len=20))
     assert len(few) == 3
     assert {job.number for job in few} <= {job.number for job in jobs}
     with pytest.raises(DataError, match=r"no prompt that can be answered: line 1: it has \d+ tok"):
-        prompts_of(sources, TOKENIZER, PromptSelection(max_prompt=2))
+        prompts_of(sources, TOKENIZER, PromptSelection(max_prompt_len=2))
 
 
 def test_questions_of_several_turns_are_asked_to_the_end(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_answers_that_fail_are_no_records(tmp_path: Path) -> None:
 
 def test_texts_are_continued_and_conversations_in_texts_opened(tmp_path: Path) -> None:
     texts = [{"text": text, "license": "MIT"} for text in SENTENCES]
-    selection = PromptSelection(count=3, longest=12)
+    selection = PromptSelection(num_prompts=3, max_text_len=12)
     jobs = prompts_of(prompts(tmp_path, *texts), TOKENIZER, selection)
     assert len(jobs) == 3
     assert all(len(job.token_ids) == 12 for job in jobs)

@@ -19,7 +19,7 @@ def arguments(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> 
     prompts = tmp_path_factory.mktemp("prompts") / "two.txt"
     prompts.write_text("Once upon a time there was\n---\nThe quick brown fox", encoding="utf-8")
     pair = ["--model", tiny_pair.target, "--draft", tiny_pair.draft, "--dtype", "float32"]
-    small = ["--texts", "2", "--max-tokens", "8", "--prefixes", "1", "--samples", "1200"]
+    small = ["--num-prompts", "2", "--max-tokens", "8", "--prefixes", "1", "--samples", "1200"]
     return ["certify", *pair, "--draft-length", "2", "--prompts", str(prompts), *small]
 
 

@@ -37,6 +37,18 @@ generate --context-length --max-model-len
 certify --drafter --draft
 train eagle3 --model --target
 train sample --target --model
+train draft --draft --init
+train draft --max-length --seq-len
+train sample --batch --max-batch-size
+train sample --count --num-prompts
+train sample --longest --max-text-len
+train sample --max-prompt --max-prompt-len
+train medusa --heads --medusa-heads
+train medusa --medusa-num-layers --medusa-layers
+certify --texts --num-prompts
+generate --seq-len --max-model-len
+quantize --group --group-size
+quantize --head --lm-head
 """
 
 

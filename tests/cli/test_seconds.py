@@ -23,7 +23,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def certify(tiny_pair: TinyPair, prompts: str) -> list[str]:
     pair = ["--model", tiny_pair.target, "--draft", tiny_pair.draft, "--dtype", "float32"]
-    small = ["--texts", "2", "--max-tokens", "8", "--prefixes", "1", "--samples", "200"]
+    small = ["--num-prompts", "2", "--max-tokens", "8", "--prefixes", "1", "--samples", "200"]
     return ["certify", *pair, "--draft-length", "2", "--prompts", prompts, *small, "--json"]
 
 

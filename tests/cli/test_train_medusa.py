@@ -17,7 +17,7 @@ def test_a_run_ends_with_heads_that_draft(tiny_pair: TinyPair, tmp_path: Path) -
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in SENTENCES * 3))
     files = ["--data", str(corpus), "--valid", str(corpus), "--out", str(out)]
     command = ["train", "medusa", "--target", tiny_pair.target, *files, *SHORT]
-    flags = ["--heads=2", "--layers=2", "--shared-head", "--threads=1", "--json"]
+    flags = ["--medusa-heads=2", "--medusa-layers=2", "--shared-head", "--threads=1", "--json"]
     result = paceline(*command, *flags)
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)

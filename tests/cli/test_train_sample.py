@@ -31,7 +31,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def arguments(pair: TinyPair, prompts: str, out: Path, *more: str) -> list[str]:
-    options = ["--max-tokens=6", "--batch=3", "--dtype=float32", "--threads=1"]
+    options = ["--max-tokens=6", "--max-batch-size=3", "--dtype=float32", "--threads=1"]
     command = ["train", "sample", "--model", str(pair.target), "--data", prompts]
     return [*command, "--out", str(out), *options, *more]
 
@@ -65,7 +65,7 @@ def test_answers_are_the_targets_own(tiny_pair: TinyPair, prompts: str, tmp_path
 
 def test_the_end_token_is_written(tiny_pair: TinyPair, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
-    more = ("--temperature=1", "--top-p=0.99", "--max-tokens=200", "--count=12")
+    more = ("--temperature=1", "--top-p=0.99", "--max-tokens=200", "--num-prompts=12")
     result = paceline(*arguments(tiny_pair, prompts, out, *more))
     assert result.exit_code == 0, result.output
     records = records_of(out)

@@ -105,7 +105,7 @@ def test_bench(model: str, prompts: str) -> None:
 def test_certify(model: str, prompts: str) -> None:
     found = record(
         *("certify", "--model", model, "--draft", "ngram:min=1", "--draft-length", "2"),
-        *("--prompts", prompts, "--texts", "2", "--max-tokens", "8"),
+        *("--prompts", prompts, "--num-prompts", "2", "--max-tokens", "8"),
         *("--prefixes", "1", "--samples", "200", "--seconds", "3600"),
     )
     assert found["lossless"] is True and found["problems"] == []

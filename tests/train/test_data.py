@@ -197,5 +197,5 @@ def test_foreign_conversations_are_opened_up_to_an_answer(tmp_path: Path) -> Non
     tokenizer = foreign_tokenizer()
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"text": "User: hello\n\nAssistant: world"}) + "\n")
-    (opening,) = prompts_of([Source(file, 1.0)], tokenizer, PromptSelection(count=1))
+    (opening,) = prompts_of([Source(file, 1.0)], tokenizer, PromptSelection(num_prompts=1))
     assert tokenizer.decode(opening.token_ids) == "<s>[U]hello[A]"

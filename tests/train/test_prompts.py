@@ -26,19 +26,19 @@ def corpus(folder: Path, texts: list[str]) -> Source:
 
 def openings(source: Source, count: int, **more: int) -> list[NumberedPrompt]:
     """As held-out texts are opened."""
-    selection = PromptSelection(count=count, **more)  # type: ignore[arg-type]
+    selection = PromptSelection(num_prompts=count, **more)  # type: ignore[arg-type]
     return prompts_of_file(source, TOKENIZER, selection, (1,), any_turn=True)
 
 
 def test_openings_are_beginnings_of_records(tmp_path: Path) -> None:
     source = corpus(tmp_path, SENTENCES)
-    found = openings(source, 4, longest=14)
+    found = openings(source, 4, max_text_len=14)
     assert len(found) == 4
     whole = [TOKENIZER.encode(text) for text in SENTENCES]
     for opening in found:
         assert 12 <= len(opening.token_ids) <= 14
         assert any(ids[: len(opening.token_ids)] == opening.token_ids for ids in whole)
-    assert found == openings(source, 4, longest=14)
+    assert found == openings(source, 4, max_text_len=14)
 
 
 def test_conversations_are_opened_up_to_an_answer(tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_questions_and_prompts_are_opened_whole(tmp_path: Path) -> None:
 
 def test_long_conversations_are_opened_where_they_are_wanted(tmp_path: Path) -> None:
     source = corpus(tmp_path, [f"User: {'word ' * 90}\n\nAssistant: yes"])
-    with pytest.raises(DataError, match="more than --max-prompt"):
-        openings(source, 1, max_prompt=192)
+    with pytest.raises(DataError, match="more than --max-prompt-len"):
+        openings(source, 1, max_prompt_len=192)
     (opening,) = openings(source, 1)
     assert len(opening.token_ids) > 192
 

@@ -77,7 +77,7 @@ def _certify_server(
     from paceline.lab.certify.asking import connect
     from paceline.lab.certify.server import ServerCertifier
 
-    texts = [(prompt.name, prompt.text) for prompt in evenly(prompts.load(1), effort.texts)]
+    texts = [(prompt.name, prompt.text) for prompt in evenly(prompts.load(1), effort.num_prompts)]
     of_model = model or None, os.environ.get("OPENAI_API_KEY")
     answering, reference = connect(url, *of_model, timeout=min(120.0, max(1.0, budget.left)))
     if against is not None:
@@ -133,7 +133,7 @@ def certify(
     engine = ModelOptions(**pair)
     if engine.resolved_draft is None:
         raise typer.BadParameter("there is no draft to certify; leave out --draft none")
-    params, chosen = sampling.params(), _prompts(prompts, effort.texts)
+    params, chosen = sampling.params(), _prompts(prompts, effort.num_prompts)
     batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
     base = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
     from paceline.lab.bench.prompts import tokens_needed

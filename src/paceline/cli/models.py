@@ -131,9 +131,9 @@ def quantize(
         metavar="FILE",
         shown="other documents of the calibration text, else bench's prompts",
     ),
-    group: int = setting(32, "Inputs that share a scale, at 4 bits: 32, 64 or 128."),
-    head: str | None = setting(
-        None, "Quantise the head, too (vLLM wants it as it is).", metavar="int8|int4", shown=""
+    group_size: int = setting(32, "Inputs that share a scale, at 4 bits: 32, 64 or 128."),
+    lm_head: str | None = setting(
+        None, "Quantise lm_head, too (vLLM wants it as it is).", metavar="int8|int4", shown=""
     ),
     seed: int = setting(0, "Of the choice of texts.", low=0),
 ) -> None:
@@ -144,7 +144,9 @@ def quantize(
     from paceline.lab.quantize import quantize as run
     from paceline.model.quantised.convert import scheme_named
 
-    report = run(model, out, scheme_named(to, group, head), calibrate, tokens, evaluate, seed)
+    report = run(
+        model, out, scheme_named(to, group_size, lm_head), calibrate, tokens, evaluate, seed
+    )
     output.show(report.record(), report.table())
 
 

@@ -25,7 +25,7 @@ from paceline.cli.options import Command, expand, load_llm, set_threads
 from paceline.cli.output import WriteOptions, print_json
 from paceline.core.stages import info, stage
 from paceline.files import LongRecord
-from paceline.settings import LoadSettings, setting
+from paceline.settings import EngineSettings, LoadSettings, changed, setting
 from paceline.train.configs import (
     AnswerConfig,
     DFlashTrainConfig,
@@ -59,7 +59,7 @@ def sample(
         metavar="FILE[=WEIGHT]",
     ),
     out: Path = setting(MISSING, "JSONL file to write."),
-    batch: int = setting(32, "Sequences at once.", low=1, panel="Engine"),
+    max_batch_size: int = changed(EngineSettings, "max_batch_size", 32, shown=None),
     prompts: PromptSelection,
     answers: AnswerConfig,
     engine: LoadSettings,
@@ -81,11 +81,11 @@ def sample(
         if lines.lines:
             info(f"going on after {lines.lines:,} records in {lines.partial}")
         seed = prompts.seed + lines.lines
-        llm = load_llm(engine, model, None, max_batch_size=batch, seed=seed)
-        longest = min(prompts.max_prompt, llm.max_model_len - 1)
-        chosen = prompts_of(sources, llm.tokenizer, replace(prompts, max_prompt=longest))
+        llm = load_llm(engine, model, None, max_batch_size=max_batch_size, seed=seed)
+        longest = min(prompts.max_prompt_len, llm.max_model_len - 1)
+        chosen = prompts_of(sources, llm.tokenizer, replace(prompts, max_prompt_len=longest))
         writer = AnswerWriter(llm, params, longest, lines.add)
-        writer.write(chosen, batch, lines.kept())
+        writer.write(chosen, max_batch_size, lines.kept())
         failed = f" ({writer.failed} answers failed)" if writer.failed else ""
         info(f"{lines.lines:,} records in {out}{failed}")
 

@@ -135,7 +135,7 @@ def written_texts(
     texts: list[WrittenText] = []
     room = context_of(target, _LONGEST + max_tokens) - max_tokens if sources else 0
     selection = PromptSelection(
-        count=count, exclude_licenses=exclude_licenses, max_prompt=max(1, min(_LONGEST, room))
+        count, exclude_licenses=exclude_licenses, max_prompt_len=max(1, min(_LONGEST, room))
     )
     for source in sources:
         opened = prompts_of_file(source, tokenizer, selection, seed=(0,), any_turn=True)

@@ -25,6 +25,7 @@ class TrainConfig:
 
     trainer: ClassVar[str]  # MODULE:CLASS, which loads torch
 
+    target: str = _data(EMBEDDED, "The model to draft for; it stays as it is.")
     data: tuple[str, ...] = _data(
         MISSING,
         "JSONL(.gz) with messages, conversations, turns, text or ids, and its share. "
@@ -59,7 +60,7 @@ class TrainConfig:
         low=0,
         high=1,
     )
-    draft_length: int = _held_out(4, "Tokens of a draft.", low=1)
+    draft_length: int = _held_out(4, "Draft tokens a step.", low=1)
     held_out: int = _held_out(8, "Openings of each --valid file.", low=1)
     held_out_tokens: int = _held_out(96, "Tokens written from each.", low=2)
 
@@ -81,13 +82,10 @@ class DraftConfig(TrainConfig):
 
     trainer = "paceline.train.draft:DraftTrainer"
 
-    teacher: str = _data(
-        EMBEDDED, "The model to draft for; it stays as it is.", flags=("--target",)
-    )
     init: str | None = _data(
         None,
-        "Start from this model of the target's vocabulary.",
-        flags=("--draft",),
+        "Go on from this draft model, of the target's vocabulary.",
+        metavar="FOLDER",
         shown="a new one of the shape below",
     )
     loss: str = _loss(
@@ -112,7 +110,6 @@ class DraftConfig(TrainConfig):
 class HeadConfig(TrainConfig):
     """Heads of any kind on a frozen target."""
 
-    target: str = _data(EMBEDDED, "The model to draft for; it stays as it is.")
     cache_features: bool = _data(
         False,
         "Keep what the target says about each document on disk, for several passes.",
@@ -228,8 +225,8 @@ class MedusaTrainConfig(HeadConfig):
 
     trainer = "paceline.train.medusa:MedusaTrainer"
 
-    heads: int = _heads(4, "Heads: tokens drafted ahead.", low=1)
-    layers: int = _heads(1, "Residual blocks of each.", low=0)
+    medusa_heads: int = _heads(4, "Heads: tokens drafted ahead.", low=1)
+    medusa_layers: int = _heads(1, "Residual blocks of each.", low=0)
     shared_head: bool = _heads(
         False,
         "Use the target's vocabulary layer instead of one per head: far smaller.",
@@ -243,15 +240,15 @@ class MedusaTrainConfig(HeadConfig):
 class PromptSelection:
     """Which prompts a target answers."""
 
-    count: int | None = _prompts(
+    num_prompts: int | None = _prompts(
         None, "Prompts to take.", low=1, shown="all conversations, 1000 texts"
     )
     seed: int = _prompts(0, "Of choice and text.", low=0)
     exclude_licenses: tuple[str, ...] = _prompts(
         ("CC-BY-SA",), "Leave out such records.", flags=("--exclude-license",)
     )
-    longest: int = _prompts(96, "Longest beginning of a text, in tokens.", low=12)
-    max_prompt: int = _prompts(640, "Longest conversation, in tokens.", low=1)
+    max_text_len: int = _prompts(96, "Longest beginning of a text, in tokens.", low=12)
+    max_prompt_len: int = _prompts(640, "Longest conversation, in tokens.", low=1)
     follow_ups: float = _prompts(
         0.0,
         "Share of the conversations that are asked a further question. Questions of several "

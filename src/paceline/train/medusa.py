@@ -35,7 +35,7 @@ class MedusaTrainer(HeadTrainer):
     what = "Medusa heads"
 
     def check(self) -> None:
-        if self.config.layers < 1 and self.config.shared_head:
+        if self.config.medusa_layers < 1 and self.config.shared_head:
             raise ConfigError("heads without a block that share the target's head have no weights")
 
     @property
@@ -56,8 +56,8 @@ class MedusaTrainer(HeadTrainer):
         return MedusaConfig(
             hidden_size=self.shape.hidden_size,
             vocab_size=self.vocab_size,
-            heads=config.heads,
-            layers=config.layers,
+            heads=config.medusa_heads,
+            layers=config.medusa_layers,
             shared_head=config.shared_head,
             base_model=run_name(config.target),
         )
@@ -71,7 +71,7 @@ class MedusaTrainer(HeadTrainer):
 
     @property
     def outer(self) -> tuple[str, ...]:
-        return (f".{self.config.layers}.weight",)  # a head's vocabulary layer
+        return (f".{self.config.medusa_layers}.weight",)  # a head's vocabulary layer
 
     # -- loss ----------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class MedusaTrainer(HeadTrainer):
         probs, row_of = self.target_probs(seen)
         features = seen.features.flatten(0, 1)[starts.flat]
         result = features.new_zeros((), dtype=torch.float32)
-        for k, weight in enumerate(falling(config.head_decay, config.heads)):
+        for k, weight in enumerate(falling(config.head_decay, config.medusa_heads)):
             logits = self.head.logits(k, features, self.lm_head)
             result = result + weight * loss_ahead(starts, k, learn, logits, probs, row_of)
         return result

@@ -54,17 +54,17 @@ def prompts_of(
 ) -> list[NumberedPrompt]:
     """The numbered prompts of all files in random order; the same for the same files and selection.
 
-    Files share ``selection.count`` by weight. Raises DataError.
+    Files share ``selection.num_prompts`` by weight. Raises DataError.
     """
     total = sum(source.weight for source in sources)
     prompts: list[NumberedPrompt] = []
     for number, source in enumerate(sources):
-        wanted = selection.count
+        wanted = selection.num_prompts
         if wanted is None and not _holds_conversations(source, selection):
             wanted = _TEXTS
         share = None if wanted is None else round(wanted * source.weight / total)
         seed = (selection.seed, number)
-        prompts += prompts_of_file(source, tokenizer, replace(selection, count=share), seed)
+        prompts += prompts_of_file(source, tokenizer, replace(selection, num_prompts=share), seed)
     order = np.random.default_rng(selection.seed).permutation(len(prompts))
     return [replace(prompts[index], number=int(index)) for index in order]
 
@@ -82,11 +82,11 @@ def prompts_of_file(
     seed: Sequence[int],
     any_turn: bool = False,
 ) -> list[NumberedPrompt]:
-    """``selection.count`` prompts of a file (None: all), of random records.
+    """``selection.num_prompts`` prompts of a file (None: all), of random records.
 
     A conversation is opened at its last question or, with ``any_turn``, before a random answer;
     other text after a random number of tokens; ids after their prompt. DataError without any."""
-    wanted = selection.count
+    wanted = selection.num_prompts
     if wanted == 0:
         return []
     rng = np.random.default_rng(seed)
@@ -132,10 +132,10 @@ class _Opener:
         turns = self._rng.permutation(talk.openings) if self._any_turn else talk.openings[-1:]
         for turn in map(int, turns):
             ids = self._writer.prompt_ids(talk, turn)
-            if len(ids) <= self._selection.max_prompt:
+            if len(ids) <= self._selection.max_prompt_len:
                 break
         else:
-            raise RefusedError(f"it has {len(ids)} tokens, more than --max-prompt")
+            raise RefusedError(f"it has {len(ids)} tokens, more than --max-prompt-len")
         later = talk.later
         if not later and self._rng.random() < self._selection.follow_ups:
             later = (FOLLOW_UPS[int(self._rng.integers(len(FOLLOW_UPS)))],)
@@ -149,11 +149,13 @@ class _Opener:
             given: list[int] = record["ids"][:prompt]
             if not all(isinstance(token, int) for token in given):
                 raise RefusedError("its ids are not a list of whole numbers")
-            if len(given) > self._selection.max_prompt:
-                raise RefusedError(f"its prompt has {len(given)} tokens, more than --max-prompt")
+            if len(given) > self._selection.max_prompt_len:
+                raise RefusedError(
+                    f"its prompt has {len(given)} tokens, more than --max-prompt-len"
+                )
             return given
         ids = self._tokenizer.encode(unicode_text(text))
-        longest = min(self._selection.longest, self._selection.max_prompt, len(ids) - 1)
+        longest = min(self._selection.max_text_len, self._selection.max_prompt_len, len(ids) - 1)
         if longest < _SHORTEST:
             raise RefusedError(f"it has no beginning of {_SHORTEST} tokens")
         return list(ids[: int(self._rng.integers(_SHORTEST, longest + 1))])

@@ -21,14 +21,14 @@ from support.simulated_clock import SecondEach
 
 InterruptAt = Callable[[int], Callable[[str], None]]
 Named = Sequence[tuple[str, Sequence[int]]]
-SMALL = Effort(texts=2, max_tokens=16, prefixes=2, samples=600)
+SMALL = Effort(num_prompts=2, max_tokens=16, prefixes=2, samples=600)
 
 
 # -- the order ------------------------------------------------------------------------------------
 
 
 def test_any_beginning_has_a_little_of_everything(llm: LLM, prompts: Named) -> None:
-    certifier = Certifier(llm, prompts, None, replace(SMALL, texts=3))
+    certifier = Certifier(llm, prompts, None, replace(SMALL, num_prompts=3))
     seen: list[tuple[int, list[int]]] = []  # texts compared, samples of each prefix
 
     def advance(shown: str) -> None:
@@ -88,7 +88,7 @@ def test_few_samples_are_not_enough_however_well_they_fit(
     monkeypatch.setattr(
         "paceline.lab.certify.certificate.MOST_BIAS", 0.2
     )  # these distributions have few cells
-    effort = Effort(texts=2, max_tokens=16, prefixes=2, samples=340)
+    effort = Effort(num_prompts=2, max_tokens=16, prefixes=2, samples=340)
     certifier, _ = ended_after(llm, prompts, 17.9, effort=effort)
     certificate = certifier.certificate()
     (prefix,) = certifier.evidence.prefixes

@@ -22,7 +22,7 @@ from paceline.verify.rules import RuleProbabilities, aligned
 from paceline.verify.verifier import Decisions, Verifier
 
 Named = Sequence[tuple[str, Sequence[int]]]
-SMALL = Effort(texts=2, max_tokens=16, prefixes=1, samples=600)
+SMALL = Effort(num_prompts=2, max_tokens=16, prefixes=1, samples=600)
 WARM = SamplingParams(temperature=1.0)
 COOL = SamplingParams(temperature=0.5)  # sharper distributions, which differ more
 

@@ -16,7 +16,7 @@ from paceline.lab.certify.run import Certifier, certify
 from paceline.llm import LLM
 
 Named = Sequence[tuple[str, Sequence[int]]]
-SMALL = Effort(texts=2, max_tokens=16, prefixes=1, samples=600)
+SMALL = Effort(num_prompts=2, max_tokens=16, prefixes=1, samples=600)
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3}
 PENALISED = SamplingParams(temperature=0.8, top_p=0.9, logit_bias={7: 2.0}, **PENALTIES)
 
@@ -61,7 +61,7 @@ def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> Non
     """It was "not enumerated" where nothing was drafted at the prefix itself."""
     tokens = tuple(range(20, 60))  # no token comes twice
     ngram = llm.beside("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
-    certifier = Certifier(ngram, [("new", tokens)], None, replace(SMALL, texts=1))
+    certifier = Certifier(ngram, [("new", tokens)], None, replace(SMALL, num_prompts=1))
     evidence = certifier.evidence
     evidence.prefixes.append(Prefix(Start(tokens, SamplingParams(temperature=1.0)), 2))
     certifier.run()

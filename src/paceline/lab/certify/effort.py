@@ -16,10 +16,10 @@ _effort = under("How much is tested")
 @dataclass(frozen=True)
 class Effort:
     """Checked on construction: raises ConfigError. ``alpha`` is the chance that a lossless engine
-    fails one of the distribution tests. A server is asked ``texts`` prompts over and over, in
+    fails one of the distribution tests. A server is asked ``num_prompts`` prompts over and over, in
     ``requests`` requests."""
 
-    texts: int = _effort(8, "Prompts compared token for token.", low=1)
+    num_prompts: int = _effort(8, "Prompts compared token for token.", low=1)
     max_tokens: int = _effort(64, "Tokens of each of them.", low=8)
     prefixes: int = _effort(4, "Prefixes behind which samples are drawn.", low=1)
     samples: int = _effort(

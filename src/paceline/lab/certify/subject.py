@@ -68,7 +68,7 @@ class Subject:
         greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         self.kinds = {"greedy": greedy} | ({} if asked.greedy else {"seeded": self.params})
         # Prefixes wanted; none if only greedy decoding is tested.
-        most = min(self.effort.prefixes, self.effort.texts, len(self.prompts))
+        most = min(self.effort.prefixes, self.effort.num_prompts, len(self.prompts))
         self.prefixes = 0 if asked.greedy else most
         self.evidence = Evidence()
         self.recorder = Recorder(llm.engine.drafter, self.evidence.draws, self.effort.seed)
@@ -78,7 +78,7 @@ class Subject:
     @property
     def texts(self) -> int:
         """Texts wanted. Prompts are not repeated."""
-        return min(self.effort.texts, len(self.prompts))
+        return min(self.effort.num_prompts, len(self.prompts))
 
     def start(self, number: int, params: SamplingParams) -> Start:
         name, prompt = self.prompts[number % len(self.prompts)]
@@ -240,7 +240,7 @@ def _checked(
         raise PromptError("no prompt was given")
     limit = llm.max_model_len
     room = limit - effort.max_tokens - 16
-    for name, prompt in prompts[: effort.texts]:
+    for name, prompt in prompts[: effort.num_prompts]:
         if not prompt:
             raise PromptError(f"prompt {name} is empty; give at least one token of text")
         if len(prompt) > room:
