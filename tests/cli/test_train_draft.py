@@ -52,7 +52,7 @@ def test_errors_take_one_line(corpus: str, tiny_pair: TinyPair, tmp_path: Path) 
     assert run(*data, "--out", out).exit_code == 0
     cases = {
         "other options (loss)": [*data, "--out", out, "--loss", "tv"],
-        "vocabulary entries": [*data, "--out", out + "2", "--draft", tiny_pair.foreign],
+        "vocabulary entries": [*data, "--out", out + "2", "--init", tiny_pair.foreign],
         "does not exist": ["--data", "no.jsonl", "--out", out + "3"],
         "use one of kl, tv, mixed": [*data, "--out", out + "4", "--loss", "l2"],
     }
