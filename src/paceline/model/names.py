@@ -89,15 +89,8 @@ SMOLLM2_ORIGINAL = Pullable(
 PULLABLE = {entry.name: entry for entry in (SMOLLM2, SMOLLM2_ORIGINAL)}
 
 EMBEDDED = "paceline/tiny"
-BUILT_IN = (
-    EMBEDDED,
-    "paceline/tiny-dflash",
-    "paceline/tiny-draft",
-    "paceline/tiny-dspark",
-    "paceline/tiny-eagle",
-    "paceline/tiny-eagle3",
-    "paceline/tiny-medusa",
-)
+_DRAFTS = ("dflash", "draft", "dspark", "eagle", "eagle3", "medusa")
+BUILT_IN = (EMBEDDED, *(f"{EMBEDDED}-{weights}" for weights in _DRAFTS))
 REAL = SMOLLM2.full_name
 # Trained drafters of this package by their target, the best first: kind and name.
 MADE_FOR = {
@@ -200,11 +193,8 @@ def default_model() -> tuple[str, str | None]:
         return chosen, None
     if pulled(SMOLLM2) is not None:
         return REAL, f"model: {REAL}, because it has been pulled (--model names another)"
-    return (
-        EMBEDDED,
-        f"model: {EMBEDDED}, a toy, because {REAL} has not been pulled "
-        f"(`paceline pull {SMOLLM2.name}`, {megabytes(SMOLLM2.download)})",
-    )
+    how = f"`paceline pull {SMOLLM2.name}`, {megabytes(SMOLLM2.download)}"
+    return EMBEDDED, f"model: {EMBEDDED}, a toy, because {REAL} has not been pulled ({how})"
 
 
 def default_drafts(model: str) -> tuple[str, ...]:

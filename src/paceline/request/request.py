@@ -88,6 +88,7 @@ class Request:
         except Exception as error:
             text = self._end(f"the text could not be decoded: {Failure.of(error).message}")
         if self.streams:
+            scores = None if self._shown else self.prompt_logprobs or None
             self._shown.append(text)
             self.events.append(
                 StreamEvent(
@@ -98,7 +99,7 @@ class Request:
                     mask,
                     self.completion,
                     logprobs,
-                    (self.prompt_logprobs or None) if len(self._shown) == 1 else None,
+                    scores,
                     commit.drafter,
                 )
             )
@@ -134,6 +135,7 @@ class Request:
 
     def _complete(self, text: str, reason: str, error: str | None = None) -> None:
         seq = self.seq
+        asked = seq.params.prompt_logprobs is not None
         self.completion = Completion(
             prompt=self.prompt,
             text=text,
@@ -144,9 +146,7 @@ class Request:
             draft_mask=self._draft_mask,
             stats=CompletionStats.of(seq),
             error=error,
-            prompt_logprobs=(
-                None if seq.params.prompt_logprobs is None else list(self.prompt_logprobs)
-            ),
+            prompt_logprobs=list(self.prompt_logprobs) if asked else None,
         )
         if self.origin is not None and reason in ("stop", "length"):
             prompt = seq.tokens[: seq.prompt_length]
@@ -183,9 +183,7 @@ def any_events(requests: Sequence[Request]) -> bool:
 def completions_of(requests: Sequence[Request]) -> list[Completion]:
     """Completions of the ended requests. Raises EngineLostError if the engine was lost."""
     done = [request.completion for request in requests if request.completion is not None]
-    lost = [
-        completion.error for completion, request in zip(done, requests, strict=True) if request.lost
-    ]
-    if lost:
-        raise EngineLostError(lost[0])
+    for completion, request in zip(done, requests, strict=True):
+        if request.lost:
+            raise EngineLostError(completion.error)
     return done

@@ -168,13 +168,8 @@ def continue_greedily(
     # Padded on the left: all end in the same column.
     ids = pad_sequence(rows, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in rows], True, padding_side="left")
-    written = target.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        do_sample=False,
-        max_new_tokens=max_tokens,
-        pad_token_id=0,
-    )
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_tokens, "pad_token_id": 0}
+    written = target.generate(input_ids=ids, attention_mask=mask, **how)
     result = []
     for row in written[:, ids.shape[1] :].tolist():
         end = next((at + 1 for at, token in enumerate(row) if token in stops), len(row))

@@ -118,8 +118,7 @@ class BlockTrainer(ChainHeadTrainer):
         outputs: torch.Tensor = head(
             embeds, within.flatten(), DraftAttention(starts, None, context, size, config.causal)
         )
-        outputs = outputs.view(len(rows), size, -1)
-        return outputs[:, -config.drafts :]
+        return outputs.view(len(rows), size, -1)[:, -config.drafts :]
 
     def logits(self, outputs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Of outputs ``[N, d]`` behind the tokens ``before [N]``: ``[N, vocab]``."""

@@ -60,14 +60,9 @@ class EagleTrainer(ChainHeadTrainer):
         sizes = self.layer_config(config.ffn_size, config.heads)
         for name in ("kv_heads", "head_dim"):
             sizes[name] = getattr(config, name) or sizes[name]
-        width = self.shape.hidden_size
-        return EagleConfig(
-            version=config.version,
-            target_hidden_size=width,
-            draft_vocab_size=count,
-            mask_token=self.mask_token if config.parallel else None,
-            **sizes,
-        )
+        sizes["target_hidden_size"] = self.shape.hidden_size
+        mask = self.mask_token if config.parallel else None
+        return EagleConfig(version=config.version, draft_vocab_size=count, mask_token=mask, **sizes)
 
     def new_head(self) -> EagleHead:
         shape: EagleConfig = self.head_shape

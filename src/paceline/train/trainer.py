@@ -300,15 +300,9 @@ class Trainer(ABC):
     def held_out_texts(self) -> list[WrittenText]:
         """Written by the target once and kept in ``out``. Raises DataError if none has a word."""
         config = self.config
-        texts = written_texts(
-            self.drafts_for,
-            self.tokenizer,
-            self.valid_sources,
-            config.held_out,
-            config.held_out_tokens,
-            config.exclude_licenses,
-            self.out / "held_out.json",
-        )
+        asked = self.drafts_for, self.tokenizer, self.valid_sources, config.held_out
+        longest, excluded = config.held_out_tokens, config.exclude_licenses
+        texts = written_texts(*asked, longest, excluded, self.out / "held_out.json")
         if not texts:
             raise DataError("the target ends every held-out text at once; give other --valid files")
         return texts

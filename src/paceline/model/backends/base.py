@@ -229,17 +229,15 @@ class Backend(ABC):
 
     def block(self, head: Any, model: Adapted) -> BlockStep:
         """A step of a block drafter's ``head`` on features of ``model``."""
-        return BlockStep(
-            head, head.embed_tokens or model.embedding("input"), head.lm_head or self.head
-        )
+        embed = head.embed_tokens or model.embedding("input")
+        return BlockStep(head, embed, head.lm_head or self.head)
 
     def medusa(self, heads: Any) -> DraftingHeads:
         """All Medusa ``heads`` in one call; may change their weights' layout."""
 
         def run(features: torch.Tensor, count: int) -> torch.Tensor:
-            return torch.stack(
-                [heads.logits(head, features, self.head) for head in range(count)], 1
-            )
+            logits = [heads.logits(head, features, self.head) for head in range(count)]
+            return torch.stack(logits, 1)
 
         return run
 
