@@ -44,7 +44,7 @@ write sampled --temperature 0.8 --seed 2
 draft=(--hidden-size 192 --layers 2 --heads 3 --kv-heads 3 --ffn-size 512)
 python "$here/embedded_target.py" "${corpus[@]}" --tokenizer "$out/target/model" "${draft[@]}" \
   --out "$out/draft-text" --compile --loss-on all --steps "${TEXT_STEPS:-500}" "$@"
-paceline train draft "${corpus[@]}" "${valid[@]}" --target "$out/target/model" \
+paceline train draft "${corpus[@]}" "${valid[@]}" --model "$out/target/model" \
   --init "$out/draft-text/model" --argmax-weight 0.3 "${draft[@]}" \
   --data "$out/written-greedy.jsonl=60" --data "$out/written-greedy-on.jsonl=60" \
   --data "$out/written-sampled.jsonl=40" \
@@ -58,7 +58,7 @@ done
 [ -s "$out/written-long.jsonl" ] || paceline train sample --model "$out/target/model" "${long[@]}" \
   --max-text-len 420 --seed 3 --out "$out/written-long.jsonl" --num-prompts "${RECORDS:-4000}" \
   --max-tokens 128 --max-batch-size 64
-own=(--target "$out/target/model" --valid "$data/summ.valid.jsonl.gz" "${valid[@]}")
+own=(--model "$out/target/model" --valid "$data/summ.valid.jsonl.gz" "${valid[@]}")
 for item in greedy=38 greedy-on=22 sampled=5 long=20; do
   own+=(--data "$out/written-${item%=*}.jsonl=${item#*=}")
 done

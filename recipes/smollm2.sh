@@ -86,7 +86,7 @@ finish
 
 # Three parts of four are teacher-forced: read at the speed of a prompt, not written token by token.
 # Of what the target wrote, greedy answers weigh two thirds, whatever their number.
-own=(--target "$model" --exclude-license=-SA --exclude-license CDLA)
+own=(--model "$model" --exclude-license=-SA --exclude-license CDLA)
 for file in chat=15 math=9 code=7.5 summ=4.5; do
   own+=(--data "$data/${file%=*}.train.jsonl.gz=${file#*=}")
 done

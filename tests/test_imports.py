@@ -152,9 +152,11 @@ PUBLIC_HOMES = {"core/stages"} | {
 PUBLIC_ONLY: dict[str, set[str]] = {
     "lab/report": set(),
     "lab/bench": set(),
-    "lab/certify": {  # what it judges: the rule, drafters' trees, rows of the target's forward
+    # What it judges: the rule, drafters' trees, rows of the target's forward; former keywords.
+    "lab/certify": {
         "control/controller",
         "core/batch",
+        "core/keywords",
         "core/noise",
         "core/sampling",
         "core/sequence",

@@ -47,7 +47,7 @@ def test_sampling_params_fields() -> None:
         temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty
         logit_bias seed max_tokens min_tokens stop stop_token_ids ignore_eos logprobs n drafter
         draft_length grammar logits_processors skip_special_tokens skip_end_tokens
-        include_stop prompt_logprobs prediction priority lora receipt
+        include_stop_str_in_output prompt_logprobs prediction priority lora receipt
         """
     )
 

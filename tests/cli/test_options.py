@@ -72,7 +72,13 @@ def test_every_sampling_parameter_has_an_option() -> None:
     options = {item.name for item in fields(SamplingOptions)}
     # A call has one --draft for all its prompts, and one --draft-length; the others are what
     # clients of a server ask for.
-    asked = {"include_stop", "skip_end_tokens", "prompt_logprobs", "prediction", "priority"}
+    asked = {
+        "include_stop_str_in_output",
+        "skip_end_tokens",
+        "prompt_logprobs",
+        "prediction",
+        "priority",
+    }
     others = {"drafter", "draft_length", "logits_processors", "lora"} | asked
     assert options == {item.name for item in fields(SamplingParams)} - others
 

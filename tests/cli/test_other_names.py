@@ -35,7 +35,8 @@ tune --max-batch-size --concurrency
 tune --batch-size --concurrency
 generate --context-length --max-model-len
 certify --drafter --draft
-train eagle3 --model --target
+train eagle3 --target --model
+train draft --teacher --model
 train sample --target --model
 train draft --draft --init
 train draft --max-length --seq-len

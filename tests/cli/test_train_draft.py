@@ -27,7 +27,7 @@ def test_a_run_ends_with_a_draft_that_the_engine_takes(
     corpus: str, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    arguments = ["--target", tiny_pair.target, "--data", corpus, "--valid", corpus, *SIZES]
+    arguments = ["--model", tiny_pair.target, "--data", corpus, "--valid", corpus, *SIZES]
     result = run(*arguments, "--out", str(out), "--steps", "3", "--eval-every", "2", "--json")
     assert result.exit_code == 0, result.output
     (line,) = result.stdout.splitlines()
@@ -48,7 +48,7 @@ def test_a_run_ends_with_a_draft_that_the_engine_takes(
 
 def test_errors_take_one_line(corpus: str, tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
-    data = ["--target", tiny_pair.target, "--data", corpus, *SIZES, "--steps", "1"]
+    data = ["--model", tiny_pair.target, "--data", corpus, *SIZES, "--steps", "1"]
     assert run(*data, "--out", out).exit_code == 0
     cases = {
         "other options (loss)": [*data, "--out", out, "--loss", "tv"],

@@ -24,7 +24,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def arguments(kind: str, target: str, corpus: str, out: Path) -> list[str]:
     flags = ["--ttt-steps=2"] if kind == "eagle3" else []
-    files = ["--data", corpus, "--valid", corpus, "--target", target, "--out", str(out)]
+    files = ["--data", corpus, "--valid", corpus, "--model", target, "--out", str(out)]
     return ["train", kind, *files, *SIZES, *flags]
 
 
@@ -67,7 +67,7 @@ def test_a_run_ends_with_a_head_a_card_and_a_json_line(
     --feature-layers 2,9 | feature layers [9] do not exist
     --feature-layers two | it must be numbers, as in 2,6,11
     --data no.jsonl | data file no.jsonl does not exist
-    --target ./nowhere | ./nowhere
+    --model ./nowhere | ./nowhere
     """),
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

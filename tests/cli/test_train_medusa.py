@@ -16,7 +16,7 @@ def test_a_run_ends_with_heads_that_draft(tiny_pair: TinyPair, tmp_path: Path) -
     corpus, out = tmp_path / "toy.jsonl", tmp_path / "run"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in SENTENCES * 3))
     files = ["--data", str(corpus), "--valid", str(corpus), "--out", str(out)]
-    command = ["train", "medusa", "--target", tiny_pair.target, *files, *SHORT]
+    command = ["train", "medusa", "--model", tiny_pair.target, *files, *SHORT]
     flags = ["--medusa-heads=2", "--medusa-layers=2", "--shared-head", "--threads=1", "--json"]
     result = paceline(*command, *flags)
     assert result.exit_code == 0, result.output

@@ -135,7 +135,7 @@ def test_a_draft_learns_from_the_answers(tiny_pair: TinyPair, prompts: str, tmp_
     sizes = ["--hidden-size=16", "--layers=1", "--heads=1", "--kv-heads=1", "--ffn-size=32"]
     schedule = ["--seq-len=32", "--batch-tokens=64", "--micro-tokens=64", "--steps=3", "--warmup=1"]
     held_out = ["--held-out=2", "--held-out-tokens=6", "--long-every=0", "--threads=1"]
-    files = ["--target", str(tiny_pair.target), "--data", str(answers), "--valid", prompts]
+    files = ["--model", str(tiny_pair.target), "--data", str(answers), "--valid", prompts]
     options = [*files, "--out", str(out), "--json", *sizes, *schedule, *held_out]
     result = paceline("train", "draft", *options)
     assert result.exit_code == 0, result.output

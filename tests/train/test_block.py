@@ -33,7 +33,7 @@ def target(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 def config(request: pytest.FixtureRequest, corpus: str, target: str) -> DFlashTrainConfig:
     sizes = {"block_size": 5, "stride": 1, "feature_layers": (1, 2, 4)}
     more = {"markov_rank": 8} if request.param == "dspark" else {}
-    files = {"target": target, "data": (corpus,), "valid": (corpus,)}
+    files = {"model": target, "data": (corpus,), "valid": (corpus,)}
     run = training_runs.HEAD_RUN | {"lr": 0.02, "adam_lr": 0.02}
     return KINDS[request.param](**files, **sizes, **more, **run)
 
@@ -43,7 +43,7 @@ def test_it_learns_and_drafts_in_the_engine(config: DFlashTrainConfig, tmp_path:
     trainer = train(config, tmp_path, seen.append)
     assert seen[-1].loss < 0.75 * seen[0].loss
     assert total(seen[-1].acceptance.values()).mean_accepted_length > 1.25
-    llm = LLM(config.target, draft="none", dtype="float32")
+    llm = LLM(config.model, draft="none", dtype="float32")
     spec = f"{config.kind}:{tmp_path / 'head'}"
     drafting = llm.beside(spec, draft_length=4)
     params = SamplingParams(max_tokens=30)
@@ -97,7 +97,7 @@ def test_layers_one_off_are_found(
     0.67 of the time, with the layers one off 0.43 to 0.60."""
     run = training_runs.HEAD_RUN | {"lr": 0.02, "adam_lr": 0.02, "max_positions": 128, "steps": 240}
     sizes = {"block_size": 5, "stride": 1, "feature_layers": (1, 2, 3)}
-    files = {"target": target, "data": (corpus,), "valid": (corpus,)}
+    files = {"model": target, "data": (corpus,), "valid": (corpus,)}
     train(DFlashTrainConfig(**files, **sizes, **run), tmp_path)
     llm = LLM(target, draft="none", dtype="float32")
     rng = random.Random(0)

@@ -47,7 +47,7 @@ def config(files: dict[str, str], target: str) -> DraftConfig:
     return DraftConfig(
         data=(files["train"],),
         valid=(files["one"], files["two"]),
-        target=target,
+        model=target,
         **training_runs.TALKING
         | training_runs.SMALLEST
         | {"hidden_size": 32, "warmup": 2, "seq_len": 32, "steps": 24},
@@ -167,7 +167,7 @@ def test_target_and_draft_of_other_architectures(config: DraftConfig, tmp_path: 
     """Both GPT-2, with padded logits; windows stay within the shorter context."""
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    tokenizer = AutoTokenizer.from_pretrained(config.target)
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
     folders = []
     for name, width, context in (("target", 330, 96), ("draft", 324, 48)):
         shape = GPT2Config(
@@ -176,7 +176,7 @@ def test_target_and_draft_of_other_architectures(config: DraftConfig, tmp_path: 
         GPT2LMHeadModel(shape).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
         folders.append(str(tmp_path / name))
-    own = replace(config, target=folders[0], init=folders[1], valid=(), steps=4, loss="mixed")
+    own = replace(config, model=folders[0], init=folders[1], valid=(), steps=4, loss="mixed")
     trainer = train(own, tmp_path / "run")
     assert trainer.long_len == 48
     assert type(trainer.model).__name__ == "GPT2LMHeadModel"

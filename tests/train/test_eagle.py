@@ -30,7 +30,7 @@ def target(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def config(corpus: str, target: str) -> EagleTrainConfig:
     return EagleTrainConfig(
-        target=target,
+        model=target,
         data=(corpus,),
         valid=(corpus,),
         draft_vocab_size=150,
@@ -179,7 +179,7 @@ def test_a_head_learns_to_draft_in_one_pass(
     held_out = json.loads((tmp_path / "held_out.json").read_text())["texts"]
     prompts = [text["token_ids"][: text["prompt"]] for text in held_out]
     spec = f"eagle3:{tmp_path / 'head'},nodes=0"
-    llm = LLM(config.target, spec, dtype="float32", draft_length=config.draft_length)
+    llm = LLM(config.model, spec, dtype="float32", draft_length=config.draft_length)
     assert llm.engine.drafter.passes(4) == 1
     params = SamplingParams(temperature=0, max_tokens=config.held_out_tokens)
     done = llm.generate(prompts, params)
@@ -383,7 +383,7 @@ def test_held_out_acceptance_is_what_the_engine_measures(
         ({"feature_layers": (1, 9)}, ConfigError, r"feature layers \[9\] do not exist"),
         ({"version": 1, "feature_layers": (1, 2)}, ConfigError, "one target layer"),
         ({"data": ("no.jsonl",)}, DataError, "no.jsonl does not exist"),
-        ({"target": "./no-model"}, ModelLoadError, "no tokenizer in ./no-model|does not exist"),
+        ({"model": "./no-model"}, ModelLoadError, "no tokenizer in ./no-model|does not exist"),
         ({"argmax_weight": 1.5}, ConfigError, "--argmax-weight is 1.5; it can be at most 1"),
         ({"ttt_steps": 0}, ConfigError, "--ttt-steps"),
     ],

@@ -29,11 +29,11 @@ def target(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def config(corpus: str, target: str) -> MedusaTrainConfig:
     return MedusaTrainConfig(
-        target=target,
+        model=target,
         data=(corpus,),
         valid=(corpus,),
         **training_runs.HEAD_RUN
-        | {"heads": 3, "layers": 1, "shared_head": True, "lr": 0.03, "adam_lr": 0.03},
+        | {"medusa_heads": 3, "medusa_layers": 1, "shared_head": True, "lr": 0.03, "adam_lr": 0.03},
     )
 
 
@@ -145,8 +145,8 @@ def test_a_tree_is_right_as_far_as_it_holds_the_path() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 0}, "heads is 0"),
-        ({"layers": 0}, "have no weights"),
+        ({"medusa_heads": 0}, "heads is 0"),
+        ({"medusa_layers": 0}, "have no weights"),
     ],
 )
 def test_options_that_cannot_work_leave_nothing(

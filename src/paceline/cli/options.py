@@ -55,7 +55,7 @@ _COMMON = frozenset(
         *("model", "draft", "temperature", "max_tokens", "chat"),
         *("prompt", "system", "as_json", "method", "seconds", "url"),
         *("to", "run", "host", "port", "config", "served_model_name", "api_key_file"),
-        *("data", "valid", "out", "target", "steps"),
+        *("data", "valid", "out", "steps"),
     )
 )
 

@@ -8,14 +8,13 @@ from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from paceline.core.stages import warn
 from paceline.errors import ConfigError
 from paceline.files import read_toml
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_Made = TypeVar("_Made", bound=Callable[..., Any])
 
 # By section: what each name is here, one name or several, or (with spaces) what to do.
 TABLES: dict[str, dict[str, str | list[str]]] = read_toml(
@@ -35,16 +34,19 @@ def our_name(name: str, known: Collection[str]) -> str:
     return ""
 
 
-def forgiving(what: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Have a function take other names of its keywords, too; each is told once. ``what`` is its
-    name in errors: ConfigError for a keyword that it does not know, with the nearest it does."""
+def forgiving(what: str) -> Callable[[_Made], _Made]:
+    """Have a function or class take other names of its keywords, too; each is told once. ``what``
+    is its name in errors: ConfigError for a keyword it does not know, with the nearest it does."""
 
-    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    def decorate(function: _Made) -> _Made:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
+            return function
         parameters = [*signature(function).parameters]
         known = [name for name in parameters if name != "self"]
 
         @wraps(function)
-        def call(*args: _P.args, **keywords: _P.kwargs) -> _T:
+        def call(*args: Any, **keywords: Any) -> Any:
             for name in [name for name in keywords if name not in known]:
                 ours = our_name(name, known)
                 if ours not in known:
@@ -59,7 +61,7 @@ def forgiving(what: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
                 keywords[ours] = keywords.pop(name)
             return function(*args, **keywords)
 
-        return call
+        return call  # type: ignore[return-value]
 
     return decorate
 

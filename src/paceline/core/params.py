@@ -104,7 +104,8 @@ def _rules() -> Iterator[tuple[str, Callable[[Any], bool], str]]:
     for name in ("top_k", "max_tokens", "min_tokens", "n", "priority"):
         yield name, is_whole, "it must be a whole number"
         yield name, lambda v: abs(v) < 2**63, "it must be smaller than 2**63"
-    for name in ("ignore_eos", "skip_special_tokens", "skip_end_tokens", "include_stop", "receipt"):
+    texts = "skip_special_tokens", "skip_end_tokens", "include_stop_str_in_output"
+    for name in ("ignore_eos", *texts, "receipt"):
         yield name, lambda v: isinstance(v, bool), "it must be True or False"
     warm = f"it must be from 0 (greedy) to {MAX_TEMPERATURE:g}"
     yield "temperature", lambda v: 0 <= v <= MAX_TEMPERATURE, warm
@@ -134,6 +135,7 @@ _RULES = tuple(_rules())
 _LISTS = ("stop", "stop_token_ids", "logits_processors", "prediction")
 
 
+@forgiving("SamplingParams")
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request; names and meanings follow vLLM and the OpenAI API.
@@ -145,7 +147,7 @@ class SamplingParams:
     that many alternatives beside each token; a scored prompt takes nothing from the cache.
     ``drafter``: the name of a loaded one, or "none"; default the first. ``draft_length`` fixes the
     draft length. ``grammar``: text must match it, and ends with it. ``stop``: up to 16 strings of
-    up to 1,000 characters; ``include_stop`` keeps the one that ended the text.
+    up to 1,000 characters; ``include_stop_str_in_output`` keeps the one that ended the text.
     ``logits_processors``: functions f(output_ids, logits) or f(prompt_ids, output_ids, logits) that
     return logits, float32 [vocab], before all else is applied. They are asked behind every token of
     a draft, too, so they must not keep state.
@@ -179,7 +181,7 @@ class SamplingParams:
     logits_processors: tuple[Any, ...] = ()
     skip_special_tokens: bool = True
     skip_end_tokens: bool = False
-    include_stop: bool = False
+    include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = None
     prediction: tuple[int, ...] = ()
     priority: int = 0
@@ -275,9 +277,6 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
-
-
-SamplingParams.__init__ = forgiving("SamplingParams")(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

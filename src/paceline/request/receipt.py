@@ -34,7 +34,8 @@ _PIECE = 1 << 24  # bytes of a file that are hashed together
 _DECIDING = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "seed", "max_tokens", "min_tokens", "stop"),
-    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "skip_end_tokens", "include_stop"),
+    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "skip_end_tokens"),
+    "include_stop_str_in_output",
 )
 _FIELDS = {
     *("paceline_receipt", "model", "weights", "tokenizer", "backend", "settings", "sampling"),

@@ -53,9 +53,8 @@ class Request:
         """An empty text after the prompt."""
         seq, params = self.seq, self.seq.params
         prompt = seq.tokens[: seq.prompt_length]
-        return TextStream(
-            self.tokenizer, params.stop, params.min_tokens, self.hidden, prompt, params.include_stop
-        )
+        stops = params.stop, params.min_tokens, self.hidden, prompt
+        return TextStream(self.tokenizer, *stops, params.include_stop_str_in_output)
 
     def _decoded(self) -> TextStream:
         """The text of all tokens, decoded again."""

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass
 from functools import partial
 from typing import ClassVar
 
+from paceline.core.keywords import forgiving
 from paceline.model.names import EMBEDDED
 from paceline.settings import changed, entries, under
 
@@ -25,7 +26,7 @@ class TrainConfig:
 
     trainer: ClassVar[str]  # MODULE:CLASS, which loads torch
 
-    target: str = _data(EMBEDDED, "The model to draft for; it stays as it is.")
+    model: str = _data(EMBEDDED, "The model to draft for; it stays as it is.")
     data: tuple[str, ...] = _data(
         MISSING,
         "JSONL(.gz) with messages, conversations, turns, text or ids, and its share. "
@@ -76,6 +77,7 @@ class TrainConfig:
 _general = partial(changed, TrainConfig)
 
 
+@forgiving("DraftConfig")
 @dataclass(frozen=True)
 class DraftConfig(TrainConfig):
     """Distil a draft model for a target; the result goes to OUT/model."""
@@ -131,6 +133,7 @@ class HeadConfig(TrainConfig):
     )
 
 
+@forgiving("EagleTrainConfig")
 @dataclass(frozen=True)
 class EagleTrainConfig(HeadConfig):
     """Train an EAGLE-3 head: three layers' features, unrolled as in drafting."""
@@ -165,6 +168,7 @@ class EagleTrainConfig(HeadConfig):
     ffn_size: int = _head(0, "Width of the feed-forward part; 0: the target's.", low=0)
 
 
+@forgiving("Eagle1TrainConfig")
 @dataclass(frozen=True)
 class Eagle1TrainConfig(EagleTrainConfig):
     """Train an EAGLE head (also for EAGLE-2): continues the target's last features."""
@@ -183,6 +187,7 @@ class Eagle1TrainConfig(EagleTrainConfig):
     draft_vocab_size: int = 16000
 
 
+@forgiving("DFlashTrainConfig")
 @dataclass(frozen=True)
 class DFlashTrainConfig(HeadConfig):
     """Train a DFlash head: a few layers that draft a block of tokens in one pass."""
@@ -206,6 +211,7 @@ class DFlashTrainConfig(HeadConfig):
     confidence_weight: float = 0.0
 
 
+@forgiving("DSparkTrainConfig")
 @dataclass(frozen=True)
 class DSparkTrainConfig(DFlashTrainConfig):
     """Train a DSpark head: a block drafter with a bias by the token before and a confidence."""
@@ -219,6 +225,7 @@ class DSparkTrainConfig(DFlashTrainConfig):
     confidence_weight: float = _head(1.0, "Weight of the confidence head's loss.", low=0)
 
 
+@forgiving("MedusaTrainConfig")
 @dataclass(frozen=True)
 class MedusaTrainConfig(HeadConfig):
     """Train Medusa heads: several tokens ahead from the target's last hidden state."""
@@ -236,6 +243,7 @@ class MedusaTrainConfig(HeadConfig):
     nodes: int = _heads(8, "Nodes of the tree that is measured.", low=1)
 
 
+@forgiving("PromptSelection")
 @dataclass(frozen=True)
 class PromptSelection:
     """Which prompts a target answers."""

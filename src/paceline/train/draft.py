@@ -60,7 +60,7 @@ class DraftTrainer(Trainer):
     def prepare(self) -> None:
         self.tokenizer = self._tokenizer()
         self.begin()
-        self.drafts_for = self._load(self.config.target).requires_grad_(False)
+        self.drafts_for = self._load(self.config.model).requires_grad_(False)
         limits = [context_of(model, sys.maxsize) for model in (self.model, self.drafts_for)]
         self.long_len = max(self.config.seq_len, min(self.long_len, *limits))
 
@@ -81,12 +81,12 @@ class DraftTrainer(Trainer):
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         """The target's."""
         config = self.config
-        tokenizer = load_tokenizer(config.target)
+        tokenizer = load_tokenizer(config.model)
         if config.init is not None:
             differing = differences(tokenizer, load_tokenizer(config.init))
             if differing:
                 raise VocabularyMismatchError(
-                    f"draft {config.init} and target {config.target} differ in "
+                    f"draft {config.init} and target {config.model} differ in "
                     f"{differing}; start from a model of the target's family, or leave --init "
                     "out for a new one"
                 )
@@ -210,7 +210,7 @@ class DraftTrainer(Trainer):
         config = self.config
         start = "new weights" if config.init is None else f"`{run_name(config.init)}`"
         return (
-            f"A draft model for `{run_name(config.target)}`: {type(self.model).__name__} "
+            f"A draft model for `{run_name(config.model)}`: {type(self.model).__name__} "
             f"with {self.model.num_parameters():,} parameters, trained by Paceline from {start} on "
             f"{_LOSSES[config.loss]} from the target's probabilities, in bf16 with float32 master "
             "weights. It speaks the target's vocabulary: "

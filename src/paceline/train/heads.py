@@ -46,10 +46,10 @@ class HeadTrainer(Trainer):
 
     def prepare(self) -> None:
         config = self.config
-        self.tokenizer = load_tokenizer(config.target)
+        self.tokenizer = load_tokenizer(config.model)
         dtype = resolve_dtype(config.dtype, self.device) or torch.bfloat16
-        with stage(f"loading {config.target}"):
-            self.target = load_module(config.target, dtype, self.device, "sdpa")
+        with stage(f"loading {config.model}"):
+            self.target = load_module(config.model, dtype, self.device, "sdpa")
         self.drafts_for = self.target
         self.target.requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
@@ -70,12 +70,12 @@ class HeadTrainer(Trainer):
             self._forward = torch.compile(self._forward, dynamic=True)
         self._reader: NativeReader | None = None
         if self.device.type == "cpu" and not self.compiled and self._head_is_product:
-            self._reader = NativeReader.of(self.target, config.target)
+            self._reader = NativeReader.of(self.target, config.model)
         self._seen: dict[int, Observed] = {}  # held-out texts, by their ids
         self._cache: FeatureCache | None = None
         if config.cache_features:
             where = self.out / "features", self.observe_windows, self.device
-            read = f"{config.target} {self.feature_layers}"
+            read = f"{config.model} {self.feature_layers}"
             self._cache = FeatureCache(*where, self.shape.hidden_size, read)
 
     # -- what a kind of head says --------------------------------------------------------------
@@ -225,7 +225,7 @@ class HeadTrainer(Trainer):
     def about(self) -> str:
         parameters = sum(parameter.numel() for parameter in self.head.parameters())
         return (
-            f"{self.what} for `{run_name(self.config.target)}` ({self.num_layers} layers, width "
+            f"{self.what} for `{run_name(self.config.model)}` ({self.num_layers} layers, width "
             f"{self.shape.hidden_size}, vocabulary {self.vocab_size:,}): {parameters:,} parameters "
             f"in {self.config.dtype}, trained by Paceline on that target's hidden states and "
             "probabilities. It drafts for this target only: "

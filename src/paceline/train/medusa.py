@@ -59,7 +59,7 @@ class MedusaTrainer(HeadTrainer):
             heads=config.medusa_heads,
             layers=config.medusa_layers,
             shared_head=config.shared_head,
-            base_model=run_name(config.target),
+            base_model=run_name(config.model),
         )
 
     def new_head(self) -> MedusaHeads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.core.keywords import forgiving
 from paceline.errors import ConfigError
 from paceline.settings import entries, under
 
@@ -13,6 +14,7 @@ LONGEST = 32  # tokens of a server's answer: what is wrong shows at once, and re
 _effort = under("How much is tested")
 
 
+@forgiving("Effort")
 @dataclass(frozen=True)
 class Effort:
     """Checked on construction: raises ConfigError. ``alpha`` is the chance that a lossless engine

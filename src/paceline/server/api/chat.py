@@ -238,7 +238,7 @@ def sampling_params(
         seed=None if request.seed in (None, -1) else request.seed % 2**63,
         max_tokens=max_tokens,
         logprobs=0 if logprobs is None and speculation.tokens else logprobs,
-        include_stop=request.include_stop_str_in_output,
+        include_stop_str_in_output=request.include_stop_str_in_output,
         drafter=_drafter(speculation.drafter, facts.drafters),
         draft_length=speculation.draft_length,
         skip_special_tokens=request.skip_special_tokens and not visible,
