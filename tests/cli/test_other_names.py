@@ -35,6 +35,7 @@ tune --max-batch-size --concurrency
 tune --batch-size --concurrency
 generate --context-length --max-model-len
 certify --drafter --draft
+tune --method --draft
 train eagle3 --target --model
 train draft --teacher --model
 train sample --target --model

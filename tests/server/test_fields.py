@@ -84,6 +84,7 @@ def test_unknown_nulls_are_as_good_as_left_out(server: Running) -> None:
         ({"drafter": "ngram"}, 'drafter: write "speculation": {"drafter": ...}'),
         ({"tokens": True}, "unknown or unsupported field 'tokens'"),
         ({"max_token": 3}, "unknown or unsupported field 'max_token'; did you mean max_tokens?"),
+        ({"max_new_tokens": 3}, "field 'max_new_tokens'; it is max_tokens here"),
         ({"bad_words": ["x"]}, "bad_words: words cannot be banned; use logit_bias"),
     ],
 )
@@ -93,6 +94,13 @@ def test_what_would_change_the_text_is_refused_by_name(
     refused = chat(server, **fields)
     assert refused.status == 400 and words in refused.error["message"]
     assert refused.error["param"] == next(iter(fields))
+
+
+def test_a_drafter_by_its_other_name_and_by_both(server: Running) -> None:
+    assert chat(server, speculation={"method": "none"}).status == 200
+    refused = chat(server, speculation={"drafter": "none", "method": "none"})
+    assert refused.status == 400 and refused.error["param"] == "speculation.method"
+    assert refused.error["message"].endswith("'speculation.method'; it is drafter here")
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}

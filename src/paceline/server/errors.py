@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from paceline.core.keywords import did_you_mean
+from paceline.core.keywords import did_you_mean, our_name
 from paceline.server.failures import APIError, as_api_error
 from paceline.server.fields import REFUSED, known_fields
 from paceline.server.requestlog import request_id
@@ -139,7 +139,9 @@ def invalid(
     if unknown:
         reason = REFUSED.get(names[-1])
         others = known_fields() - {names[-1]}  # a field of another part is none here
+        ours = our_name(names[-1], others)
         advice = did_you_mean(names[-1], others, "leave it out", _LIKE)
+        advice = f"it is {ours} here" if ours in others else advice
         message = f"unknown or unsupported field {param!r}; {advice}"
         message = message if reason is None else f"{param}: {reason}"
         return APIError(message, param=param, code="unknown_field")
