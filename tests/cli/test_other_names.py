@@ -32,6 +32,7 @@ bench --max-concurrency --concurrency
 bench --max-batch-size --concurrency
 bench --lengths --draft-length
 tune --max-batch-size --concurrency
+profile --max-batch-size --concurrency
 tune --batch-size --concurrency
 generate --context-length --max-model-len
 certify --drafter --draft

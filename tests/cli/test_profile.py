@@ -61,7 +61,6 @@ def test_tables_of_several_sequences(arguments: list[str]) -> None:
     --trace trace.txt | end its name in .json or .json.gz
     --report profile.pdf | end its name in .md or .html
     --prompts no/such/prompts.txt | no/such/prompts.txt
-    --concurrency 4 --max-batch-size 2 | add --max-batch-size 4
     """),
 )
 def test_bad_input_is_one_line(arguments: list[str], extra: list[str], words: str) -> None:

@@ -101,7 +101,7 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
     for spec, text in (
         (NGram(min=2), "ngram:min=2"),
         (Eagle3("path", nodes=16), "eagle3:path,nodes=16"),
-        (Eagle3("path", layers=(2, 16, 29)), "eagle3:path,layers=2x16x29"),
+        (Eagle3("path", feature_layers=(2, 16, 29)), "eagle3:path,feature_layers=2x16x29"),
         (DraftModel("org/name", branching=(2, 2)), "model:org/name,branching=2x2"),
         (Suffix("seen.suffix", shared=True), "suffix:seen.suffix"),
         (QuantizedDraft("int8"), "quantized:int8"),
@@ -109,6 +109,20 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
         (Hybrid(NGram(), Eagle3("a+b")), "hybrid:ngram+eagle3:a+b"),
     ):
         assert str(spec) == text and parse_draft(text) == spec
+
+
+def test_an_option_by_its_former_name(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert parse_draft("eagle3:path,layers=2x6") == Eagle3("path", feature_layers=(2, 6))
+        assert Eagle3("path", layers=(2, 6)) == Eagle3("path", feature_layers=(2, 6))  # type: ignore[call-arg]
+    assert [record.message for record in caplog.records] == [
+        "note: draft 'eagle3': layers is feature_layers here",
+        "note: Eagle3: layers is feature_layers here",
+    ]
+    for both in ("layers=1,feature_layers=2", "feature_layers=2,layers=1"):
+        with pytest.raises(ConfigError, match=r"feature_layers (here|twice); give it once"):
+            parse_draft(f"eagle3:path,{both}")
+    assert parse_draft("early_exit:layers=3").layers == 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +137,7 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
         ("medusa:x,nodes=0", "nodes is 0; it must be at least 1"),
         ("tree:x,nodes=4,branching=2", "either branching or nodes"),
         ("model:x,branching=2x0", "branching='2x0' is not like 2x2x1"),
-        ("eagle:x,layers=two", "layers='two' is not like 2x16x29"),
+        ("eagle:x,feature_layers=two", "feature_layers='two' is not like 2x16x29"),
         ("quantized:int3", "use quantized:int4 or quantized:int8"),
         ("recycling:share=perhaps", "share='perhaps' is neither on nor off"),
         ("suffix:global=maybe", "neither on nor off"),

@@ -129,11 +129,11 @@ def test_layers_one_off(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = f"eagle3:paceline/tiny-eagle3,layers={layers}"
+    spec = f"eagle3:paceline/tiny-eagle3,feature_layers={layers}"
     llm = timed(target, spec, length, each, monkeypatch)
     taken = tokens_until_collapse(llm)
     assert taken is not None and taken <= TOKENS
-    assert "use --draft eagle3:paceline/tiny-eagle3,layers=2x6x11" in caplog.text
+    assert "use --draft eagle3:paceline/tiny-eagle3,feature_layers=2x6x11" in caplog.text
 
 
 @pytest.mark.parametrize("length", [pytest.param(4, marks=pytest.mark.slow), "auto"])

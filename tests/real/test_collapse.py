@@ -80,7 +80,10 @@ def test_a_head_without_features_behind_the_server(
 @pytest.mark.parametrize("layers", ["1x14x26", "3x16x28"])
 def test_layers_one_off(plain: LLM, layers: str, caplog: pytest.LogCaptureFixture) -> None:
     llm = plain.beside(
-        f"eagle3:{HEAD},layers={layers}", draft_length=4, kv_cache_memory=CACHE, max_batch_size=4
+        f"eagle3:{HEAD},feature_layers={layers}",
+        draft_length=4,
+        kv_cache_memory=CACHE,
+        max_batch_size=4,
     )
     prompts = [prompt.encode(llm) for prompt in load_prompts(per_category=4)]
     params = SamplingParams(max_tokens=64, ignore_eos=True)
@@ -89,5 +92,5 @@ def test_layers_one_off(plain: LLM, layers: str, caplog: pytest.LogCaptureFixtur
         if llm.engine.watch.collapsed:
             break
     assert llm.engine.watch.tokens <= TOKENS
-    assert f"use --draft eagle3:{HEAD},layers=2x15x27" in caplog.text
+    assert f"use --draft eagle3:{HEAD},feature_layers=2x15x27" in caplog.text
     llm.close()

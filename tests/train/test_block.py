@@ -106,7 +106,7 @@ def test_layers_one_off_are_found(
     for layers, length in (("1x2x3", 4), ("2x3x4", 4), ("2x3x4", "auto")):
         spec = f"dflash:{tmp_path / 'head'}"
         caplog.clear()
-        drafting = llm.beside(f"{spec},layers={layers}", draft_length=length)
+        drafting = llm.beside(f"{spec},feature_layers={layers}", draft_length=length)
         watch = drafting.engine.watch
         for start in range(0, len(prompts), 4):
             drafting.generate(prompts[start : start + 4], params)
@@ -116,4 +116,4 @@ def test_layers_one_off_are_found(
             assert watch.tokens > 3000 and not watch.collapsed and not caplog.records
         else:
             assert watch.collapsed and watch.tokens <= 2000, (length, watch.tokens)
-            assert f"use --draft {spec},layers=1x2x3" in caplog.text
+            assert f"use --draft {spec},feature_layers=1x2x3" in caplog.text

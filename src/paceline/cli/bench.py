@@ -35,11 +35,19 @@ if TYPE_CHECKING:
     from paceline.lab.profiling.runs import ProfileResult
 
 _PER_CATEGORY = 3
+_BATCH = 8  # sequences that an engine of profile has room for at least
 
 
 @dataclass(frozen=True)
-class BenchedModel(ModelOptions):
-    """Drafts of several lengths; as many sequences together as ``concurrency`` says."""
+class MeasuredModel(ModelOptions):
+    """As many sequences are decoded together as ``concurrency`` says."""
+
+    max_batch_size: int | None = changed(EngineSettings, "max_batch_size", None, but=("command",))
+
+
+@dataclass(frozen=True)
+class BenchedModel(MeasuredModel):
+    """Drafts may have several lengths."""
 
     draft_length: int | str | tuple[int, ...] | None = changed(  # type: ignore[assignment]
         EngineSettings,
@@ -48,7 +56,6 @@ class BenchedModel(ModelOptions):
         help="Draft tokens a step, or auto to adapt. Several, as in 1,2,4,8, are compared.",
         kind="lengths",
     )
-    max_batch_size: int | None = changed(EngineSettings, "max_batch_size", None, but=("command",))
 
 
 @dataclass(frozen=True)
@@ -243,12 +250,9 @@ def tune(
     return interrupted.code
 
 
-_BATCH = 8  # sequences together where nobody says how many
-
-
 @expand
 def profile(
-    engine: ModelOptions,
+    engine: MeasuredModel,
     source: PromptOptions,
     output: ReportOptions,
     concurrency: int = setting(1, "Requests at once.", low=1),
@@ -270,7 +274,7 @@ def profile(
     if trace is not None:
         check_path(trace)
     prompts = source.load()
-    engines = _engines(engine, concurrency)
+    engines = _engines(replace(engine, max_batch_size=max(_BATCH, concurrency)))
     target = engines[0][1]
     encoded = [prompt.encode(target) for prompt in prompts]
     indices = steady.choose(encoded, concurrency, target.max_model_len)
@@ -292,19 +296,10 @@ def profile(
     return interrupted.code
 
 
-def _engines(engine: ModelOptions, concurrency: int) -> list[tuple[str, LLM]]:
-    """Plain decoding, and then the draft's if there is one, over the same weights. Raises
-    ConfigError if fewer sequences are decoded together than ``concurrency`` asks for."""
+def _engines(engine: ModelOptions) -> list[tuple[str, LLM]]:
+    """Plain decoding, and then the draft's if there is one, over the same weights."""
     draft = engine.resolved_draft
-    if engine.max_batch_size is None and engine.config is None and concurrency > _BATCH:
-        engine = replace(engine, max_batch_size=concurrency)
     loaded = engine.open(draft)
-    batch = loaded.engine.scheduler.config.max_batch_size
-    if concurrency > batch:
-        raise ConfigError(
-            f"--concurrency is {concurrency}, but sequences decoded together are at most {batch}; "
-            f"add --max-batch-size {concurrency}"
-        )
     if draft is None:
         return [("plain", loaded)]
     return [("plain", engine.plain_beside(loaded)), (draft, loaded)]

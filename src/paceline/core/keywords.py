@@ -20,7 +20,7 @@ _Made = TypeVar("_Made", bound=Callable[..., Any])
 TABLES: dict[str, dict[str, str | list[str]]] = read_toml(
     Path(__file__).with_name("keywords.toml"), "the table of keywords"
 )
-_told = set[tuple[str, str]]()
+_told = set[str]()
 
 
 def our_name(name: str, known: Collection[str]) -> str:
@@ -52,18 +52,23 @@ def forgiving(what: str) -> Callable[[_Made], _Made]:
                 if ours not in known:
                     advice = ours or did_you_mean(name, known, f"it knows {', '.join(known)}")
                     raise ConfigError(f"{what} has no keyword {name}; {advice}")
-                line = f"{what}: {name} is {ours} here"
-                if ours in keywords or ours in parameters[: len(args)]:
-                    raise ConfigError(f"{line}; give it once")
-                if (what, name) not in _told:
-                    _told.add((what, name))
-                    warn(f"note: {line}")
+                announce(what, name, ours, ours in keywords or ours in parameters[: len(args)])
                 keywords[ours] = keywords.pop(name)
             return function(*args, **keywords)
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def announce(what: str, name: str, ours: str, twice: bool) -> None:
+    """Say what a name of ``what`` is here, once; ConfigError if ours is given, too."""
+    line = f"{what}: {name} is {ours} here"
+    if twice:
+        raise ConfigError(f"{line}; give it once")
+    if line not in _told:
+        _told.add(line)
+        warn(f"note: {line}")
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, likeness: float = 0.6) -> str:

@@ -205,4 +205,4 @@ def _inputs(model: str) -> str:
     ids = nested.get(_LAYERS) if isinstance(nested, dict) else None
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
         return ""
-    return ",layers=" + "x".join(str(number + 1) for number in ids)
+    return ",feature_layers=" + "x".join(str(number + 1) for number in ids)

@@ -105,7 +105,7 @@ class Origin:
             pairs = zip(drafts[shift], drafts[0], strict=True)
             gains += [chance - usual for (_, chance), (_, usual) in pairs]
             if self._errors(shift, _FEWEST) > _SURE:
-                right = replace(self.spec, layers=layers[shift])  # type: ignore[call-arg]
+                right = replace(self.spec, feature_layers=layers[shift])  # type: ignore[call-arg]
                 return outcomes, (
                     f"it reads the inputs of layers {list(given)}, but sampled drafts would be "
                     f"right {fmean(gains):.1%} more often from {list(layers[shift])}: its layer "

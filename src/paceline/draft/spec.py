@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 import torch
 
 from paceline.core.costs import TargetCosts
+from paceline.core.keywords import announce, our_name
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.trees.levels import Levels
 from paceline.draft.trees.policy import Policy, paying_chance
@@ -213,6 +214,9 @@ class DraftSpec(ABC):
         values: dict[str, Any] = {}
         for position, part in enumerate(part for part in rest.split(",") if part):
             key, equals, value = (text.strip() for text in part.partition("="))
+            if key not in known and (ours := our_name(key, known)) in known:
+                announce(f"draft {cls.kind!r}", key, ours, known[ours].name in values)
+                key = ours
             if not equals and position == 0 and argument is not None:
                 values[argument.name] = part
             elif not equals:
@@ -220,6 +224,8 @@ class DraftSpec(ABC):
             elif key not in known:
                 knows = ", ".join(known) or "none"
                 raise ConfigError(f"draft {cls.kind!r} has no option {key}; it knows: {knows}")
+            elif known[key].name in values:
+                raise ConfigError(f"draft {cls.kind!r} has {key} twice; give it once")
             else:
                 values[known[key].name] = cls._value(known[key], value)
         if argument and argument.name not in values and argument.default is MISSING:

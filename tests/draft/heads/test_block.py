@@ -246,4 +246,4 @@ def test_doctor_sees_layers_that_are_one_off(tmp_path: Path) -> None:
     save_block(random_block(**shape, feature_layers=tuple(n + 1 for n in usual)), tmp_path)
     found = {item.code: item for item in examine("paceline/tiny", f"dflash:{tmp_path}")}
     assert "head-fits" in found
-    assert f"dflash:{tmp_path},layers=2x6x10" in str(found["head-layers-shifted"])
+    assert f"dflash:{tmp_path},feature_layers=2x6x10" in str(found["head-layers-shifted"])

@@ -25,8 +25,8 @@ def test_layers_one_off(copy: Copy, ids: list[int]) -> None:
     finding = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-shifted")
     assert finding.severity is Severity.WARNING
     assert str(ids) in finding.text
-    assert f"eagle3:{folder},layers=2x6x9" in finding.cure
-    assert codes(examine(TARGET, f"eagle3:{folder},layers=2x6x9")) == REDUCED
+    assert f"eagle3:{folder},feature_layers=2x6x9" in finding.cure
+    assert codes(examine(TARGET, f"eagle3:{folder},feature_layers=2x6x9")) == REDUCED
 
 
 def test_layers_under_eagle_config(copy: Copy) -> None:

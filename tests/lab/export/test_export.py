@@ -83,7 +83,7 @@ def test_vllm_drafts_in_one_pass_with_such_a_head(tmp_path: Path) -> None:
         exported("sglang", SPECS["eagle3, one pass"])
 
 
-@pytest.mark.parametrize("draft", [HEAD, f"{HEAD},layers=3x7x10"])
+@pytest.mark.parametrize("draft", [HEAD, f"{HEAD},feature_layers=3x7x10"])
 def test_vllm_counts_inputs(tmp_path: Path, draft: str) -> None:
     made = exported("vllm", draft, tmp_path)
     wanted = [3, 7, 10] if "layers" in draft else INPUTS
@@ -307,7 +307,7 @@ def test_an_export_is_read_again(tmp_path: Path, to: str, draft: str) -> None:
     assert taken is not None
     assert (taken.engine, taken.length) == (to, 4)
     if "eagle3" in draft:
-        layers = ",layers=2x6x11" if to == "sglang" else ""
+        layers = ",feature_layers=2x6x11" if to == "sglang" else ""
         assert taken.spec == f"eagle3:{tmp_path / 'head'},nodes=0{layers}"
     elif draft in BLOCKS:
         kind, _, folder = draft.partition(":")

@@ -44,7 +44,7 @@ class BlockSpec(HeadSpec):
 
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
-        head = load_block(self.path, target, self.kind, self.layers)
+        head = load_block(self.path, target, self.kind, self.feature_layers)
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
         step, config = target.backend.block(head, target), head.config
 
@@ -56,7 +56,7 @@ class BlockSpec(HeadSpec):
         return on_features(target, config.cache_shapes, len(config.feature_layers), make)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
-        head = load_block(read, target, self.kind, self.layers)
+        head = load_block(read, target, self.kind, self.feature_layers)
         config, size = head.config, sum(weight.numel() for weight in head.parameters())
         text = (
             f"{self.kind} of {size / 1e6:.1f}M parameters in {config.layers} layers, drafts "

@@ -30,7 +30,7 @@ speculators  both: ``transformer_layer_config``, ``aux_hidden_state_layer_ids``,
 ===========  ==================================================================================
 
 z-lab and DeepSpec count layers whose OUTPUT is read (-1: the embedding), speculators and this
-package those whose INPUT is: one more. ``layers=`` of the spec replaces what a config says.
+package those whose INPUT is: one more. ``feature_layers=`` of the spec replaces what a config says.
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ class Eagle(HeadSpec):
 
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
-        head = load_eagle(self.path, target, self.version, self.layers, target.embedding("output"))
+        head = load_eagle(
+            self.path, target, self.version, self.feature_layers, target.embedding("output")
+        )
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
         if self.int8 and target.dtype == torch.bfloat16 and not target.backend.runs_torch:
             quantise_module(head, Scheme("int8", finer=True))
@@ -75,14 +77,14 @@ class Eagle(HeadSpec):
         return super().shape() or ("tree" if self.kind == "eagle2" else None)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
-        head = load_eagle(read, target, self.version, self.layers)
+        head = load_eagle(read, target, self.version, self.feature_layers)
         config, size = head.config, sum(weight.numel() for weight in head.parameters())
         ids, usual = config.feature_layers, default_feature_layers(3, target.num_layers)
         reads = f"inputs of layers {list(ids)}" if self.version == 3 else "the last output"
         text = f"EAGLE-{self.version} head of {size / 1e6:.1f}M parameters, reads {reads}"
         text += "" if config.mask_token is None else ", drafts all tokens in one pass"
         notes: list[Note] = []
-        if self.layers is None and self.version == 3 and not stated_layers(read.config):
+        if self.feature_layers is None and self.version == 3 and not stated_layers(read.config):
             notes.append(("head-layers-assumed", f"layers {list(usual)} are taken", None))
         elif self.version == 3:
             notes += self.shifted(ids, usual)

@@ -56,15 +56,15 @@ def on_features(
 
 @dataclass(frozen=True)
 class HeadSpec(TreeSpec):
-    """A head by folder, built-in or hub name; chains. ``layers``: layers of the target whose inputs
-    it reads, in place of its config's."""
+    """A head by folder, built-in or hub name; chains. ``feature_layers``: layers of the target
+    whose inputs it reads, in place of its config's."""
 
     holds = "head"
     weight_files = FILES
 
     path: str = option(needs="a head")
     _: KW_ONLY
-    layers: tuple[int, ...] | None = option(None, like="2x16x29 (layers of the target)")
+    feature_layers: tuple[int, ...] | None = option(None, like="2x16x29 (layers of the target)")
 
     def examined(
         self, text: str, config: HeadShape, size: int, target: Target, more: Sequence[Note] = ()
@@ -77,10 +77,12 @@ class HeadSpec(TreeSpec):
 
     def shifted(self, ids: tuple[int, ...], usual: tuple[int, ...]) -> list[Note]:
         """A note if the config's layers are one off from the usual ones."""
-        if self.layers is not None or ids not in [tuple(n + s for n in usual) for s in (-1, 1)]:
+        if self.feature_layers is not None or ids not in [
+            tuple(n + s for n in usual) for s in (-1, 1)
+        ]:
             return []
         text = f"layers {list(ids)}, one off from the usual {list(usual)}"
-        cure = f"Try --draft {replace(self, layers=usual)} and compare with paceline bench."
+        cure = f"Try --draft {replace(self, feature_layers=usual)} and compare with paceline bench."
         return [("head-layers-shifted", text, cure)]
 
 

@@ -138,7 +138,7 @@ class Export:
         """The folder of a block drafter in the first of ``layouts`` that can hold it, as
         ``write_eagle``, and the most tokens that it drafts. Raises ConfigError for a head that the
         engine cannot run."""
-        head = load_block(draft.path, shape_of(self.target)[0], draft.kind, draft.layers)
+        head = load_block(draft.path, shape_of(self.target)[0], draft.kind, draft.feature_layers)
         config, fits = head.config, [n for n in layouts if n in layouts_of(head.config)]
         problems = {
             "a draft vocabulary": not fits,
@@ -239,4 +239,4 @@ def shape_of(target: str) -> tuple[TargetShape, tuple[str, ...]]:
 def eagle_of(spec: Eagle, target: str) -> EagleHead:
     """The head of a spec, reading the layers that the spec or its config says."""
     sizes, _ = shape_of(target)
-    return load_eagle(spec.path, sizes, spec.version, spec.layers, target_head=lambda x: x)
+    return load_eagle(spec.path, sizes, spec.version, spec.feature_layers, target_head=lambda x: x)
