@@ -227,7 +227,7 @@ class LoadSettings:
     )
     weights_memory: int | None = _load(
         None,
-        "With offload: the device's memory for layers.",
+        "With offload: the device's memory for weights.",
         kind="size",
         shown="half of what is free",
     )

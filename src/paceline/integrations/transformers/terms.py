@@ -33,7 +33,7 @@ _UNKNOWN_OPTIONS = {
     "output_attentions": "run the model over the returned sequences for attentions",
     "output_hidden_states": "run the model over the returned sequences for hidden states",
     "prompt_lookup_num_tokens": 'draft="ngram" looks up in the prompt and the answer',
-    "assistant_early_exit": 'draft="early-exit" drafts with the first layers',
+    "assistant_early_exit": 'draft="early_exit" drafts with the first layers',
     "use_mtp": "leave it out",
     "speculation_type": "leave it out and say draft=...",
     "assistant_ensemble_weight": "it is not lossless; leave it out",
@@ -93,13 +93,13 @@ def read_terms(
 
 
 def _check_config(config: Any) -> None:
-    mode = str(getattr(config.get_generation_mode(), "value", "")).replace("_", " ")
-    if mode not in ("greedy search", "sample"):
-        raise refuse(mode, "use greedy decoding or sampling (num_beams=1)")
     for name, instead in _UNKNOWN_OPTIONS.items():
         value = getattr(config, name, None)
         if value not in (None, False, *_HARMLESS.get(name, ())):
             raise refuse(f"{name}={value!r}", instead)
+    mode = str(getattr(config.get_generation_mode(), "value", "")).replace("_", " ")
+    if mode not in ("greedy search", "sample"):
+        raise refuse(mode, "use greedy decoding or sampling (num_beams=1)")
 
 
 def _read_criteria(criteria: Sequence[Any]) -> tuple[set[int], int, list[Any]]:
