@@ -196,7 +196,7 @@ def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "texts"),
     [
-        ("--draft-length", ["", "1,x", "0,1", "65", "1,65", "1,,2"]),
+        ("--draft-length", ["", "1,x", "0", "0,1", "65", "1,65", "1,,2"]),
         ("--concurrency", ["", "0", "1,x", "1.5"]),
         ("--temperature", ["", "-1", "hot", "nan", "inf"]),
     ],

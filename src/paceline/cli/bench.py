@@ -55,6 +55,7 @@ class BenchedModel(MeasuredModel):
         None,
         help="Draft tokens a step, or auto to adapt. Several, as in 1,2,4,8, are compared.",
         kind="lengths",
+        low=1,
     )
 
 

@@ -124,7 +124,7 @@ def _difference_in_words(
 def demo(
     output: JsonOptions,
     options: ModelOptions,
-    max_tokens: int = setting(120, "Tokens a prompt.", low=1),
+    max_tokens: int = setting(120, "New tokens of each prompt.", low=1),
 ) -> None:
     """Decode some prompts plainly and speculatively side by side, and compare text and speed."""
     draft = options.resolved_draft

@@ -159,13 +159,9 @@ def _length(_: Any, value: object) -> int | str:
 
 
 def _lengths(kind: Any, value: object) -> int | str | tuple[int, ...]:
-    """As a length, or several of at least 1, as in ``1,2,4``."""
-    if not isinstance(value, str) or "," not in value:
-        return _length(kind, value)
-    several = tuple(map(int, value.split(",")))
-    if min(several) < 1:
-        raise ValueError
-    return several
+    """As a length, or several, as in ``1,2,4``."""
+    several = isinstance(value, str) and "," in value
+    return tuple(map(int, str(value).split(","))) if several else _length(kind, value)
 
 
 def _numbers(kind: Any, value: object) -> Any:

@@ -270,7 +270,7 @@ class PromptSelection:
 class AnswerConfig:
     """How the target answers them: fields of SamplingParams."""
 
-    max_tokens: int = _answers(256, "New tokens of each.", low=1)
+    max_tokens: int = _answers(256, "New tokens of each prompt.", low=1)
     temperature: float = _answers(0.0, "0 is greedy.", low=0, flags=("--temperature", "-t"))
     top_p: float = _answers(1.0, "Keep this much probability.")
     ignore_eos: bool = _answers(False, "Go on past the end of a text.")

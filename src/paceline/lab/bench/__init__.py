@@ -52,7 +52,7 @@ class BenchOptions:
     temperature: tuple[float, ...] = _numbers(
         (0.0,), "As in 0,0.7,1.", flags=("--temperature", "-t"), shown="0", low=0, high=100
     )
-    max_tokens: int = _measuring(64, "Tokens a request.", low=1)
+    max_tokens: int = _measuring(64, "New tokens of each prompt.", low=1)
     rounds: int = _measuring(3, "Timed rounds, for medians.", low=1)
     ignore_eos: bool = _measuring(
         True,

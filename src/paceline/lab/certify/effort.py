@@ -22,7 +22,7 @@ class Effort:
     ``requests`` requests."""
 
     num_prompts: int = _effort(8, "Prompts compared token for token.", low=1)
-    max_tokens: int = _effort(64, "Tokens of each of them.", low=8)
+    max_tokens: int = _effort(64, "New tokens of each prompt.", low=8)
     prefixes: int = _effort(4, "Prefixes behind which samples are drawn.", low=1)
     samples: int = _effort(
         2000, "Samples a prefix; four times as many see half the bias.", low=FEWEST
