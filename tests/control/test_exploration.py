@@ -325,7 +325,7 @@ def test_lookups_that_win_less_than_asking_takes_are_asked_in_one_of_some_steps(
     """Every question takes a tenth of a step: 0.9 of plain decoding where nothing is found, and
     0.995 if one of 20 steps asks."""
     clock = count(step=0.1 * (STEP + REST))
-    monkeypatch.setattr("paceline.control.following.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("paceline.control.adaptive.perf_counter", lambda: next(clock))
     lookup = Sure("lookup", always(None))
     machine = Machine(HybridDrafter([lookup], "cpu"))
     asked = 0

@@ -81,13 +81,14 @@ class AcceptanceEstimate:
         self._reached = [0.0] * depth
         self._accepted = [0.0] * depth
         self._rates: list[float] | None = None
+        self._tokens: list[float] | None = None
 
     def record(self, reached: int, accepted: int, since: int = 0) -> None:
         """Of ``reached`` levels that were tried the first ``accepted`` were right.
 
         The first ``since`` of them are known already.
         """
-        self._rates = None
+        self._rates = self._tokens = None
         for level in range(since, min(reached, self.depth)):
             self._reached[level] = _DECAY * self._reached[level] + 1.0
             self._accepted[level] = _DECAY * self._accepted[level] + (level < accepted)
@@ -104,6 +105,12 @@ class AcceptanceEstimate:
                 before = rates[-1] / prior if prior else 1.0
             self._rates = rates
         return self._rates
+
+    def tokens(self) -> list[float]:
+        """Expected tokens of a step, by draft length."""
+        if self._tokens is None:
+            self._tokens = expected_tokens(self.rates())
+        return self._tokens
 
 
 class SequenceAcceptance:
@@ -151,10 +158,15 @@ class AcceptanceTracker:
         return estimate
 
     def rates(
-        self, seq_id: int, name: Hashable, kind: Hashable = None, sampled: bool = False
+        self,
+        seq_id: int,
+        name: Hashable,
+        kind: Hashable = None,
+        sampled: bool = False,
+        most: int | None = None,
     ) -> list[float]:
-        """What is expected of a sequence's next draft, level by level."""
-        everyone = self.everyone(name, kind, sampled).rates()
+        """What is expected of a sequence's next draft, level by level, of ``most`` levels."""
+        everyone = self.everyone(name, kind, sampled).rates()[:most]
         sequence = self._sequences.get(seq_id, {}).get(name)
         return sequence.rates(everyone) if sequence else everyone
 

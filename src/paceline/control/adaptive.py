@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import inf
+from time import perf_counter
 from typing import NamedTuple
 
 from paceline.control.acceptance import GOES_ON, expected_tokens, is_sampled, kind_of, levels_tried
@@ -95,7 +96,9 @@ class AdaptiveController(Controller):
     def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Decision]:
         self._step += 1
         ids = [seq.seq_id for seq in seqs]
-        offers = self._lookups.worthwhile(seqs, self._may, self._step, ids == self._ids)
+        began = perf_counter()
+        offers = self._lookups.worthwhile(seqs, self._members, self._step, ids == self._ids)
+        asked = perf_counter()
         stands = ids == self._ids and self._step < self._until and self._have_room(seqs)
         if offers or not stands:
             soon = self._explores or self._measures or self._step <= _YOUNG
@@ -105,7 +108,9 @@ class AdaptiveController(Controller):
             if saves and ids == self._ids and not offers:
                 self._until = self._step + _HOLD_PLAIN  # what could be explored is too dear still
             else:
-                self._decide(ids, seqs, offers)
+                self._decide(ids, seqs, offers or {})
+        if offers is not None:
+            self._lookups.spend((perf_counter() if stands else asked) - began, len(seqs))
         return self._choices
 
     def _have_room(self, seqs: Sequence[SequenceState]) -> bool:
@@ -124,9 +129,6 @@ class AdaptiveController(Controller):
     def _models(self, seq: SequenceState) -> list[Hashable]:
         """Those of them that are no lookups."""
         return [name for name in self._members(seq) if name not in self._lookups.drafters]
-
-    def _may(self, seq: SequenceState, name: Hashable) -> bool:
-        return seq.params.may_draft and name in self._members(seq)
 
     def _decide(
         self, ids: list[int], seqs: Sequence[SequenceState], offers: Mapping[int, Offers]
@@ -225,8 +227,9 @@ class AdaptiveController(Controller):
         if not lengths:
             return []
         sampled = is_sampled(seq.params)
-        rates = [1.0] * certain + cost.acceptance.rates(seq.seq_id, name, kind, sampled)
-        expected = expected_tokens(rates[: lengths[-1]])
+        known = min(certain, lengths[-1])
+        rates = cost.acceptance.rates(seq.seq_id, name, kind, sampled, lengths[-1] - known)
+        expected = expected_tokens([1.0] * known + rates)
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
         unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0
@@ -316,7 +319,6 @@ class AdaptiveController(Controller):
     ) -> None:
         """Steps are learnt from some at a time: between two forwards this code is not in the
         processor's caches any more (48 microseconds a step one by one, 9 together)."""
-        self._lookups.observe(commits)
         if self._explores:
             self.budget.spend(self._aftermath(len(commits)))
         passes = self._fixed or any(map(self._runs_model, self._made.values()))

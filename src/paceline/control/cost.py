@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from numpy import interp
 
-from paceline.control.acceptance import GOES_ON, AcceptanceTracker, expected_tokens
+from paceline.control.acceptance import GOES_ON, AcceptanceTracker
 from paceline.control.correction import COLD, Correction, PassPrice, cell_of
 from paceline.core.costs import DrafterCosts, TargetCosts
 
@@ -48,11 +48,11 @@ class DraftOption(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """Drafts of every length if all sequences draft alike: most nodes of each, those that are
-    verified, the forward and the passes as measured alone."""
+    """Drafts of every length if all sequences draft alike: most nodes of each, and, of those that
+    are verified, the forward and the passes as measured alone."""
 
     nodes: Sequence[float]
-    verified: Sequence[float]
+    cells: Sequence[int]  # of the nodes that are verified
     verify: Sequence[float]
     passes: Sequence[float]
 
@@ -157,7 +157,7 @@ class CostModel:
             return table
         level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.longest - 1)
         level *= self._rest.drift * self._passes[name].factor * costs.seconds(batch) / batch
-        usual = expected_tokens(self.acceptance.everyone(name, None, sampled).rates())
+        usual = self.acceptance.everyone(name, None, sampled).tokens()
         longer = [s + level * (g - u) for s, g, u in zip(table, gains, usual, strict=False)]
         return [table[0], *(max(seconds, table[1]) for seconds in longer[1:])]
 
@@ -167,13 +167,14 @@ class CostModel:
         if table is None:
             alike, unit = self._drafts_alike(name, batch), self.drafters[name].seconds(batch)
             group, price, drift = group_of(batch), self._passes[name], self._rest.drift
-            table = self._tables[name, batch] = [
-                (verify * self._rest.factor(group, cell_of(nodes)) / batch)
-                + (drift * price.seconds(passes, unit) / batch if passes else 0.0)
-                for nodes, verify, passes in zip(
-                    alike.verified, alike.verify, alike.passes, strict=True
-                )
-            ]
+            factors = {cell: self._rest.factor(group, cell) / batch for cell in set(alike.cells)}
+            table = [v * factors[c] for v, c in zip(alike.verify, alike.cells, strict=True)]
+            if not self.drafters[name].costless:
+                table = [
+                    seconds + (drift * price.seconds(passes, unit) / batch if passes else 0.0)
+                    for seconds, passes in zip(table, alike.passes, strict=True)
+                ]
+            self._tables[name, batch] = table
         return table
 
     def nodes(self, name: Hashable, batch: int) -> Sequence[float]:
@@ -187,8 +188,8 @@ class CostModel:
             nodes: Sequence[float] = drafter.nodes
             passes: Sequence[float] = drafter.passes
             if drafter.ends_early:  # as of the levels that are expected
-                more = self.acceptance.everyone(name, GOES_ON).rates()
-                levels = [tokens - 1 for tokens in expected_tokens(more[: len(nodes) - 1])]
+                tokens = self.acceptance.everyone(name, GOES_ON).tokens()
+                levels = [count - 1 for count in tokens[: len(nodes)]]
                 nodes, passes = (
                     interp(levels, range(len(full)), full).tolist() for full in (nodes, passes)
                 )
@@ -197,7 +198,8 @@ class CostModel:
             verified = range(len(nodes)) if drafter.costless else [fill * n for n in nodes]
             verify = [self.verify(batch, count) for count in verified]
             one = drafter.seconds(batch)
-            alike = _Alike(nodes, verified, verify, [one * count for count in passes])
+            cells = list(map(cell_of, verified))
+            alike = _Alike(nodes, cells, verify, [one * count for count in passes])
             self._alike[name, batch] = alike
         return alike
 
@@ -239,9 +241,9 @@ class CostModel:
         key = name, batch, kind, sampled
         if key not in self._pays:
             table = self.table(name, batch)
-            gains = expected_tokens(self.acceptance.everyone(name, kind, sampled).rates())
+            gains, plain = self.acceptance.everyone(name, kind, sampled).tokens(), table[0]
             by_length = zip(gains[1:], table[1:], strict=False)
-            self._pays[key] = any(gain * table[0] > seconds for gain, seconds in by_length)
+            self._pays[key] = any(gain * plain > seconds for gain, seconds in by_length)
         return self._pays[key]
 
     # -- learning ----------------------------------------------------------------------------------

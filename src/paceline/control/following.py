@@ -3,9 +3,7 @@ Liu et al. 2025, arXiv 2510.20064)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import chain
-from time import perf_counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from paceline.control.acceptance import is_sampled, kind_of
 from paceline.control.cost import CostModel, DraftOption
@@ -14,6 +12,7 @@ from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter, Offer
 
 Offers = Mapping[Hashable, Offer]  # by lookup
+Members = Callable[[SequenceState], Collection[Hashable]]
 _READ_ALONG = 16  # pending tokens; more are a prompt
 _DEEPEST = 24  # levels that are asked for
 # Where asking does not pay, only in one of so many steps, so that it takes this share of the time.
@@ -22,25 +21,28 @@ _BOUND = 1.0  # plain steps that asking may lose, and that must be won back, at 
 
 
 class _Followed:
-    """An offer, and how far the text has gone along it."""
+    """An offer for a sequence, and how far its text has gone along it."""
 
-    __slots__ = ("_below", "_node", "accepted", "certain", "kind", "levels", "sampled")
+    __slots__ = ("_below", "_node", "_seq", "_start", "accepted", "kind", "offer", "sampled")
 
-    def __init__(self, offer: Offer, sampled: bool) -> None:
-        self.kind, self.levels = kind_of(offer.confidence), len(offer.nodes) - 1
-        self.sampled, self.certain = sampled, offer.certain
+    def __init__(self, offer: Offer, seq: SequenceState) -> None:
+        self.offer, self._seq, self._start = offer, seq, len(seq.tokens)
+        self.kind, self.sampled = kind_of(offer.confidence), is_sampled(seq.params)
         self.accepted, self._node = 0, -1
-        edges = zip(offer.parents, offer.tokens, strict=True)
-        self._below = {edge: node for node, edge in enumerate(edges)}
+        self._below: dict[tuple[int, int], int] = {}
 
-    def ended(self, tokens: Sequence[int]) -> bool:
-        """Go on with what was committed; whether it has ended, in a leaf or with a wrong token."""
-        for token in tokens:
+    def ended(self) -> bool:
+        """Go on with what was written; whether it has ended, in a leaf or with a wrong token."""
+        offer, new = self.offer, self._seq.tokens[self._start + self.accepted :]
+        if new and not self._below:
+            edges = zip(offer.parents, offer.tokens, strict=True)
+            self._below = {edge: node for node, edge in enumerate(edges)}
+        for token in new:
             node = self._below.get((self._node, token))
             if node is None:
                 return True
             self._node, self.accepted = node, self.accepted + 1
-        return self.accepted == self.levels
+        return self.accepted == offer.levels
 
 
 class LookupFollower:
@@ -54,43 +56,39 @@ class LookupFollower:
         self._balance = _BOUND  # what drafts of lookups won, less what asking took, in plain steps
         self._asking, self._wait = 1e-4, _RARELY  # seconds of asking once, of late; steps
         self._followed: dict[int, dict[Hashable, _Followed]] = {}
-        self._committed: list[Sequence[Commit]] = []  # by steps since a lookup was asked
 
     def worthwhile(
-        self,
-        seqs: Sequence[SequenceState],
-        may: Callable[[SequenceState, Hashable], bool],
-        step: int,
-        same: bool,
-    ) -> dict[int, Offers]:
-        """What is found that might pay. Where drafts of lookups have won less than asking took,
-        they are asked less often. ``same``: the sequences are those of the last step."""
-        batch = len(seqs)
+        self, seqs: Sequence[SequenceState], members: Members, step: int, same: bool
+    ) -> dict[int, Offers] | None:
+        """What is found that might pay, of the ``members`` that may draft for each; None: not
+        asked. Where drafts of lookups have won less than asking took, they are asked less often.
+        ``same``: the sequences are those of the last step."""
         rarely = same and self._balance < 0 and step % self._wait
         rarely = rarely and all(seq.constraint is None for seq in seqs)  # what is forced pays
         if rarely or not self.drafters:
-            return {}
-        began = perf_counter()
-        self._follow()
+            return None
         worth: dict[int, Offers] = {}
-        offered = self.lookup(seqs, may)
+        offered = self.lookup(seqs, members)
         for seq in seqs:
             pay = {
                 name: offer
                 for name, offer in offered.get(seq.seq_id, {}).items()
-                if self._may_pay(name, offer, seq, batch)
+                if self._may_pay(name, offer, seq, len(seqs))
             }
             if pay:
                 worth[seq.seq_id] = pay
-        seconds, plain = perf_counter() - began, self._cost.rest(batch)
-        self._asking += (min(seconds, 4 * self._asking) - self._asking) / 8
-        self._wait = int(min(max(self._asking / (_SHARE * plain), _RARELY), _RAREST))
-        self._add(-seconds / plain)
         return worth
 
     def _may_pay(self, name: Hashable, offer: Offer, seq: SequenceState, batch: int) -> bool:
         kind, sampled = kind_of(offer.confidence), is_sampled(seq.params)
         return offer.certain > 0 or self._cost.may_pay(name, batch, kind, sampled)
+
+    def spend(self, seconds: float, batch: int) -> None:
+        """To ask, and to decide on what was found, took so long."""
+        plain = self._cost.rest(batch)
+        self._asking += (min(seconds, 4 * self._asking) - self._asking) / 8
+        self._wait = int(min(max(self._asking / (_SHARE * plain), _RARELY), _RAREST))
+        self._add(-seconds / plain)
 
     def _add(self, won: float) -> None:
         self._balance = min(max(self._balance + won, -_BOUND), _BOUND)
@@ -105,41 +103,34 @@ class LookupFollower:
             self._add(sum(len(c.tokens) - seconds / plain for c in drafted) / len(commits))
 
     def lookup(
-        self, seqs: Sequence[SequenceState], may: Callable[[SequenceState, Hashable], bool]
+        self, seqs: Sequence[SequenceState], members: Members
     ) -> dict[int, dict[Hashable, Offer]]:
-        """What is found for each sequence that ``may`` use a lookup."""
+        """What is found for each sequence, whose offers so far are followed first."""
         offers: dict[int, dict[Hashable, Offer]] = {}
-        views = [seq.view() for seq in seqs]
-        for name, drafter in self.drafters.items():
-            slices = [
-                Slice(view, view.num_pending * ready, min(_DEEPEST, seq.remaining - 1) * ready)
-                for seq, view in zip(seqs, views, strict=True)
-                for ready in (seq.num_pending <= _READ_ALONG and seq.drafts and may(seq, name),)
-            ]
-            for seq, offer in zip(seqs, drafter.lookup(slices), strict=True):
+        by_name: dict[Hashable, list[Slice]] = {name: [] for name in self.drafters}
+        for seq in seqs:
+            self._go_on(seq.seq_id)
+            view, names = seq.view(), members(seq) if seq.params.may_draft and seq.drafts else ()
+            ready = seq.num_pending <= _READ_ALONG
+            asked = Slice(view, seq.num_pending * ready, min(_DEEPEST, seq.remaining - 1) * ready)
+            for name, slices in by_name.items():
+                slices.append(asked if name in names else Slice(view, asked.scheduled))
+        for name, slices in by_name.items():
+            found = self.drafters[name].lookup(slices)
+            for seq, offer in zip(seqs, found, strict=True):
                 if offer is not None:
                     offers.setdefault(seq.seq_id, {})[name] = offer
                     followed = self._followed.setdefault(seq.seq_id, {})
                     if name not in followed:
-                        followed[name] = _Followed(offer, is_sampled(seq.params))
+                        followed[name] = _Followed(offer, seq)
         return offers
 
-    def observe(self, commits: Sequence[Commit]) -> None:
-        """Sequences went on."""
-        if self._followed:
-            self._committed.append(commits)
-
-    def _follow(self) -> None:
-        for commit in chain.from_iterable(self._committed):
-            self._go_on(commit.seq_id, commit.tokens)
-        self._committed.clear()
-
-    def _go_on(self, seq_id: int, tokens: Sequence[int]) -> None:
+    def _go_on(self, seq_id: int) -> None:
         offers = self._followed.get(seq_id, {})
         for name, followed in list(offers.items()):
-            known, ended = followed.accepted, followed.ended(tokens)
-            reached = min(followed.accepted + ended, followed.levels)
-            certain = followed.certain  # nothing is learnt from what was forced
+            known, ended = followed.accepted, followed.ended()
+            reached = min(followed.accepted + ended, followed.offer.levels)
+            certain = followed.offer.certain  # nothing is learnt from what was forced
             levels = reached - certain, followed.accepted - certain, max(known - certain, 0)
             if levels[0] > 0 and (ended or followed.accepted > known):
                 kind = followed.kind, followed.sampled
@@ -148,5 +139,5 @@ class LookupFollower:
                 del offers[name]
 
     def forget(self, seq_id: int) -> None:
-        self._follow()
+        self._go_on(seq_id)
         self._followed.pop(seq_id, None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -127,7 +129,8 @@ Guess = (
 )
 
 
-class Offer(NamedTuple):
+@dataclass
+class Offer:
     """A tree that a lookup proposes; ``confidence``: length of the match, 0 if unknown.
     ``certain``: first levels, a chain, that a grammar forces."""
 
@@ -137,11 +140,15 @@ class Offer(NamedTuple):
     certain: int = 0
 
     @property
-    def nodes(self) -> tuple[int, ...]:
+    def levels(self) -> int:
+        return len(self.nodes) - 1
+
+    @cached_property
+    def nodes(self) -> Sequence[int]:
         """Nodes down to each depth; entry 0 is 0."""
         parents = tuple(self.parents)
         if is_chain(parents):
-            return tuple(range(len(parents) + 1))
+            return range(len(parents) + 1)
         depths = depths_of(parents)
         return tuple(sum(d <= depth for d in depths) for depth in range(max(depths) + 1))
 
