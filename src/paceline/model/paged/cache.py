@@ -11,6 +11,7 @@ are there already) and frees everything beyond.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -86,13 +87,16 @@ class PagedCache:
         self.dtype, self.device = dtype, torch.device(device)
         self._separate = transfer.has_separate_memory(self.device)
         slots = num_blocks * block_size
-
-        def empty(heads: int, width: int) -> torch.Tensor:
-            # Zeros, not empty: padded gathers read unwritten slots, and NaN * 0 is NaN.
-            size = slots, heads, stored_width(width, dtype)
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        self._layers = [(empty(heads, k), empty(heads, v)) for heads, k, v in shapes]
+        parts = [(heads, stored_width(w, dtype)) for heads, *widths in shapes for w in widths]
+        # Layers of one size in one tensor: rows of all are copied at once. Zeros, not empty: padded
+        # gathers read unwritten slots, and NaN * 0 is NaN.
+        self._stacks = {
+            size: torch.zeros(count, slots, *size, dtype=dtype, device=device)
+            for size, count in Counter(parts).items()
+        }
+        layers = {size: iter(stack) for size, stack in self._stacks.items()}
+        tensors = [next(layers[size]) for size in parts]
+        self._layers = list(zip(tensors[::2], tensors[1::2], strict=True))
         self.pool = BlockPool(num_blocks)
         self._tables: dict[int, _Table] = {}
         # Called with the slots of every move, for other processes that have a part of the cache.
@@ -210,9 +214,8 @@ class PagedCache:
     def copy(self, slots: Sequence[tuple[int, int]]) -> None:
         """Copy rows from slots to slots in all layers, reading before writing."""
         source, target = to_device(slots, self.device).unbind(1)
-        for keys, values in self._layers:
-            keys.index_copy_(0, target, keys.index_select(0, source))
-            values.index_copy_(0, target, values.index_select(0, source))
+        for stack in self._stacks.values():
+            stack.index_copy_(1, target, stack.index_select(1, source))
 
     def _slot(self, seq_id: int, index: int) -> int:
         size = self.block_size
