@@ -101,8 +101,7 @@ class AdaptiveController(Controller):
         asked = perf_counter()
         stands = ids == self._ids and self._step < self._until and self._have_room(seqs)
         if offers or not stands:
-            soon = self._explores or self._measures or self._step <= _YOUNG
-            if soon or len(self._seen) >= _LEARN:
+            if self._explores or self._measures or self._step <= _YOUNG or len(self._seen) >= _LEARN:
                 self._learn_all()
             saves = self._step < self._latest and self.budget.seconds < self._needed
             if saves and ids == self._ids and not offers:
@@ -227,9 +226,8 @@ class AdaptiveController(Controller):
         if not lengths:
             return []
         sampled = is_sampled(seq.params)
-        known = min(certain, lengths[-1])
-        rates = cost.acceptance.rates(seq.seq_id, name, kind, sampled, lengths[-1] - known)
-        expected = expected_tokens([1.0] * known + rates)
+        rates = cost.acceptance.rates(seq.seq_id, name, kind, sampled, lengths[-1])
+        expected = expected_tokens(([1.0] * certain + rates)[: lengths[-1]])
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
         unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0

@@ -116,8 +116,7 @@ class LookupFollower:
             for name, slices in by_name.items():
                 slices.append(asked if name in names else Slice(view, asked.scheduled))
         for name, slices in by_name.items():
-            found = self.drafters[name].lookup(slices)
-            for seq, offer in zip(seqs, found, strict=True):
+            for seq, offer in zip(seqs, self.drafters[name].lookup(slices), strict=True):
                 if offer is not None:
                     offers.setdefault(seq.seq_id, {})[name] = offer
                     followed = self._followed.setdefault(seq.seq_id, {})
