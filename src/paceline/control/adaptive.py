@@ -101,7 +101,12 @@ class AdaptiveController(Controller):
         asked = perf_counter()
         stands = ids == self._ids and self._step < self._until and self._have_room(seqs)
         if offers or not stands:
-            if self._explores or self._measures or self._step <= _YOUNG or len(self._seen) >= _LEARN:
+            if (
+                self._explores
+                or self._measures
+                or self._step <= _YOUNG
+                or len(self._seen) >= _LEARN
+            ):
                 self._learn_all()
             saves = self._step < self._latest and self.budget.seconds < self._needed
             if saves and ids == self._ids and not offers:
