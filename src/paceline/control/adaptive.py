@@ -101,12 +101,8 @@ class AdaptiveController(Controller):
         asked = perf_counter()
         stands = ids == self._ids and self._step < self._until and self._have_room(seqs)
         if offers or not stands:
-            if (
-                self._explores
-                or self._measures
-                or self._step <= _YOUNG
-                or len(self._seen) >= _LEARN
-            ):
+            at_once = self._explores or self._measures or self._step <= _YOUNG
+            if at_once or len(self._seen) >= _LEARN:
                 self._learn_all()
             saves = self._step < self._latest and self.budget.seconds < self._needed
             if saves and ids == self._ids and not offers:
@@ -181,10 +177,9 @@ class AdaptiveController(Controller):
         """Steps for which a decision stands, where no lookup finds anything: 1, 2, 4."""
         if not self._made:
             return 1 if self._measures else _HOLD_PLAIN
-        lookups = not all(map(self._runs_model, self._made.values()))
-        if self._explores or lookups or self._step <= _YOUNG:
-            return 1
-        return min(2 * self._hold, _HOLD) if same else 1
+        models = all(map(self._runs_model, self._made.values()))
+        stays = same and models and not self._explores and self._step > _YOUNG
+        return min(2 * self._hold, _HOLD) if stays else 1
 
     def _options(
         self, seq: SequenceState, batch: int, offers: Offers, that_may_pay: bool = False
