@@ -143,9 +143,9 @@ def warn_of_backend(facts: Facts) -> None:
         return
     log.warning(
         "the backend is %s: 0.2 to 0.6 times as fast as the native kernels, and texts may differ "
-        "in near ties. Cure: leave out --backend, install g++, and let PACELINE_CACHE be a folder "
-        "that the server may write; or ship the kernels (docs/guides/deploy.md). paceline doctor "
-        "says what a model lacks",
+        "in near ties. If the kernels are missing: install g++ and let PACELINE_CACHE be a folder "
+        "that the server may write, or ship them (docs/guides/deploy.md). Other reasons: "
+        "docs/troubleshooting.md",
         facts.backend,
     )
 
