@@ -101,7 +101,7 @@ done
 # 3. What drafts. Every place learns its first drafted token; every third one goes on to the fourth.
 start paceline train eagle3 "${own[@]}" --draft-vocab-size 12288 --seq-len 1024 --long-every 0 \
   --batch-tokens 4000 --micro-tokens 1200 --cache-features --lr 0.003 --adam-lr 0.0009 --warmup 30 \
-  --ttt-steps 4 --ttt-stride 3 --steps "${EAGLE_STEPS:-5000}" ${EAGLE_INIT:+--init "$EAGLE_INIT"} \
+  --ttt-steps 4 --stride 3 --steps "${EAGLE_STEPS:-5000}" ${EAGLE_INIT:+--init "$EAGLE_INIT"} \
   --out "$out/eagle3" "$@"
 finish
 start paceline train medusa "${own[@]}" --medusa-heads 4 --medusa-layers 1 --shared-head --seq-len 896 --long-every 0 \

@@ -16,7 +16,7 @@ from paceline.core.batch import Commit as Commit
 from paceline.core.batch import ModelOutput as ModelOutput
 from paceline.core.batch import Plan as Plan
 from paceline.core.batch import Slice as Slice
-from paceline.core.keywords import did_you_mean, forgiving
+from paceline.core.keywords import did_you_mean
 from paceline.core.tree import Draw as Draw
 from paceline.core.tree import TokenTree as TokenTree
 from paceline.draft.auto import Auto as Auto
@@ -99,8 +99,6 @@ def _loaded(entry: EntryPoint) -> type[DraftSpec]:
     return record
 
 
-for _record in RECORDS:
-    forgiving(_record.__name__)(_record)
 DRAFTERS = Registry(RECORDS, entry_points(group=GROUP))
 
 

@@ -47,6 +47,8 @@ train sample --count --num-prompts
 train sample --longest --max-text-len
 train sample --max-prompt --max-prompt-len
 train medusa --heads --medusa-heads
+train medusa --head-decay --step-decay
+train eagle3 --ttt-stride --stride
 train medusa --medusa-num-layers --medusa-layers
 certify --texts --num-prompts
 generate --seq-len --max-model-len
@@ -96,6 +98,10 @@ def test_a_model_by_name_where_it_has_a_position() -> None:
     printed = paceline("serve", "--model-path=paceline/tiny", "--print-config")
     assert 'model = "paceline/tiny"' in printed.stdout
     assert printed.stderr == "note: --model-path is --model here\n"
+
+
+def test_layers_of_a_head_that_is_trained_are_no_other_option() -> None:
+    assert "no such option" in paceline("train", "eagle3", "--layers", "2").stderr.lower()
 
 
 def test_what_stands_behind_two_dashes_is_no_option() -> None:

@@ -114,11 +114,8 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
 def test_an_option_by_its_former_name(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert parse_draft("eagle3:path,layers=2x6") == Eagle3("path", feature_layers=(2, 6))
-        assert Eagle3("path", layers=(2, 6)) == Eagle3("path", feature_layers=(2, 6))  # type: ignore[call-arg]
-    assert [record.message for record in caplog.records] == [
-        "note: draft 'eagle3': layers is feature_layers here",
-        "note: Eagle3: layers is feature_layers here",
-    ]
+    (told,) = caplog.messages
+    assert told == "note: draft 'eagle3': layers is feature_layers here"
     for both in ("layers=1,feature_layers=2", "feature_layers=2,layers=1"):
         with pytest.raises(ConfigError, match=r"feature_layers (here|twice); give it once"):
             parse_draft(f"eagle3:path,{both}")

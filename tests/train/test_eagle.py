@@ -104,7 +104,7 @@ def test_strided_positions_unroll_the_same_way(finished: EagleTrainer) -> None:
     try:
         with torch.no_grad():
             whole = float(finished.loss(seen))
-            finished.config = replace(config, ttt_stride=3)
+            finished.config = replace(config, stride=3)
             strided = []
             for finished.step in range(3):
                 strided.append(float(finished.loss(seen)))

@@ -48,7 +48,7 @@ def test_head_k_is_taught_the_distribution_two_and_k_further_on(
     config: MedusaTrainConfig, tmp_path: Path
 ):
     """The loss is lowest where head k says what the target says k + 1 rows later."""
-    trainer = MedusaTrainer(replace(config, argmax_weight=0.0, head_decay=0.5), tmp_path, "cpu")
+    trainer = MedusaTrainer(replace(config, argmax_weight=0.0, step_decay=0.5), tmp_path, "cpu")
     stream = trainer.documents.streams[0].ids[:84].astype("int64")
     seen = trainer.observe(torch.from_numpy(stream).view(2, 42))
     logits = trainer.target(input_ids=seen.ids).logits.detach()

@@ -214,7 +214,7 @@ class DraftSpec(ABC):
         values: dict[str, Any] = {}
         for position, part in enumerate(part for part in rest.split(",") if part):
             key, equals, value = (text.strip() for text in part.partition("="))
-            if key not in known and (ours := our_name(key, known)) in known:
+            if key not in known and (ours := our_name(f"spec.{key}", known)) in known:
                 announce(f"draft {cls.kind!r}", key, ours, known[ours].name in values)
                 key = ours
             if not equals and position == 0 and argument is not None:

@@ -126,6 +126,7 @@ class HeadConfig(TrainConfig):
     steps: int = _general("steps", 1000)
     adam_lr: float = _general("adam_lr", 0.003)
     argmax_weight: float = _general("argmax_weight", 0.3)
+    step_decay: float = _loss(0.8, "Weight of each further drafted token.", low=0)
     dtype: str = _schedule(
         "bfloat16",
         "Of target and head; the optimizer's weights are float32 in any case.",
@@ -146,10 +147,9 @@ class EagleTrainConfig(HeadConfig):
     ttt_steps: int = _head(
         4, "Drafting steps that training unrolls (training-time test); 1 is none.", low=1
     )
-    ttt_stride: int = _head(
+    stride: int = _head(
         1, "Unroll every N-th position only; all learn their first drafted token.", low=1
     )
-    step_decay: float = _head(0.8, "Weight of each further step.", low=0)
     parallel: bool = _head(
         False, "Draft in one pass: later steps read one token and one learnt feature (P-EAGLE)."
     )
@@ -205,7 +205,6 @@ class DFlashTrainConfig(HeadConfig):
         help="Target layers whose inputs are read; default: the third, the middle, all but 3.",
     )
     stride: int = _head(4, "Blocks start at every N-th position.", low=1)
-    step_decay: float = _head(0.8, "Weight of each further token.", low=0)
     tv_weight: float = 0.0  # of DSpark, as the next ones
     markov_rank: int = 0
     confidence_weight: float = 0.0
@@ -239,7 +238,6 @@ class MedusaTrainConfig(HeadConfig):
         "Use the target's vocabulary layer instead of one per head: far smaller.",
         flags=("--shared-head/--own-heads",),
     )
-    head_decay: float = _heads(0.8, "Weight of each further head.", low=0)
     nodes: int = _heads(8, "Nodes of the tree that is measured.", low=1)
 
 

@@ -140,7 +140,7 @@ class EagleTrainer(ChainHeadTrainer):
         probs, row_of = self.target_probs(seen, ids)
         features = seen.features.flatten(0, 1)
         result = torch.zeros((), device=features.device)
-        steps = self.unrolled(seen, DraftStarts.of(seen.learn), config.ttt_steps, config.ttt_stride)
+        steps = self.unrolled(seen, DraftStarts.of(seen.learn), config.ttt_steps, config.stride)
         weights = falling(config.step_decay, config.ttt_steps)
         for j, ((starts, hidden), weight) in enumerate(zip(steps, weights, strict=True)):
             logits = head.logits(hidden)

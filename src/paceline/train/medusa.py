@@ -81,7 +81,7 @@ class MedusaTrainer(HeadTrainer):
         probs, row_of = self.target_probs(seen)
         features = seen.features.flatten(0, 1)[starts.flat]
         result = features.new_zeros((), dtype=torch.float32)
-        for k, weight in enumerate(falling(config.head_decay, config.medusa_heads)):
+        for k, weight in enumerate(falling(config.step_decay, config.medusa_heads)):
             logits = self.head.logits(k, features, self.lm_head)
             result = result + weight * loss_ahead(starts, k, learn, logits, probs, row_of)
         return result
