@@ -80,36 +80,35 @@ class AcceptanceEstimate:
         self.depth = depth
         self._reached = [0.0] * depth
         self._accepted = [0.0] * depth
-        self._rates: list[float] | None = None
-        self._tokens: list[float] | None = None
+        self._rates: list[float] = []  # of the first levels, as far as they were asked for
+        self._tokens: list[float] = []
 
     def record(self, reached: int, accepted: int, since: int = 0) -> None:
         """Of ``reached`` levels that were tried the first ``accepted`` were right.
 
         The first ``since`` of them are known already.
         """
-        self._rates = self._tokens = None
+        self._rates, self._tokens = [], []
         for level in range(since, min(reached, self.depth)):
             self._reached[level] = _DECAY * self._reached[level] + 1.0
             self._accepted[level] = _DECAY * self._accepted[level] + (level < accepted)
 
-    def rates(self) -> list[float]:
-        if self._rates is None:
-            rates: list[float] = []
-            before = 1.0  # by how much the level before differs from its prior
-            for prior, tried, won in zip(self._prior, self._reached, self._accepted, strict=True):
-                # A level that few drafts reach is like the last one, as far as that is known.
-                rate = min(prior * before, 0.5 + 0.5 * prior)
-                weight = _WEIGHT * (_ALIKE if rates else 1.0)
-                rates.append((weight * rate + won) / (weight + tried))
-                before = rates[-1] / prior if prior else 1.0
-            self._rates = rates
-        return self._rates
+    def rates(self, most: int | None = None) -> list[float]:
+        """Of all levels, or of the first ``most``."""
+        rates, most = self._rates, self.depth if most is None else min(most, self.depth)
+        for level in range(len(rates), most):
+            prior, above = self._prior[level], self._prior[level - 1]
+            # By how much the level before differs from its prior: one that few drafts reach is like
+            # the last one, as far as that is known.
+            before = rates[-1] / above if rates and above else 1.0
+            rate = min(prior * before, 0.5 + 0.5 * prior)
+            weight = _WEIGHT * (_ALIKE if rates else 1.0)
+            rates.append((weight * rate + self._accepted[level]) / (weight + self._reached[level]))
+        return rates[:most]
 
     def tokens(self) -> list[float]:
         """Expected tokens of a step, by draft length."""
-        if self._tokens is None:
-            self._tokens = expected_tokens(self.rates())
+        self._tokens = self._tokens or expected_tokens(self.rates())
         return self._tokens
 
 
@@ -166,7 +165,7 @@ class AcceptanceTracker:
         most: int | None = None,
     ) -> list[float]:
         """What is expected of a sequence's next draft, level by level, of ``most`` levels."""
-        everyone = self.everyone(name, kind, sampled).rates()[:most]
+        everyone = self.everyone(name, kind, sampled).rates(most)
         sequence = self._sequences.get(seq_id, {}).get(name)
         return sequence.rates(everyone) if sequence else everyone
 
@@ -183,7 +182,8 @@ class AcceptanceTracker:
         """As ``AcceptanceEstimate.record``, for one sequence and for all."""
         everyone = self.everyone(name, kind, sampled)
         sequence = self._sequences.setdefault(seq_id, {}).setdefault(name, SequenceAcceptance())
-        sequence.record(everyone.rates(), reached, accepted, since)
+        # Of levels behind the first that failed nothing is learnt.
+        sequence.record(everyone.rates(accepted + 1), reached, accepted, since)
         everyone.record(reached, accepted, since)
 
     def forget(self, seq_id: int) -> None:

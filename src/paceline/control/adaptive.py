@@ -190,33 +190,29 @@ class AdaptiveController(Controller):
         forced = seq.constraint.forced() or () if seq.constraint else ()
         for name in self._members(seq):
             if (offer := offers.get(name)) is not None:
-                nodes, kind = offer.nodes, kind_of(offer.confidence)
-                most = min(len(nodes) - 1, self.cost.drafters[name].longest)
+                most = min(offer.levels, self.cost.drafters[name].longest)
                 lengths = [*(n for n in _LENGTHS if n < most), most]
-                drafts = self.drafts(seq, name, batch, kind, lengths, offer.certain)
-                options += [self._found(draft, nodes[draft.length], batch) for draft in drafts]
+                certain, kind = offer.certain, kind_of(offer.confidence)
+                options += self.drafts(seq, name, batch, lengths, certain, kind, offer.nodes)
             elif name not in self._lookups.drafters:
                 certain = len(forced) * (len(forced) <= self.cost.drafters[name].takes_forced)
                 if certain or not that_may_pay or self.cost.may_pay(name, batch, sampled=sampled):
                     options += self.drafts(seq, name, batch, certain=certain)
         return options
 
-    def _found(self, draft: DraftOption, nodes: int, batch: int) -> DraftOption:
-        """A lookup's draft of so many nodes: what was found is rarely a full tree."""
-        return draft._replace(nodes=nodes, seconds=self.cost.rest(batch, nodes) / batch)
-
     def drafts(
         self,
         seq: SequenceState,
         name: Hashable,
         batch: int,
-        kind: Hashable = None,
         lengths: Sequence[int] | None = None,
         certain: int = 0,
+        kind: Hashable = None,
+        found: Sequence[float] = (),
     ) -> list[DraftOption]:
         """What a drafter may draft for a sequence, of all lengths by default; acceptance is learnt
-        by ``kind``, behind ``certain`` levels. Reading that must come first is written off over the
-        tokens to come."""
+        by ``kind``, behind ``certain`` levels. ``found``: nodes of a lookup's offer, by length.
+        Reading that must come first is written off over the tokens to come."""
         cost, costs, left = self.cost, self.cost.drafters[name], seq.remaining
         most = min(costs.longest, left - 1)
         if batch > 1:  # at most twice as long as those before
@@ -231,14 +227,18 @@ class AdaptiveController(Controller):
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
         unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0
-        if not costs.costless:
-            first += self._aftermath(batch) / batch
-        table = cost.table(name, batch) if certain else cost.priced(name, batch, expected, sampled)
-        fill, nodes, tokens = cost.fill[name], cost.nodes(name, batch), min(left, _HORIZON)
-        options: list[DraftOption] = []
-        for n in lengths:
+        first += 0.0 if costs.costless else self._aftermath(batch) / batch
+        fill, nodes, tokens = 1.0, found or (), min(left, _HORIZON)
+        if found:
+            table = [cost.rest(batch, found[n]) / batch for n in lengths]
+        else:
+            fill, nodes = cost.fill[name], cost.nodes(name, batch)
+            priced = cost.priced(name, batch, expected, sampled, certain > 0)
+            table = [priced[n] for n in lengths]
+        options = list[DraftOption]()
+        for n, seconds in zip(lengths, table, strict=True):
             reading = first * gains[n] / tokens
-            price = table[n] + reading, reading, first, sampled, min(certain, n)
+            price = seconds + reading, reading, first, sampled, min(certain, n)
             options.append(DraftOption(name, n, fill * nodes[n], gains[n], *price))
         return options
 
@@ -269,8 +269,8 @@ class AdaptiveController(Controller):
             self._explores = True
             return more
         names = dict.fromkeys(draft.name for draft in best if draft.length)
-        models_in_use = [name for name in names if not self.cost.drafters[name].costless]
-        unseen = [n for n in models_in_use if batch > 1 and not self.cost.longest_seen(n, batch)]
+        used = [name for name in names if batch > 1 and not self.cost.drafters[name].costless]
+        unseen = [name for name in used if not self.cost.longest_seen(name, batch)]
         for name in (unseen if names else models) if self.budget.seconds > 0 else ():
             if drafts := self._exploration(name, batch, options, seqs):
                 self._explores = True

@@ -148,12 +148,13 @@ class CostModel:
         return self.rest(batch, sum(nodes) / batch) + self.drafting(batch, alone)
 
     def priced(
-        self, name: Hashable, batch: int, gains: Sequence[float], sampled: bool
+        self, name: Hashable, batch: int, gains: Sequence[float], sampled: bool, certain: bool
     ) -> Sequence[float]:
         """``table`` for a sequence whose drafts gain so much: those that end early go on where they
-        are right, so who gains a token more than all do has a level more."""
+        are right, so who gains a token more than all do has a level more, unless the first are
+        ``certain``."""
         table, costs = self.table(name, batch), self.drafters[name]
-        if not costs.ends_early:
+        if certain or not costs.ends_early:
             return table
         level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.longest - 1)
         level *= self._rest.drift * self._passes[name].factor * costs.seconds(batch) / batch
@@ -240,10 +241,15 @@ class CostModel:
         """
         key = name, batch, kind, sampled
         if key not in self._pays:
-            table = self.table(name, batch)
-            gains, plain = self.acceptance.everyone(name, kind, sampled).tokens(), table[0]
-            by_length = zip(gains[1:], table[1:], strict=False)
-            self._pays[key] = any(gain * plain > seconds for gain, seconds in by_length)
+            gains = self.acceptance.everyone(name, kind, sampled).tokens()
+            costs, plain = self.drafters[name], self.rest(batch)
+            lengths = range(1, min(1 + costs.longest, len(gains)))
+            if costs.costless:  # a level of what is found is mostly a node
+                pays = any(gains[n] * plain > self.rest(batch, n) for n in lengths)
+            else:
+                table = self.table(name, batch)
+                pays = any(gains[n] * table[0] > table[n] for n in lengths)
+            self._pays[key] = pays
         return self._pays[key]
 
     # -- learning ----------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -149,8 +151,8 @@ class Offer:
         parents = tuple(self.parents)
         if is_chain(parents):
             return range(len(parents) + 1)
-        depths = depths_of(parents)
-        return tuple(sum(d <= depth for d in depths) for depth in range(max(depths) + 1))
+        by_depth = Counter(depths_of(parents))
+        return list(accumulate(by_depth[depth] for depth in range(max(by_depth) + 1)))
 
     def cut(self, levels: int) -> tuple[Sequence[int], tuple[int, ...]]:
         """Tokens and parents of the first levels."""
