@@ -208,10 +208,10 @@ class AdaptiveController(Controller):
         lengths: Sequence[int] | None = None,
         certain: int = 0,
         kind: Hashable = None,
-        found: Sequence[float] = (),
+        by_length: Sequence[float] = (),
     ) -> list[DraftOption]:
         """What a drafter may draft for a sequence, of all lengths by default; acceptance is learnt
-        by ``kind``, behind ``certain`` levels. ``found``: nodes of a lookup's offer, by length.
+        by ``kind``, behind ``certain`` levels. ``by_length``: nodes of a lookup's offer.
         Reading that must come first is written off over the tokens to come."""
         cost, costs, left = self.cost, self.cost.drafters[name], seq.remaining
         most = min(costs.longest, left - 1)
@@ -228,9 +228,9 @@ class AdaptiveController(Controller):
         unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0
         first += 0.0 if costs.costless else self._aftermath(batch) / batch
-        fill, nodes, tokens = 1.0, found or (), min(left, _HORIZON)
-        if found:
-            table = [cost.rest(batch, found[n]) / batch for n in lengths]
+        fill, nodes, tokens = 1.0, by_length or (), min(left, _HORIZON)
+        if by_length:
+            table = [cost.rest(batch, by_length[n]) / batch for n in lengths]
         else:
             fill, nodes = cost.fill[name], cost.nodes(name, batch)
             priced = cost.priced(name, batch, expected, sampled, certain > 0)
