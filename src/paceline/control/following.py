@@ -54,7 +54,7 @@ class LookupFollower:
     def __init__(self, drafters: Mapping[Hashable, LookupDrafter], cost: CostModel) -> None:
         self.drafters, self._cost = dict(drafters), cost
         self._balance = _BOUND  # what drafts of lookups won, less what asking took, in plain steps
-        self._asking, self._wait = 1e-4, _RARELY  # seconds of asking once, of late; steps
+        self._asking, self._wait = 1e-3, _RARELY  # seconds of asking once, of late; steps
         self._followed: dict[int, dict[Hashable, _Followed]] = {}
 
     def worthwhile(
