@@ -1,7 +1,5 @@
 """The ``paceline`` script, and ``python -m paceline``."""
 
-from __future__ import annotations
-
 import sys
 
 

@@ -5,8 +5,6 @@ report ends in a comment with the SHA-256 of its text; other formats are recogni
 content.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

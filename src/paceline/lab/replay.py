@@ -1,7 +1,5 @@
 """An answer decoded again, without drafts, beside what its receipt says was decoded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LoRA adapters from folders in peft's layout: adapter_config.json, adapter_model.safetensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 Its weights have other names in such checkpoints; those of the vision tower are not read.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Errors as OpenAI's API has them, ``{"error": {message, type, param, code}}``, and Anthropic's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """How requests fail, with the HTTP status of each."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import partial

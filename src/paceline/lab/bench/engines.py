@@ -1,8 +1,6 @@
 """Methods: ``plain``, drafters with a length (``ngram@5``), servers (``url:http://A:1``); and the
 engines that answer by them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

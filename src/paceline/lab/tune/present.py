@@ -1,7 +1,5 @@
 """An outcome as a report for people, a record for machines, and tuned settings for engines."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import partial
 from typing import Any
