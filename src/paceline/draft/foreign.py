@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.files import json_object
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _WITH_MODEL = {  # vLLM's methods, as our specs
@@ -100,11 +101,7 @@ def _model(values: Mapping[str, Any], key: str, where: str) -> str:
 
 def _head_config(model: str) -> Mapping[str, Any]:
     """The config.json of a local folder; {} if it cannot be read."""
-    try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    return json_object(Path(model).expanduser() / "config.json")
 
 
 # -- vLLM --------------------------------------------------------------------------------------

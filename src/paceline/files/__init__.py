@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -157,6 +158,15 @@ def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{what} {path} is not valid TOML: {error}{end}") from None
     return table
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; empty if the file cannot be read or holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def filled(template: Path, **values: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError, ModelLoadError, PacelineError, UnsupportedModelError
+from paceline.files import json_object
 from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
 from paceline.model.gguf import dequantising, gguf_file, read_gguf
@@ -209,11 +210,8 @@ def weight_files(folder: Path) -> list[Path]:
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        named = {folder / str(file) for file in index["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []
+    names = json_object(folder / "model.safetensors.index.json").get("weight_map")
+    named = {folder / str(file) for file in names.values()} if isinstance(names, dict) else set()
     return sorted(file for file in named if file.is_file())
 
 

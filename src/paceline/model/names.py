@@ -4,7 +4,6 @@ and process, and only for names such as OWNER/NAME. Imports no torch, as ``--hel
 shows the default model."""
 
 import difflib
-import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from paceline.core.keywords import did_you_mean
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.files import FileStamp, cache_folder
+from paceline.files import FileStamp, cache_folder, json_object
 from paceline.model.gguf import SUFFIX, gguf_file
 
 PREFIX = "paceline/"
@@ -119,12 +118,8 @@ def model_folder(entry: Pullable) -> Path:
 def pulled(entry: Pullable) -> Path | None:
     """The folder of a model that has been pulled as a whole, or None."""
     folder = model_folder(entry)
-    try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        weights = (folder / "model.safetensors").stat().st_size
-    except (OSError, ValueError):
-        return None
-    if not isinstance(marker, dict) or marker.get("bytes") != weights:
+    marker, weights = json_object(folder / MARKER), folder / "model.safetensors"
+    if not weights.is_file() or marker.get("bytes") != weights.stat().st_size:
         return None
     # Another version of this table may have had other bits.
     return folder if entry.weights_sha256 in (None, marker.get("sha256")) else None

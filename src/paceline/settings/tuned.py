@@ -159,11 +159,8 @@ class MachineIdentity:
     def differences(self, here: MachineIdentity) -> list[str]:
         """What makes costs measured there useless here, as "threads 2, here 8"."""
         keys = ("processor", "device", "threads", "dtype", "backend", "torch")
-        return [
-            f"{key} {getattr(self, key)}, here {getattr(here, key)}"
-            for key in keys
-            if getattr(self, key) != getattr(here, key)
-        ]
+        pairs = [(key, getattr(self, key), getattr(here, key)) for key in keys]
+        return [f"{key} {there}, here {value}" for key, there, value in pairs if there != value]
 
 
 def _processor() -> str:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.draft.vocabulary import match_vocabularies
 from paceline.errors import VocabularyMismatchError
+from paceline.files import json_object
 from paceline.lab.bench.prompts import evenly
 from paceline.lab.doctor.findings import NOTE, WARNING, Finding, finding, refusal
 from paceline.lab.doctor.models import Model, ModelFiles, check_tensors
@@ -249,12 +250,7 @@ def check_ends(model: Model) -> Iterator[Finding]:
 
 def _ends(model: Model) -> dict[str, set[int]]:
     """By their source; without those that name none."""
-    try:
-        file = model.files.folder / "generation_config.json"
-        generation = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        generation = None
-    first = generation.get("eos_token_id") if isinstance(generation, dict) else None
+    first = json_object(model.files.folder / "generation_config.json").get("eos_token_id")
     others = (getattr(part, "eos_token_id", None) for part in (model.config, model.tokenizer))
     names = ("generation_config.json", "config.json", "the tokenizer")
     ends = zip(names, (first, *others), strict=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -238,15 +239,14 @@ def observe(
 
         return seen
 
-    hooks = [hf.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
-    try:
+    with ExitStack() as hooks:
+        for name in names:
+            hook = hf.get_submodule(name).register_forward_pre_hook(watch(name))
+            hooks.enter_context(hook)
         with stage("reading calibration text", total=len(texts), unit="texts") as progress:
             for ids in texts:
                 hf(input_ids=torch.tensor([list(ids)], device=hf.device), use_cache=False)
                 progress.advance()
-    finally:
-        for hook in hooks:
-            hook.remove()
     owners = {name: shared.get(name, name) for name in names}
     return {name: sums[owner] for name, owner in owners.items() if owner in sums}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -159,15 +160,11 @@ class TorchBackend(Backend):
                     "so it cannot be left out; use another drafter"
                 )
 
-        hooks = [
-            self.layer(n).register_forward_hook(lambda *call, n=n: note(n, call[2]))
-            for n in range(len(self.layer_names))
-        ]
-        try:
+        with ExitStack() as hooks:
+            for n in range(len(self.layer_names)):
+                hook = self.layer(n).register_forward_hook(lambda *call, n=n: note(n, call[2]))
+                hooks.enter_context(hook)
             self(_TRIAL, _TrialCache(self))
-        finally:
-            for hook in hooks:
-                hook.remove()
         return in_tuples
 
     def _check_view(self, skipped: frozenset[int]) -> None:

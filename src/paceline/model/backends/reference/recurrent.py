@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -130,16 +130,14 @@ class _Mixer(nn.Module):
         """Its parts, found with ``hidden [1, 3, H]``; on the meta device nothing else is found."""
         self.layout = []
         calls: list[tuple[str, Tensor, Tensor]] = []
-        hooks = [
-            child.register_forward_hook(
-                lambda _, given, out, name=name: calls.append((name, given[0], out))
-            )
-            for name, child in self.named_children()
-        ]
         begin = hidden[:, :1]
-        out, parts = self.advance(begin, None)
-        for hook in hooks:
-            hook.remove()
+        with ExitStack() as hooks:
+            for name, child in self.named_children():
+                hook = child.register_forward_hook(
+                    lambda _, given, out, name=name: calls.append((name, given[0], out))
+                )
+                hooks.enter_context(hook)
+            out, parts = self.advance(begin, None)
         kinds = [(tuple(part.shape[1:]), part.dtype) for part in parts]
         if hidden.is_meta:
             return kinds
