@@ -8,6 +8,8 @@
 Names are imported on first use, so that ``import paceline`` and ``paceline --help`` cost nothing.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

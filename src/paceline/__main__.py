@@ -1,5 +1,7 @@
 """The ``paceline`` script, and ``python -m paceline``."""
 
+from __future__ import annotations
+
 import sys
 
 

@@ -1,5 +1,7 @@
 """Builds an engine from a target, a prepared drafter and options."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

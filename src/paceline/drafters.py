@@ -6,6 +6,8 @@ by the entry-point group ``paceline.drafters``, whose entries name a record. A d
 before the cache is sized (weights and its own cache take memory) and built after.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points

@@ -1,5 +1,7 @@
 """Every error a user can cause. The message says what is wrong, why, and what to do next."""
 
+from __future__ import annotations
+
 
 class PacelineError(Exception):
     """Base of all errors raised on purpose; the CLI prints its message on one line and exits 1.

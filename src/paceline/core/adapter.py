@@ -1,5 +1,7 @@
 """A LoRA adapter as the stages of a step know it, and which rows of a batch it changes."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """From distributions to tokens, for drafters and verifier. Nothing here waits for the device."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

@@ -5,6 +5,8 @@ same noise. Entry (r, x) depends on ``seeds[r]``, ``positions[r]`` and x alone, 
 the vocabulary's width; the integer part has the same bits on every device.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import lru_cache
 

@@ -4,6 +4,8 @@ Code that reads a model, tokenises a corpus or trains opens a stage; a command l
 without a listener it costs nothing. Stages nest.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,5 +1,7 @@
 """Copies between host and device that do not make the host wait."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,6 +5,8 @@ has the one, the drafter's drafts so far the other. Against each a cumulative su
 Biometrika 41) weighs whether drafts are rather right as often as it says, or as after a collapse.
 """
 
+from __future__ import annotations
+
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence

@@ -5,6 +5,8 @@ SGLang's ``speculative_*`` arguments by name, as JSON; also inside the engine's 
 or an ``export.json`` of ``paceline export``.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,6 +1,8 @@
 """Layer skipping: the target drafts without some of its layers, a fixed set (Draft & Verify, Zhang
 et al. 2023, arXiv 2309.08168)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

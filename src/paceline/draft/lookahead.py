@@ -24,6 +24,8 @@ accepted as it stands. With a seed columns converge to the text of that seed, as
 positions' noise. Choices without a seed are independent of later draws, so POINT's rule is exact.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

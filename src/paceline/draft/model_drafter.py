@@ -1,5 +1,7 @@
 """Running a draft model: level by level, in one pass, or on a text of its own tokens."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice

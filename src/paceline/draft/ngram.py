@@ -3,6 +3,8 @@
 Saxena 2023 (prompt lookup decoding); LLMA, Yang et al. 2023 (arXiv 2304.04487).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

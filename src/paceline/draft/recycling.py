@@ -6,6 +6,8 @@ read from it: children of the last token, their children, and so on. Proposals a
 lists, also for sampled requests, so trees are POINT: lossless with and without a seed.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

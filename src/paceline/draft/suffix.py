@@ -3,6 +3,8 @@
 Oliaro, Jia, Campos and Qiao 2024 (SuffixDecoding, arXiv 2411.04975); Snowflake's Arctic Inference.
 """
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from collections.abc import Sequence

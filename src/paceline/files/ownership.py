@@ -5,6 +5,8 @@ report ends in a comment with the SHA-256 of its text; other formats are recogni
 content.
 """
 
+from __future__ import annotations
+
 import glob
 import hashlib
 import json

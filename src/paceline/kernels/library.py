@@ -1,5 +1,7 @@
 """The compiled kernels in ctypes: structures and functions are read from csrc/paceline_native.h."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import platform

@@ -1,6 +1,8 @@
 """Memory for packed weights in huge pages, where the system has them. Matrices share slabs, as many
 are smaller than a page (2 MB); a slab is freed with the last matrix in it."""
 
+from __future__ import annotations
+
 import mmap
 import threading
 import weakref

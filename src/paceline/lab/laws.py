@@ -4,6 +4,8 @@ A drafter may propose anything, but what it proposes must be well-formed, drawn 
 distribution that it names, and independent of what it has forgotten.
 """
 
+from __future__ import annotations
+
 import importlib
 import sys
 from collections import Counter

@@ -1,5 +1,7 @@
 """How well a model predicts given text: what quantising it cost, in one figure."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

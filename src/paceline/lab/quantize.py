@@ -1,5 +1,7 @@
 """``paceline quantize``: a checkpoint of eight or four bits, and what it costs in perplexity."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -5,6 +5,8 @@ in 16, 8 and 4 bits as targets are at start-up. A forward of the model takes as 
 reads more bytes. What the engine adds is measured on the embedded toy; memory is the doctor's.
 """
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass, replace
 from statistics import median

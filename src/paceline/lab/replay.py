@@ -1,5 +1,7 @@
 """An answer decoded again, without drafts, beside what its receipt says was decoded."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

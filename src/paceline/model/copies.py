@@ -3,6 +3,8 @@
 Layer n keeps its number and shape, so it uses the keys and values of layer n in the model's cache.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Sequence
 from typing import Any

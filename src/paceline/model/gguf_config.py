@@ -20,6 +20,8 @@ tensors ``rope_factors_long, _short``   ``rope_parameters``: longrope
 (The keys: gguf-py's constants; their meaning: llama.cpp's conversion scripts and hyperparameters.)
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn

@@ -15,6 +15,8 @@ Q6_K     256  ``d * sc * (q - 32)``, q in 6 bits, sc (8 bits) of each 16 inputs
 (ggml-common.h and ggml-quants.c of llama.cpp; the ``gguf`` package dequantises the same.)
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path

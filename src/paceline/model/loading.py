@@ -1,5 +1,7 @@
 """Read a causal language model from a folder or the hub, with one clear line when that fails."""
 
+from __future__ import annotations
+
 import json
 import logging
 from collections.abc import Iterator, Sequence

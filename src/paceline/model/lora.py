@@ -1,5 +1,7 @@
 """LoRA adapters from folders in peft's layout: adapter_config.json, adapter_model.safetensors."""
 
+from __future__ import annotations
+
 import json
 import math
 import re

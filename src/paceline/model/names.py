@@ -3,6 +3,8 @@ to a folder or file, or to the model hub; and the default model. The hub is aske
 and process, and only for names such as OWNER/NAME. Imports no torch, as ``--help`` of every command
 shows the default model."""
 
+from __future__ import annotations
+
 import difflib
 import os
 from collections.abc import Callable

@@ -3,6 +3,8 @@ their weights once. Accelerate does
 (https://huggingface.co/docs/accelerate/concept_guides/big_model_inference); from disk they are read
 out of the checkpoint, in its dtype."""
 
+from __future__ import annotations
+
 import logging
 import tempfile
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """Models in 8 and 4 bits: checkpoints, models quantised when loaded, sizes of matrices."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -3,6 +3,8 @@
 Its weights have other names in such checkpoints; those of the vision tower are not read.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

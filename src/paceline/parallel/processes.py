@@ -5,6 +5,8 @@ a thread for each rank that waits for its end, and one for timeouts: ranks that 
 forward are killed, so that callers fail instead of hanging.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import signal

@@ -1,5 +1,7 @@
 """A target that several processes share, seen from the one that decodes with it (rank 0)."""
 
+from __future__ import annotations
+
 import copy
 import itertools
 import weakref

@@ -2,6 +2,8 @@
 JSON on its standard input says what to load; the process ends when that is closed. A rank that
 fails writes a line with the reason to its standard output."""
 
+from __future__ import annotations
+
 import json
 import logging
 import os

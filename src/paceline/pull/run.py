@@ -1,5 +1,7 @@
 """Fetch a named model into the cache folder: whole, or not at all."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

@@ -9,6 +9,8 @@ or dropped) into an inbox, which is read between two steps; they do not wait for
 taken only while somebody waits for one.
 """
 
+from __future__ import annotations
+
 import atexit
 import threading
 import time

@@ -1,6 +1,8 @@
 """How far stages are, on stderr: bars on a terminal, for commands and for a call from Python; in a
 pipe or a log a line at least every 20 seconds."""
 
+from __future__ import annotations
+
 import sys
 import threading
 import time

@@ -1,5 +1,7 @@
 """Checks of what users pass: prompts, parameters and messages."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,5 +1,7 @@
 """The FastAPI application: routes, error handlers, and the engine's lifespan."""
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import re

@@ -1,5 +1,7 @@
 """The engine's process: model, engine thread and metrics. It ends when the connection closes."""
 
+from __future__ import annotations
+
 import os
 import signal
 import socket

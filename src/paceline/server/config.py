@@ -4,6 +4,8 @@ Every field of ``ServeConfig`` is a flag (``max_queue`` is ``--max-queue``) and 
 in the file; both are read by ``TableEntry.read``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches

@@ -1,5 +1,7 @@
 """Errors as OpenAI's API has them, ``{"error": {message, type, param, code}}``, and Anthropic's."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

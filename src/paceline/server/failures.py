@@ -1,5 +1,7 @@
 """How requests fail, with the HTTP status of each."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from functools import partial

@@ -4,6 +4,8 @@ Fields that cannot change the text are noted (``requestlog.note``), as are field
 at neutral values. Unknown fields that are null are ignored. All others are refused by name.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path

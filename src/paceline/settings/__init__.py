@@ -6,6 +6,8 @@ options from such tables (cli/options.py), a server its flags and the keys of it
 of the engine. Nothing here loads torch, so that ``--help`` is fast.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import lru_cache, partial

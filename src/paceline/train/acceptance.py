@@ -4,6 +4,8 @@ Its text is known, so one forward that drafts at every position says what it wou
 The engine only starts where its last step ended: walking those starts gives its figures.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress

@@ -6,6 +6,8 @@ weight. DSpark's bias sees the text's own tokens; its confidence head learns how
 distribution the target accepts.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """The model card: where the weights come from, and how good they are (``card.md``)."""
 
+from __future__ import annotations
+
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -3,6 +3,8 @@
 An answer begins in the written text where the turns before it, written with a prompt, end.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from contextlib import suppress

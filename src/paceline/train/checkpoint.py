@@ -3,6 +3,8 @@
 Its predecessor stays beside it until the run has ended.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile

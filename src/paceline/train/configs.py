@@ -4,6 +4,8 @@ has its options and its help (the docstring). Sizes are in tokens, rates per ste
 Nothing here loads torch, so that ``--help`` is fast.
 """
 
+from __future__ import annotations
+
 from dataclasses import MISSING, dataclass
 from functools import partial
 from typing import ClassVar

@@ -8,6 +8,8 @@ from the middle of a text the target has not read what stands before, so its fea
 decoding meets.
 """
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -5,6 +5,8 @@ divergence (Hinton et al. 2015) bounds it and learns fast from nothing; total va
 (DistillSpec, Zhou et al. 2023, arXiv 2310.08461).
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -7,6 +7,8 @@ token's distribution. P-EAGLE (arXiv 2602.01469): an EAGLE-3 head whose further 
 and one learnt feature, and so can be one pass.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

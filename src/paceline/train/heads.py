@@ -3,6 +3,8 @@
 Its hidden states and logits are used at once, and stored only on request (``cache_features``).
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

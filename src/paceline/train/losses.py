@@ -1,5 +1,7 @@
 """What a draft is trained on: the target's probabilities, its choices, and the text itself."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

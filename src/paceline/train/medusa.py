@@ -4,6 +4,8 @@ Head k learns the target's distribution two tokens and k further on. The target 
 (Medusa-1), so its text does.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,6 +1,8 @@
 """What a target is asked: the questions of conversations and the beginnings of texts, for data of
 its own (on-policy data raise acceptance: DistillSpec, Zhou et al. 2023, arXiv 2310.08461)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest

@@ -1,6 +1,8 @@
 """The loop of every training, and its optimizer. Batches depend only on (seed, step), so an
 interrupted run continues exactly."""
 
+from __future__ import annotations
+
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

@@ -3,6 +3,8 @@
 A sampled step of 49,152 logits takes 0.1 ms instead of 0.3, and block verification of 16 tokens 0.7
 instead of 11: torch writes every intermediate distribution to memory."""
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -17,6 +17,8 @@ Distributions are ``[R, V]`` for the target and ``[N, V]`` for the draft, of equ
 ``aligned`` pads them to equal width.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise

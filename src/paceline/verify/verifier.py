@@ -13,6 +13,8 @@ Decisions are made on the device; one transfer brings them to the host, where tr
 processor the kernels make them where they can (kernels.py).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple

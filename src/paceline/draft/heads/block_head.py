@@ -33,6 +33,8 @@ z-lab and DeepSpec count layers whose OUTPUT is read (-1: the embedding), specul
 package those whose INPUT is: one more. ``feature_layers=`` of the spec replaces what a config says.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,6 +8,8 @@ of ``vllm-project/speculators`` (versions 0.1 to 0.5)::
      "speculators_config": {"algorithm": "eagle3", "proposal_methods": [...], "verifier": {...}}}
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -21,6 +21,8 @@ speculators        EAGLE-3 with its layer under ``layers.0`` and a nested config
 reads, as vLLM takes them. Heads made for SGLang count outputs, one less: give ``feature_layers``.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

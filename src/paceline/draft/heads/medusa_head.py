@@ -11,6 +11,8 @@ the target's head (``original_lm_head``), a reduced vocabulary (``truncated_voca
 ``token_map``).
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """What the networks of EAGLE heads and block drafters share: sizes, layers, vocabulary, angles."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

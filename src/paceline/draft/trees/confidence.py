@@ -1,5 +1,7 @@
 """How often paths of a drafter's probabilities are accepted, learnt; and where trees end by it."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from itertools import pairwise

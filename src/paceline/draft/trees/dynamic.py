@@ -6,6 +6,8 @@ are too unlikely are left out; and where reading does not wait, a tree ends when
 that the text reaches another level.
 """
 
+from __future__ import annotations
+
 import math
 from array import array
 from collections.abc import Sequence

@@ -7,6 +7,8 @@ Static shapes (SpecInfer, Miao et al. 2024) are known beforehand, so nothing wai
 shape.py finds the best one for a node budget. For dynamic trees see dynamic.py.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

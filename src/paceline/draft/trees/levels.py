@@ -1,5 +1,7 @@
 """The base of drafters that run a model: all trees grow by one forward a level."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """Drafters that draft all their tokens in one pass; trees grow from its logits."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """The kind and the size of a request's tree, and the tree along a grammar."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,6 +7,8 @@
 The model is the caller's own, in its dtype and on its device; see docs/guides/transformers.md.
 """
 
+from __future__ import annotations
+
 from paceline.integrations.transformers.decode import SpeculativeOutput as SpeculativeOutput
 from paceline.integrations.transformers.decode import forget as forget
 from paceline.integrations.transformers.decode import generate as generate

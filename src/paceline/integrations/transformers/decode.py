@@ -5,6 +5,8 @@ On a processor linear weights are copied, laid out anew. The engine is kept for 
 the weights change or another draft is asked for.
 """
 
+from __future__ import annotations
+
 import sys
 import threading
 from collections.abc import Hashable, Iterator

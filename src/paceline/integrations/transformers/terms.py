@@ -3,6 +3,8 @@
 By then its configuration is lists of logits processors and stopping criteria.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

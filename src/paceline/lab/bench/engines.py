@@ -1,6 +1,8 @@
 """Methods: ``plain``, drafters with a length (``ngram@5``), servers (``url:http://A:1``); and the
 engines that answer by them."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,5 +1,7 @@
 """A benchmark's result as one report: the verdict, then tables."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,6 +1,8 @@
 """Prompts to measure on: shipped ones, the user's files in the layouts of docs/guides/prompts.md,
 or the questions of public benchmarks. A record is recognised by its fields: a file may mix them."""
 
+from __future__ import annotations
+
 import gzip
 import json
 import re

@@ -1,6 +1,8 @@
 """What is asked of an engine, what a timed run of it gives back, and taking turns: every engine
 does every job in every round, in rotating order."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product

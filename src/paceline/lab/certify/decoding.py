@@ -1,5 +1,7 @@
 """For a test: texts from the engine, the distributions of the target, and where two texts part."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

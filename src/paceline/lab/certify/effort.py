@@ -1,5 +1,7 @@
 """How much a certification tests: settings, from which the command has its options."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from paceline.core.keywords import forgiving

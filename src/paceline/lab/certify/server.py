@@ -1,5 +1,7 @@
 """Certifies a server by its answers: a little of every part with each prompt, until time is up."""
 
+from __future__ import annotations
+
 import itertools
 import json
 import math

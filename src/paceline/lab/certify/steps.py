@@ -1,6 +1,8 @@
 """One step: does a drafter draw from the distribution that it declares, and what does the verifier
 make of every draft and every decision."""
 
+from __future__ import annotations
+
 import copy
 import math
 from collections import defaultdict

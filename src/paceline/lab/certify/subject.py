@@ -1,6 +1,8 @@
 """What is certified, and how much of it is tested; and its texts, token for token those of plain
 decoding: of greedy requests, and of sampled ones with a seed."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

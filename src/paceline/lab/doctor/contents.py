@@ -1,6 +1,8 @@
 """Whether the files are all there, whether their numbers look like trained ones, and what
 tokenizers and chat templates make of text."""
 
+from __future__ import annotations
+
 import json
 import logging
 import math

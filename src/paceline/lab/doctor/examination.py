@@ -1,5 +1,7 @@
 """All checks on a target and its drafts, from their small files and headers alone."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import starmap

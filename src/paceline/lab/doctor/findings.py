@@ -1,6 +1,8 @@
 """Findings: of which kind, about what, and what was seen. The kinds are the tables of ``kinds.md``,
 which docs/guides/doctor.md repeats. A check names the kind and gives the values."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum

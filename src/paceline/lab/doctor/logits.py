@@ -3,6 +3,8 @@ to one of each kind, with the embedding and the head, in float32. Short sequence
 start, in the middle and at the end of the context. Transformers runs them one by one; the engine in
 ragged batches and in two pieces, on torch all, on the native kernels those at the start."""
 
+from __future__ import annotations
+
 import copy
 import time
 from collections.abc import Sequence

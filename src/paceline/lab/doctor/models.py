@@ -1,6 +1,8 @@
 """What a model's folder says of itself: architecture, tokenizer, and whether its tensors are those
 that its config asks for. Weights are mapped into memory, and read only where they are sampled."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

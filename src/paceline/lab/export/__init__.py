@@ -1,5 +1,7 @@
 """``paceline export``: the same target, draft, length and rule as another engine says them."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 

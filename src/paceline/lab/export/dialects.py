@@ -1,6 +1,8 @@
 """How other engines are told of a speculation: a function fills the command, the configuration and
 the files of an export. Raises ConfigError for drafts that the engine has nothing like."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -2,6 +2,8 @@
 of a head's layers say whose input it reads here, in vLLM and in llama.cpp; in SGLang and
 TensorRT-LLM they name the layer whose output that is, one less."""
 
+from __future__ import annotations
+
 import json
 import shlex
 from collections.abc import Callable, Sequence

@@ -1,6 +1,8 @@
 """Profiles of plain and speculative decoding on the same prompts, one beside the other; and what
 they say, as columns, for the screen, reports and JSON."""
 
+from __future__ import annotations
+
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,8 @@
 """Steady decoding: sequences that are past their prompts and past the first, slower steps; by
 itself or under ``torch.profiler``."""
 
+from __future__ import annotations
+
 import errno
 import gzip
 import statistics

@@ -1,5 +1,7 @@
 """A report on a terminal (by Rich), as Markdown, and as one HTML file."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Finding the drafter and the settings that decode fastest on this machine."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from paceline.settings import setting

@@ -1,5 +1,7 @@
 """An outcome as a report for people, a record for machines, and tuned settings for engines."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
 from functools import partial
 from typing import Any

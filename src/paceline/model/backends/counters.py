@@ -1,6 +1,8 @@
 """What a call of the kernels reads and computes, for listeners that count work: unlike operators of
 torch it cannot be watched from outside."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

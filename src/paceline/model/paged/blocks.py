@@ -6,6 +6,8 @@
 of a known prefix, and are overwritten oldest first; ``free`` ones are empty.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b

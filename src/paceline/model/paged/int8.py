@@ -6,6 +6,8 @@ with ``number = code * scale`` and ``scale = max(|number|) / 127``, so an entry 
 else in the batch. Entries are moved, copied and gathered as in any other cache.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

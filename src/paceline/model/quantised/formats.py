@@ -20,6 +20,8 @@ Zero points of tensor groups are unpacked floats, so offsets need be no multiple
 reads whole ones only. ``quantization_config`` in config.json names the quantised layers.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

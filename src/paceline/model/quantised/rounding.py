@@ -4,6 +4,8 @@ GPTQ (Frantar et al. 2023, arXiv:2210.17323, algorithm 1) rounds the inputs of a
 corrects the later ones for the error, by ``H = X^T X`` of the layer's inputs over calibration text.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Literal
 

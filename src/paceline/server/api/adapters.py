@@ -1,5 +1,7 @@
 """``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them."""
 
+from __future__ import annotations
+
 import asyncio
 
 from fastapi import FastAPI

@@ -1,5 +1,7 @@
 """Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``: requests become chats."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,6 +1,8 @@
 """Answers as lists of blocks (texts and calls), each started, extended and ended by events: what
 OpenAI's responses and Anthropic's messages share. A whole answer is one fed in one piece."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """``POST /v1/completions`` and ``/v1/chat/completions``: answers with choices."""
 
+from __future__ import annotations
+
 import asyncio
 import uuid
 from abc import abstractmethod

@@ -1,5 +1,7 @@
 """``/tokenize``, ``/detokenize``, ``/tokenizer_info`` as vLLM has them; filling in the middle."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import msgspec

@@ -1,5 +1,7 @@
 """Adapters in the kernels' layout, packed when they are first used."""
 
+from __future__ import annotations
+
 from typing import Any
 from weakref import WeakKeyDictionary
 

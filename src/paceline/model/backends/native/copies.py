@@ -8,6 +8,8 @@ be deleted at any time. ``PACELINE_QUANTISED_CACHE`` bounds their size ("off": n
 recently used go first. They have no checksums: a wrong copy costs a draft's speed alone.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -5,6 +5,8 @@ compute, all else by its name. A described model must also give the reference's 
 used (``native_backend``).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

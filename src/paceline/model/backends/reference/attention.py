@@ -14,6 +14,8 @@ One row on a CPU in bf16 (18 heads over 6, 300 keys) takes 97 microseconds, with
 with expanded keys 626. A cache in 8 bits is decoded for each segment.
 """
 
+from __future__ import annotations
+
 from contextvars import ContextVar
 
 import torch
