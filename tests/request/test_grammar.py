@@ -8,6 +8,7 @@ import re
 import pytest
 
 from paceline import LLM, Completion, ConfigError, Grammar, SamplingParams
+from paceline.request.grammar import GrammarCompiler
 
 PERSON = {
     "type": "object",
@@ -104,6 +105,41 @@ def test_bad_grammars_are_one_line(plain: LLM, grammar: Grammar, message: str) -
         plain.generate(PROMPT, SamplingParams(grammar=grammar))
     assert "\n" not in str(caught.value)
     assert not plain.engine.has_work
+
+
+AGE = {"properties": {"age": {"enum": [3]}}, "required": ["age"]}
+TALL = {"properties": {"tall": {"enum": [1]}}, "required": ["tall"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "allowed"),
+    [
+        (AGE, '{"age": 3, "b": 1}', False),
+        ({**AGE, "additionalProperties": True}, '{"age": 3, "b": 1}', True),
+        ({"type": "object"}, '{"b": 1}', True),
+        ({"$defs": {"age": AGE}, "items": {"$ref": "#/$defs/age"}}, '[{"age": 3, "b": 1}]', False),
+        ({"anyOf": [AGE, TALL]}, '{"tall": 1, "b": 1}', False),
+        # Schemas that combine properties, or ask for one that is not listed, stay open.
+        ({"allOf": [AGE, TALL]}, '{"age": 3, "tall": 1}', True),
+        ({**AGE, "anyOf": [TALL]}, '{"age": 3, "tall": 1}', True),
+        ({**AGE, "required": ["b"]}, '{"b": 1}', True),
+        # A field that is called properties, and data that looks like a schema.
+        ({"properties": {"properties": AGE}}, '{"properties": {"age": 3}}', True),
+        ({"const": AGE}, json.dumps(AGE), True),
+    ],
+)
+def test_objects_take_no_fields_but_those_listed(
+    plain: LLM, schema: dict[str, object], text: str, allowed: bool
+) -> None:
+    compiler = GrammarCompiler(plain.tokenizer, len(plain.tokenizer), frozenset())
+    matcher = compiler.matcher(Grammar.json(schema))
+    for token in plain.tokenizer.encode(text, add_special_tokens=False):
+        mask = matcher.allowed(())
+        if mask is None or not mask[token]:
+            assert not allowed
+            return
+        matcher.read([token])
+    assert allowed
 
 
 def test_bad_parameters() -> None:

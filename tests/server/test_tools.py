@@ -106,6 +106,14 @@ def test_references_inside_parameters_still_lead_somewhere(target: LLM) -> None:
     assert 0 <= call["arguments"]["who"]["age"] <= 99
 
 
+def test_a_function_without_parameters_is_called_without_arguments(target: LLM) -> None:
+    now = {"type": "function", "function": {"name": "now"}}
+    body = chat_request(tools=[now], tool_choice="required")
+    params = SamplingParams(grammar=forced_grammar(body), max_tokens=60)
+    text = target.generate("Call a function: ", params)[0].text
+    assert json.loads(text) == {"name": "now", "arguments": {}}
+
+
 def test_no_grammar_unless_forced() -> None:
     tools = [tool("add").model_dump()]
     assert forced_grammar(chat_request(tools=tools)) is None

@@ -28,6 +28,12 @@ _LAYOUT: dict[str, Any] = {
     "key_separator": ": ",
 }
 
+# Keywords of a JSON schema whose values are data, those with schemas by name, and those that
+# combine the properties of several schemas.
+_DATA = {"const", "default", "enum", "examples", "required"}
+_NAMED = {"$defs", "definitions", "patternProperties", "properties"}
+_COMBINING = {"$ref", "anyOf", "oneOf", "properties"}
+
 
 class GrammarCompiler:
     """Makes matchers for one tokenizer, on any thread; caches compiled grammars."""
@@ -74,7 +80,31 @@ def _compiled_text(grammar: Grammar) -> str:
     if grammar.kind == "lark":
         return str(LLMatcher.grammar_from_lark(grammar.text))
     schema: dict[str, Any] = json.loads(grammar.text)
+    _close(schema)
     return str(LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, _LAYOUT)))
+
+
+def _close(schema: Any) -> None:
+    """Objects that list ``properties`` get no others unless ``additionalProperties`` is given, as
+    xgrammar (vLLM) and llama.cpp read schemas: a small model may add fields until its context is
+    full. Schemas that combine properties stay open, for each part would forbid the others'."""
+    nodes, waiting = [], [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, dict):
+            nodes.append(node)
+            for key in node.keys() - _DATA:
+                inner = node[key]
+                waiting += inner.values() if key in _NAMED and isinstance(inner, dict) else [inner]
+    if any("allOf" in node or len(_COMBINING & node.keys()) > 1 for node in nodes):
+        return
+    for node in nodes:
+        listed, required = node.get("properties"), node.get("required", [])
+        asked = required if isinstance(required, list) else [None]
+        if isinstance(listed, dict) and all(str(name) in listed for name in asked):
+            node.setdefault("additionalProperties", False)
 
 
 class Matcher:
