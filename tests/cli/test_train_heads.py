@@ -67,6 +67,8 @@ def test_a_run_ends_with_a_head_a_card_and_a_json_line(
     --feature-layers 2,9 | feature layers [9] do not exist
     --feature-layers two | it must be numbers, as in 2,6,11
     --data no.jsonl | data file no.jsonl does not exist
+    --data tests | data file tests is a folder
+    --lr -1 | Input should be greater than or equal to 0
     --model ./nowhere | ./nowhere
     """),
 )

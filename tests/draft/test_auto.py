@@ -51,6 +51,7 @@ def test_look_ups_and_the_targets_own_form() -> None:
         ({"refused": "the device is cuda:0"}, "it takes the native kernels (the device is cuda:0)"),
         ({"weight_bytes": 20 << 20}, "the target's 20 MiB lie in the processor's caches"),
         ({"free_bytes": 200 << 20}, "it takes 160 MiB of 200 MiB that are free"),
+        ({"free_bytes": -1 << 30}, "it takes 160 MiB of 0 MiB that are free"),
     ],
 )
 def test_what_cannot_pay_is_left_out_with_the_reason(changes: dict[str, Any], reason: str) -> None:

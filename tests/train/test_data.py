@@ -87,7 +87,7 @@ def test_many_bad_lines_are_counted(tmp_path: Path) -> None:
 
 def test_a_file_of_bad_lines_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", ["{", "3"])
-    with pytest.raises(DataError, match=r"no usable records.*line 1: it is not JSON; line 2: "):
+    with pytest.raises(DataError, match=r"no usable records: line 1: it is not JSON; line 2: "):
         encode_stream(path, TOKENIZER, (), "all")
 
 

@@ -112,17 +112,17 @@ def print_json(record: dict[str, Any]) -> None:
 
 def summary(completion: Completion, drafts: bool = False) -> str:
     """One line of figures for people; ``drafts``: there was a drafter."""
-    stats = completion.stats
+    stats, written = completion.stats, len(completion.token_ids)
+    unit = "token" if written == 1 else "tokens"
     parts = [
-        f"{len(completion.token_ids)} tokens ({completion.error or completion.finish_reason})",
+        f"{written} {unit} ({completion.error or completion.finish_reason})",
         f"{stats.tokens_per_second:.0f} tokens/s",
     ]
     if stats.acceptance_rate is not None:
         parts.append(f"{stats.mean_accepted_length:.2f} tokens per target step")
         parts.append(f"{stats.acceptance_rate:.0%} of drafted tokens accepted")
-        written = max(1, len(completion.token_ids))
         shares = sorted(stats.drafters.items(), key=lambda item: -item[1])
-        parts += [f"{count / written:.0%} from {name}" for name, count in shares if count]
+        parts += [f"{count / max(1, written):.0%} from {name}" for name, count in shares if count]
     elif drafts:
         reasons = Counter(stats.not_drafted).most_common(1)
         parts += [f"no draft was tried: {reason}" for reason, _ in reasons]

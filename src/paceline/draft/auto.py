@@ -178,7 +178,7 @@ def _problem(target: Circumstances) -> str:
     if target.weight_bytes < _LEAST_BYTES:
         return f"the target's {target.weight_bytes / _MIB:,.0f} MiB lie in the processor's caches"
     if target.copy_bytes * _MEMORY_PARTS > target.free_bytes:
-        need, free = target.copy_bytes / _MIB, target.free_bytes / _MIB
+        need, free = target.copy_bytes / _MIB, max(target.free_bytes, 0) / _MIB
         return f"it takes {need:,.0f} MiB of {free:,.0f} MiB that are free"
     return ""
 

@@ -169,7 +169,9 @@ def check_folder(name: str, folder: Path) -> dict[str, Any]:
     if not folder.exists():
         raise ModelLoadError(f"model folder {name} does not exist; check the path")
     if not folder.is_dir():
-        raise ModelLoadError(f"{name} is a file; give the folder that holds config.json")
+        raise ModelLoadError(
+            f"{name} is a file; give a .gguf file, or the folder that holds config.json"
+        )
     if not (folder / "config.json").is_file():
         raise ModelLoadError(
             f"folder {name} has no config.json, so it is not a transformers model; "

@@ -150,5 +150,6 @@ def parse_grammar(text: str) -> Grammar:
         try:
             body = Path(body[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--grammar: cannot read {body[1:]}: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"--grammar: cannot read {body[1:]}: {reason}") from None
     return Grammar(kind, body)

@@ -51,8 +51,8 @@ class TrainConfig:
     micro_tokens: int = _schedule(2048, "Tokens of one forward pass.", low=1)
     steps: int = _schedule(1500, "Steps in all.", low=1)
     warmup: int = _schedule(50, "Steps of rising learning rate.", low=1)
-    lr: float = _schedule(0.005, "Peak rate of Muon (matrices).")
-    adam_lr: float = _schedule(0.004, "Peak rate of AdamW (the rest).")
+    lr: float = _schedule(0.005, "Peak rate of Muon (matrices).", low=0)
+    adam_lr: float = _schedule(0.004, "Peak rate of AdamW (the rest).", low=0)
     weight_decay: float = _schedule(0.05, "Weight decay of matrices.", low=0)
     seed: int = _schedule(0, "Of weights and batches.", low=0)
     argmax_weight: float = _loss(

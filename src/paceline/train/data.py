@@ -78,10 +78,9 @@ def encode_stream(
             tokens += len(chunks[-1][0])
             doing.advance(0, f"{len(lengths):,} records, {tokens:,} tokens")
     if not tokens:
+        left_out = f" but those under {', '.join(exclude_licenses)}" if exclude_licenses else ""
         why = f": {records.named}" if records.refused else ""
-        raise DataError(
-            f"{path} has no usable records (after leaving out {list(exclude_licenses)}){why}"
-        )
+        raise DataError(f"{path} has no usable records{left_out}{why}")
     records.report(len(lengths))
     if reader.writer.searched:
         warn(

@@ -57,7 +57,8 @@ class Source:
                 f"--data {spec!r}: {weight!r} is not a number; use FILE=WEIGHT"
             ) from None
         if not Path(path).is_file():
-            raise DataError(f"data file {path} does not exist; give JSONL or JSONL.gz files")
+            why = "is a folder" if Path(path).is_dir() else "does not exist"
+            raise DataError(f"data file {path} {why}; give JSONL or JSONL.gz files")
         if not value > 0:
             raise DataError(f"--data {spec!r}: the weight must be above 0")
         return cls(Path(path), value)
@@ -95,7 +96,8 @@ class Records:
                         yield number, record
                 advance(raw.tell() - before)
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"cannot read {self.path}: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"cannot read {self.path}: {reason}; check the path") from None
 
     def made(
         self, make: Callable[[_In], _Out], numbered: Iterable[tuple[int, _In]]

@@ -39,6 +39,7 @@ def test_parse(text: str, expected: Method) -> None:
         ("plain@4", DRAFT, "leave out the @"),
         ("draft", None, "no draft is named"),
         ("ngram@0", DRAFT, "from 1 to 64"),
+        ("ngram@four", DRAFT, "from 1 to 64"),
         ("ngram@-3", DRAFT, "from 1 to 64"),
         ("ngram@65", DRAFT, "from 1 to 64"),
     ],

@@ -82,7 +82,7 @@ def test_slow_products_are_nearest_to_a_limit() -> None:
             PHASES[COMPUTE].explain(),
             ("bound by compute (70% of 200 GFLOP/s)",),
         ),
-        (PHASES[LAUNCH].explain(), ("take 20% of it", "400 operators 50%", "between them 30%")),
+        (PHASES[LAUNCH].explain(), ("take 20% of it", "operators (400) 50%", "between them 30%")),
     ],
 )
 def test_words_carry_the_figures(words: str, parts: tuple[str, ...]) -> None:

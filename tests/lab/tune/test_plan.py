@@ -134,6 +134,9 @@ def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
         "quantized:int8",
     ]
     assert [c.spec for c in at_hand("other", ["suffix"], only=True)] == ["suffix"]
+    for none in ([], ["none"]):
+        with pytest.raises(ConfigError, match="names no drafter"):
+            at_hand("other", none, only=True)
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,9 @@ def parse_methods(
 def _split(text: str) -> tuple[str, Length | None]:
     """A path may contain @, but does not end in @NUMBER."""
     body, at, tail = text.rpartition("@")
-    if not at or not (tail == "auto" or tail.lstrip("-").isdecimal()):
+    if not at or not (tail == "auto" or tail.lstrip("-").isdecimal() or body in DRAFTERS):
         return text, None
-    if tail != "auto" and not 1 <= int(tail) <= _LONGEST:
+    if tail != "auto" and not (tail.isdecimal() and 1 <= int(tail) <= _LONGEST):
         raise ConfigError(f"method {text!r}: draft lengths go from 1 to {_LONGEST}, or auto")
     return body, "auto" if tail == "auto" else int(tail)
 

@@ -335,7 +335,7 @@ class Phase:
         helps = _HELPS[self.name][self.bound if self.saturated else None]
         return (
             f"{self.name}: {1e3 * self.seconds:.3g} ms, {self.label}{limit}. Products and "
-            f"attention take {kernels} of it, calling its {self.work.ops:.0f} operators {calls}, "
+            f"attention take {kernels} of it, calling operators ({self.work.ops:.0f}) {calls}, "
             f"Python between them {python}. What helps: {helps}."
         )
 

@@ -11,6 +11,7 @@ from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.drafters import DRAFTERS, DraftSpec, Hybrid, parse_draft
 from paceline.engine.driver import StepSums
+from paceline.errors import ConfigError
 from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, MADE_FOR, has_assets
 
 
@@ -31,7 +32,9 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
     drafters that need no training, the cheapest first, and the default draft. ``only``: nothing but
     the user's. Raises ConfigError on a spec that cannot be read."""
     requested = [variant for text in drafts for variant in variants(text, requested=True)]
-    if only and requested:
+    if only:
+        if not requested:
+            raise ConfigError("--only tries nothing but --draft, which names no drafter; add one")
         return _unique(requested)
     texts: list[str] = []
     if not drafts and model in MADE_FOR:
