@@ -57,7 +57,6 @@ class EngineOptions(EngineSettings):
     max_batch_size: int = 8
     draft_length: int | str = "auto"  # tree levels; "auto" adapts, 0 decodes plainly
     max_draft_length: int = 8  # of the adaptive length; more where drafting takes no forward
-    prefill_chunk: int = 512
     rule: str = "auto"
     controller: Controller | None = None  # in place of the adaptive one
     known: KnownCosts | None = None  # of tuned settings; None: measured at start-up
@@ -96,13 +95,9 @@ def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
     return generator
 
 
-def most_kept(max_batch_size: int, prefill_chunk: int = 512) -> int:
+def most_kept(max_batch_size: int) -> int:
     """Most tokens whose features drafters keep: a step's, waiting ones, and whole forwards'."""
-    return _step_tokens(prefill_chunk) + (1 + max_batch_size) * (1 + MOST_WAITING)
-
-
-def _step_tokens(prefill_chunk: int) -> int:
-    return max(2048, prefill_chunk)
+    return SchedulerConfig.max_step_tokens + (1 + max_batch_size) * (1 + MOST_WAITING)
 
 
 def _cache_memory(options: EngineOptions, target: CausalModel) -> int:
@@ -110,7 +105,7 @@ def _cache_memory(options: EngineOptions, target: CausalModel) -> int:
     forwards and scoring take."""
     if options.kv_cache_memory is not None:
         return options.kv_cache_memory
-    rows = _step_tokens(options.prefill_chunk)
+    rows = SchedulerConfig.max_step_tokens
     taken = scoring_bytes(target.vocab_size, rows) + target.scratch_bytes(rows)
     return max(0, target.free_memory() - taken) // 4
 
@@ -153,7 +148,7 @@ def cache_blocks(
     per_token = bytes_per_token(target.cache_shapes, target.cache_dtype) + draft_bytes
     memory = options.kv_cache_memory
     affordable_bytes = _cache_memory(options, target) - state_bytes
-    kept = most_kept(options.max_batch_size, options.prefill_chunk)
+    kept = most_kept(options.max_batch_size)
     blocks = blocks_within(affordable_bytes, per_token, feature_bytes, kept, BLOCK_SIZE)
     if memory is None:
         # One spare block a sequence, for drafts.
@@ -238,8 +233,6 @@ def build_engine(
         controller = LoggedController(controller)
     limits = SchedulerConfig(
         max_batch_size=options.max_batch_size,
-        prefill_chunk=options.prefill_chunk,
-        max_step_tokens=_step_tokens(options.prefill_chunk),
         max_positions=min(options.positions(target), blocks * BLOCK_SIZE),
         max_scored_rows=most_rows(target.vocab_size),
     )

@@ -177,7 +177,8 @@ def test_preemption_and_chunks_change_nothing(model: CausalModel, spec: str) -> 
     per_token = LAYERS * (2 * 2 * 8) * 4  # layers x kv heads x (key + value) x float32
     results = []
     for memory in (None, 144 * per_token):
-        engine = engine_of(model, spec, kv_cache_memory=memory, prefill_chunk=7)
+        engine = engine_of(model, spec, kv_cache_memory=memory)
+        engine.scheduler.config = replace(engine.scheduler.config, prefill_chunk=7)
         seqs = requests(replace(SEEDED, max_tokens=40))  # shorter ones are promised all they need
         for _ in Drive(engine, seqs):
             check_cache(engine.cache)

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from paceline.model.target import CausalModel
 
 NEW = 12  # tokens
 TOLERANCE = 5e-4  # of the spread of a row's logits; rounding stays below 1e-4 of it
-OPTIONS = EngineOptions(draft_length=3, prefill_chunk=16, max_batch_size=3)
+OPTIONS = EngineOptions(draft_length=3, max_batch_size=3)
 
 _REFUSED = {
     "is an encoder-decoder model": (
@@ -166,6 +166,7 @@ def together(target: CausalModel) -> list[Answer]:
     """All prompts in one batch; the last shares blocks, so its prompt is not scored."""
     draft = prepare_one(parse_draft("ngram"), Loading(target, None, "float32"))
     engine = build_engine(target, draft, OPTIONS, seeded_generator(target.device, 0))
+    engine.scheduler.config = replace(engine.scheduler.config, prefill_chunk=16)
     asked = {"max_tokens": NEW, "ignore_eos": True, "logprobs": 20}
     seqs = [
         sequence(prompt, SamplingParams(**asked, prompt_logprobs=None if place == 2 else 20))

@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
-from paceline.files import check_place, folder_aside
+from paceline.files import check_place, filled, folder_aside
 from paceline.files.ownership import check_folder
 from paceline.lab.perplexity import EVALUATED, Perplexity, perplexity, read_windows, shipped_windows
 from paceline.lab.report.document import Table
@@ -23,6 +23,8 @@ from paceline.model.probe import ATTENTION
 from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
 from paceline.model.quantised.formats import METHOD, quantization_config, tensors_of
 from paceline.model.target import CausalModel
+
+_CARD = Path(__file__).with_name("quantized_card.md")
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,10 @@ def quantize(
     kind = "nearest" if read is None else "GPTQ"
     text = (evaluate or calibrate or Path("shipped")).name
     report = QuantizeReport(name, str(out), scheme, kind, text, before, after, rounded)
+    card = filled(_CARD, report=report, table=as_table(report.table()), method=METHOD)
     with stage(f"writing {out}"), folder_aside(out, "the quantised model") as folder:
         _write(hf, tokenizer, folder, scheme)
-        (folder / "README.md").write_text(card(report), encoding="utf-8")
+        (folder / "README.md").write_text(card, encoding="utf-8")
     if rounded.left:
         info(f"{len(rounded.left)} layers do not divide into groups and stay as they are")
     return report
@@ -154,22 +157,3 @@ def _write(hf: Any, tokenizer: Any, folder: Path, scheme: Scheme) -> None:
     hf.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def card(report: QuantizeReport) -> str:
-    scheme, what, readers = report.scheme, "8 bits per output channel", "vLLM and transformers load"
-    if scheme.precision == "int4":
-        points = {"free": "any zero point", "whole": "whole zero points", "none": "no zero points"}
-        what = f"4 bits in groups of {scheme.group} with {points[scheme.zero]}"
-        if scheme.zero == "free":
-            readers = "transformers loads (vLLM reads whole zero points: `--to w4a16`)"
-    return f"""# {Path(report.model).name}, {report.what}
-
-Made of `{report.model}` by `paceline quantize --to {report.what}`: linear layers in {what},
-rounding {report.kind}, in the layout of {METHOD}, which {readers}.
-
-{as_table(report.table())}
-
-The perplexity is that of Paceline's arithmetic, which rounds activations to 8 bits in groups of 32.
-Speculative decoding of this model is lossless with respect to it, not to the model it was made of.
-"""

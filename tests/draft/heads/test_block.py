@@ -120,9 +120,10 @@ def drafts_of(
         levels = Levels("block", cache, most, context.generator, STOP_BELOW)
         return Recorder(target.backend.block(head, target), levels)
 
-    given = {"draft_length": 8, "prefill_chunk": 7, "max_batch_size": batch, **options}
+    given = {"draft_length": 8, "max_batch_size": batch, **options}
     generator = torch.Generator().manual_seed(0)
     engine = build_engine(target, Prepared(build), EngineOptions(**given), generator)
+    engine.scheduler.config = replace(engine.scheduler.config, prefill_chunk=7)
     asked = SamplingParams(max_tokens=12, ignore_eos=True)
     states = [SequenceState(n, list(p), len(p), asked) for n, p in enumerate(PROMPTS)]
     for _ in Drive(engine, states):

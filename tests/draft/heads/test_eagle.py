@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,8 +88,10 @@ def engine_of(
         levels = Levels("eagle", cache, policy, context.generator)
         return Recorder(step, levels) if mask is None else Recorder(mask, step, levels)
 
-    given = EngineOptions(**{"draft_length": LENGTH, "prefill_chunk": 7, **options})
-    return build_engine(target, Prepared(build), given, torch.Generator().manual_seed(0)), seen
+    given = EngineOptions(**{"draft_length": LENGTH, **options})
+    engine = build_engine(target, Prepared(build), given, torch.Generator().manual_seed(0))
+    engine.scheduler.config = replace(engine.scheduler.config, prefill_chunk=7)
+    return engine, seen
 
 
 def finish(drive: Drive) -> None:
