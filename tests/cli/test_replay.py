@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM, ConfigError, Grammar, SamplingParams
+from paceline.kernels.compile import are_kernels_here
 from support.command_lines import paceline
 
 TINY = "paceline/tiny"
@@ -49,6 +50,16 @@ def test_the_same_text_bit_for_bit(receipts: Path) -> None:
     assert result.stdout.count("same text, bit for bit") == 4  # two of them samples of one prompt
     result = paceline("replay", str(receipts), "--json")
     assert [json.loads(line)["same"] for line in result.stdout.splitlines()] == [True] * 4
+
+
+@pytest.mark.skipif(not are_kernels_here(), reason="the receipt is of the native kernels")
+def test_one_of_before_a_parameter_was_renamed() -> None:
+    """``include_stop`` is ``include_stop_str_in_output`` now; the answer ends at a stop string."""
+    path = Path(__file__).with_name("receipt_of_before.json")
+    assert json.loads(path.read_text())["sampling"]["include_stop"] is True
+    result = paceline("replay", str(path))
+    assert result.exit_code == 0, result.output
+    assert "same text, bit for bit (22 tokens)" in result.stdout
 
 
 def test_an_answer_that_fills_the_context(tmp_path: Path) -> None:
