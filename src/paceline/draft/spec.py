@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from inspect import get_annotations
 from types import NoneType
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import torch
 
@@ -236,7 +237,9 @@ class DraftSpec(ABC):
     @classmethod
     def _value(cls, of: Field[Any], text: str) -> Any:
         """An option's value. Raises ConfigError."""
-        hint = get_type_hints(cls)[of.name]
+        # Not get_type_hints: that of Python 3.10 refuses the mark KW_ONLY.
+        annotations = (get_annotations(home, eval_str=True) for home in cls.__mro__)
+        hint = next(hints[of.name] for hints in annotations if of.name in hints)
         if NoneType in get_args(hint):
             (hint,) = set(get_args(hint)) - {NoneType}
         words: dict[Any, str] = {
