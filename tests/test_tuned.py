@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.control.adaptive import AdaptiveController
@@ -104,7 +104,7 @@ def without_machine(text: str) -> str:
         (swap(r"^version = 1", "version = 9"), "have version 9, but this paceline reads 1"),
         (lambda text: "x = [", "is not valid TOML"),
         (lambda text: "", "have version None"),
-        (swap(r"^\[draft\]", "[draft]\ncolour = 1"), "have the unknown key draft.colour"),
+        (swap(r"^\[draft\]", "[draft]\ncolour = 1"), "unknown field `colour` - at `draft`"),
         (swap(r"^rule = .*\n", ""), "missing required field `rule` - at `engine`"),
         (swap(r"^rule = .*", "rule = 5"), "Expected `str`, got `int` - at `engine.rule`"),
         (swap(r"^max_batch_size = 3", "max_batch_size = true"), "Expected `int`, got `bool`"),

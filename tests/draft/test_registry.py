@@ -123,6 +123,10 @@ def test_an_option_by_its_former_name(
         with pytest.raises(ConfigError, match=r"feature_layers (here|twice); give it once"):
             parse_draft(f"eagle3:path,{both}")
     assert parse_draft("early_exit:layers=3").layers == 3  # type: ignore[attr-defined]
+    assert parse_draft("eagle3:path,int8=off") == Eagle3("path", quantize="off")
+    assert caplog.messages[1:] == ["note: draft 'eagle3': int8 is quantize here"]
+    with pytest.raises(ConfigError, match="quantize='int4' is not known; use int8 or none"):
+        parse_draft("eagle3:path,quantize=int4")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from paceline.settings.tuned import is_tuned
 if TYPE_CHECKING:
     from paceline import LLM
     from paceline.lab.bench.prompts import BenchPrompt
-    from paceline.lab.bench.runner import HeatRecord, Method, Sweep
+    from paceline.lab.bench.runner import Heat, Method, Sweep
     from paceline.lab.profiling.runs import ProfileResult
 
 _PER_CATEGORY = 3
@@ -96,13 +96,12 @@ def bench(
         plan = _plan(engine, source, options)
         from paceline.lab.bench.pages import report_of
         from paceline.lab.bench.result import BenchResult
-        from paceline.lab.bench.runner import HeatRecord
 
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
     llm = replace(engine, draft_length=None, max_batch_size=1, kv_cache_memory=None).open(None)
-    record = HeatRecord()
+    record: list[Heat] = []
     interrupted, about = _measured(engine, plan, llm, record, budget)
-    if not record.heats:
+    if not record:
         if not interrupted.code:
             info(
                 f"error: {budget.seconds:g} s were not enough to measure anything: all methods "
@@ -147,7 +146,7 @@ def _default_methods(model: str, draft: str | None) -> list[str]:
 
 
 def _measured(
-    engine: ModelOptions, plan: _Plan, llm: LLM, record: HeatRecord, budget: Budget
+    engine: ModelOptions, plan: _Plan, llm: LLM, record: list[Heat], budget: Budget
 ) -> tuple[Interruption, dict[str, Any]]:
     """Measure into ``record``: whether Ctrl-C came, and other fields of BenchResult. Raises
     PromptError if no prompt leaves room for an answer."""

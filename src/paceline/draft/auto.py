@@ -136,10 +136,10 @@ def _by_torch(target: CausalModel, composed: Composition) -> str:
     "" if they do or it is not wanted."""
     if target.offload is None or all(member != QuantizedDraft() for member, _ in composed.taken):
         return ""
-    form = quantised_copy(target, QuantizedDraft().precision)
+    form = quantised_copy(target, QuantizedDraft().quantize)
     if form.backend.runs_quantised:
         return ""
-    forget_copy(target, QuantizedDraft().precision)
+    forget_copy(target, QuantizedDraft().quantize)
     return form.refused or "they do not run it"
 
 

@@ -190,7 +190,7 @@ class SelfDrafter(LevelDrafter):
 
 @dataclass(frozen=True)
 class QuantizedDraft(TreeSpec):
-    """The target's weights rounded to ``precision`` "int4" or "int8" when it is loaded."""
+    """The target's weights rounded to ``quantize`` "int4" or "int8" when it is loaded."""
 
     kind = "quantized"
     page = "quantized.md"
@@ -200,16 +200,16 @@ class QuantizedDraft(TreeSpec):
     examples = ("quantized:int4", "quantized:int8,nodes=6,width=3")
     default_draft_length = 12  # chains end by themselves
 
-    precision: str = "int4"
+    quantize: str = "int4"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.precision not in BITS:
+        if self.quantize not in BITS:
             known = " or ".join(f"quantized:{name}" for name in reversed(BITS))
-            raise ConfigError(f"draft 'quantized:{self.precision}': use {known}")
+            raise ConfigError(f"draft 'quantized:{self.quantize}': use {known}")
 
     def precisions(self) -> dict[str, QuantizedDraft]:
-        return {"int8": replace(self, precision="int8")} if self.precision == "int4" else {}
+        return {"int8": replace(self, quantize="int8")} if self.quantize == "int4" else {}
 
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
@@ -219,16 +219,16 @@ class QuantizedDraft(TreeSpec):
                 f"({target.refused}); use another drafter"
             )
         bits = usual_bits(target.hf)
-        if 0 < bits <= BITS[self.precision]:
+        if 0 < bits <= BITS[self.quantize]:
             raise ConfigError(
                 f"draft '{self}': most of {target.name} is held in {bits} bits already, so this "
                 "draft would cost what the target costs; leave it out, or use another drafter"
             )
-        copied = quantised_copy(target, self.precision)
+        copied = quantised_copy(target, self.quantize)
         view = LayerView(copied, range(copied.num_layers))
         stop = STOP_BELOW if target.offload is None else STOP_BELOW_OFFLOADED
         return prepared_view(self, view, stop)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
-        text = f"drafts with the target itself in {self.precision}, in the target's cache"
-        return replace(self.noted("draft-own-weights", text), target_in=self.precision)
+        text = f"drafts with the target itself in {self.quantize}, in the target's cache"
+        return replace(self.noted("draft-own-weights", text), target_in=self.quantize)

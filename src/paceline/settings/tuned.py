@@ -13,12 +13,11 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from msgspec import Meta, ValidationError, convert
+from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.errors import ConfigError
@@ -34,8 +33,11 @@ _SIZES |= {"hidden_size": "hidden size", "vocab_size": "vocabulary size"}
 _IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
-@dataclass(frozen=True)
-class ModelIdentity:
+class _Table(Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of the file."""
+
+
+class ModelIdentity(_Table, frozen=True):
     """Sizes, the configuration's digest, and logits of a probe."""
 
     name: str
@@ -118,8 +120,7 @@ def is_tuned(file: Path) -> bool:
     return file.read_text(encoding="utf-8").startswith(beginnings)
 
 
-@dataclass(frozen=True)
-class MachineIdentity:
+class MachineIdentity(_Table, frozen=True):
     """Where and when the costs were measured."""
 
     processor: str
@@ -173,8 +174,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-@dataclass(frozen=True)
-class DraftChoice:
+class DraftChoice(_Table, frozen=True):
     """``spec`` "none" is plain decoding. ``length``: levels, or "auto" up to ``max_length``."""
 
     spec: str
@@ -182,14 +182,12 @@ class DraftChoice:
     max_length: Annotated[int, Meta(ge=1)]
 
 
-@dataclass(frozen=True)
-class EngineChoice:
+class EngineChoice(_Table, frozen=True):
     max_batch_size: Annotated[int, Meta(ge=1)]
     rule: str
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(_Table, frozen=True):
     """What the choice rests on. ``break_even_batch`` is the largest batch at which it beats plain
     decoding, by the cost model; 0 is none, and the largest measured batch may be exceeded. A
     ``predicted_speedup`` of 0: there was no prediction."""
@@ -208,8 +206,7 @@ class Measured:
     why: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class PassCosts:
+class PassCosts(_Table, frozen=True):
     """Seconds of one pass of a drafter, by number of sequences."""
 
     batches: tuple[int, ...]
@@ -220,8 +217,7 @@ class PassCosts:
         return CostCurve(self.batches, self.seconds)
 
 
-@dataclass(frozen=True)
-class KnownCosts:
+class KnownCosts(_Table, frozen=True):
     """Costs that need no measuring: of target steps by batch size, of drafters' passes by name."""
 
     batches: tuple[int, ...]
@@ -249,8 +245,7 @@ class KnownCosts:
         return TargetCosts(tuple(sizes), tuple(map(self.curve, sizes)))
 
 
-@dataclass(frozen=True)
-class TunedSettings:
+class TunedSettings(_Table, frozen=True):
     """All of a file. Lists are tuples, so that it may be shared."""
 
     version: int
@@ -269,18 +264,15 @@ class TunedSettings:
         if version != VERSION:
             raise _refused(path, f" have version {version}, but this paceline reads {VERSION}")
         try:
-            tuned = convert(table, cls)
+            return convert(table, cls)
         except ValidationError as error:
             raise _refused(path, f": {error}".replace("$.", "")) from None
-        for key in _unknown_keys(table, asdict(tuned)):
-            raise _refused(path, f" have the unknown key {key}")
-        return tuned
 
     def write(self, path: str | Path) -> None:
         """Replace such a file, or leave what is there as it was. Raises WriteError."""
         import tomli_w
 
-        text = _HEADER + _compact(tomli_w.dumps(_plain(asdict(self))))
+        text = _HEADER + _compact(tomli_w.dumps(_plain(to_builtins(self))))
         with telling(f"the {_WHAT}", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text, f"the {_WHAT}", is_tuned)
@@ -288,7 +280,7 @@ class TunedSettings:
     def settings(self, follows: bool) -> dict[str, Any]:
         """Fields of EngineOptions. A draft length holds only for the draft it was measured with:
         if the engine ``follows`` this draft."""
-        stored = asdict(self.engine)
+        stored: dict[str, Any] = to_builtins(self.engine)
         if follows:
             stored["draft_length"] = self.draft.length
             stored["max_draft_length"] = self.draft.max_length
@@ -340,12 +332,3 @@ def _compact(text: str) -> str:
         lambda match: "[" + ", ".join(re.split(r",\s*", match[1])) + "]",
         text,
     )
-
-
-def _unknown_keys(table: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of a table that what was read from it does not have."""
-    for key, value in table.items():
-        if key not in known:
-            yield key
-        elif isinstance(value, dict):
-            yield from (f"{key}.{inner}" for inner in _unknown_keys(value, known[key]))

@@ -12,7 +12,7 @@ from paceline.lab.bench.result import rows
 from paceline.lab.bench.runner import (
     Ask,
     BenchEngine,
-    HeatRecord,
+    Heat,
     Method,
     Sweep,
     TimedRun,
@@ -47,20 +47,20 @@ def work() -> list:
 
 
 def test_a_heat_that_would_not_end_in_time_is_not_begun() -> None:
-    clock, record = Clock(), HeatRecord()
+    clock, record = Clock(), list[Heat]()
     take_turns(work(), opened_all(clock), 3, record, budget=Budget(60, clock))
     assert clock.now == 40  # a third heat of 20 seconds, and 15 % for bad weather, has no room
-    assert [(h.turn, h.job.index) for h in record.heats] == [(0, 0), (0, 2)]  # a chat and code
-    assert all(list(h.outcomes) == ["plain", "ngram"] for h in record.heats)
+    assert [(h.turn, h.job.index) for h in record] == [(0, 0), (0, 2)]  # a chat and code
+    assert all(list(h.outcomes) == ["plain", "ngram"] for h in record)
 
 
 def test_a_second_round_is_begun_only_whole() -> None:
-    clock, record = Clock(), HeatRecord()
+    clock, record = Clock(), list[Heat]()
     take_turns(work(), opened_all(clock), 3, record, budget=Budget(150, clock))
-    assert [h.turn for h in record.heats] == [0, 0, 0, 0]
-    clock, record = Clock(), HeatRecord()
+    assert [h.turn for h in record] == [0, 0, 0, 0]
+    clock, record = Clock(), list[Heat]()
     take_turns(work(), opened_all(clock), 3, record, budget=Budget(180, clock))
-    assert [h.turn for h in record.heats] == [0] * 4 + [1] * 4
+    assert [h.turn for h in record] == [0] * 4 + [1] * 4
 
 
 def test_categories_and_temperatures_take_turns() -> None:
@@ -83,7 +83,7 @@ def test_crowds_shrink_to_two_requests_a_client_within_a_budget() -> None:
 
 
 def test_every_concurrency_has_its_share() -> None:
-    clock, record = Clock(), HeatRecord()
+    clock, record = Clock(), list[Heat]()
     methods = [Method("plain"), Method("ngram", "ngram")]
     sweep = Sweep(64, [1, 2], rounds=9)
     assert sweep.wanted(PROMPTS) == 5
@@ -95,13 +95,13 @@ def test_every_concurrency_has_its_share() -> None:
         budget=Budget(400, clock),
     )
     assert clock.now <= 400
-    assert {h.job.concurrency for h in record.heats} == {1, 2}
+    assert {h.job.concurrency for h in record} == {1, 2}
 
 
 def test_the_interval_is_judged_by_how_prompts_differ() -> None:
     def interval(*seconds: float) -> tuple[float, float] | None:
         heats = [heat(0, job(index=n), plain=2.0, fast=s) for n, s in enumerate(seconds)]
-        plain, fast = rows(HeatRecord(heats))
+        plain, fast = rows(heats)
         assert plain.interval is None
         return fast.interval
 
@@ -112,7 +112,7 @@ def test_the_interval_is_judged_by_how_prompts_differ() -> None:
 
 
 def test_what_the_time_was_spent_on_is_said() -> None:
-    record = HeatRecord([heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)])
+    record = [heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)]
     prompts = [("chat", [1, 2])] * 8
     spending = spending_of(record, Sweep(8, [1, 4], rounds=3), prompts, Budget(120, Clock()))
     assert spending.line == (

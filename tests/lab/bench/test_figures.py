@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.lab.bench.result import OVERALL, idle, percentile, rows
-from paceline.lab.bench.runner import Heat, HeatRecord, merged, take_turns
+from paceline.lab.bench.runner import Heat, merged, take_turns
 from paceline.lab.report.document import Spread
 from support.made_outcomes import Fake, heat, job, outcome, sums
 
@@ -16,7 +16,7 @@ def test_rates_and_speedups() -> None:
         heat(1, job(), plain=1.0, fast=1.0),
         heat(2, job(), plain=4.0, fast=1.0),
     ]
-    plain, fast = rows(HeatRecord(heats))
+    plain, fast = rows(heats)
     assert plain.tokens_per_second == Spread(2.0, 1.0, 4.0)
     assert fast.tokens_per_second == Spread(4.0, 4.0, 4.0)
     assert plain.speedup == Spread(1.0, 1.0, 1.0)
@@ -30,7 +30,7 @@ def test_categories_and_all_of_them() -> None:
         heat(0, job("code", 1), plain=4.0, fast=1.0),
         heat(0, job("code", 2), plain=4.0, fast=1.0),
     ]
-    by_key = {(r.category, r.method): r for r in rows(HeatRecord(heats))}
+    by_key = {(r.category, r.method): r for r in rows(heats)}
     assert list(by_key) == [
         (category, method) for category in ("chat", "code", OVERALL) for method in ("plain", "fast")
     ]
@@ -43,9 +43,9 @@ def test_categories_and_all_of_them() -> None:
 def test_a_round_cut_short_counts_only_where_there_is_no_other() -> None:
     whole = [heat(0, job(index=n), plain=4.0) for n in range(2)]
     cut = heat(1, job(index=0), plain=1.0)
-    (row,) = rows(HeatRecord([*whole, cut]))
+    (row,) = rows([*whole, cut])
     assert (row.rounds, row.tokens_per_second.median) == (1, 1.0)
-    (row,) = rows(HeatRecord([cut]))
+    (row,) = rows([cut])
     assert (row.rounds, row.tokens_per_second.median) == (1, 4.0)
 
 
@@ -55,14 +55,14 @@ def test_sweeps_do_not_mix() -> None:
         heat(0, job(clients=2), plain=2.0),
         heat(0, job(temperature=1.0), plain=1.0),
     ]
-    figures = rows(HeatRecord(heats))
+    figures = rows(heats)
     speeds = [(r.concurrency, r.temperature, r.tokens_per_second.median) for r in figures]
     assert speeds == [(1, 0.0, 1.0), (2, 0.0, 2.0), (1, 1.0, 4.0)]
 
 
 def test_latencies() -> None:
     run = outcome(10.0, [(1.0, 1), (2.0, 4), (5.0, 1), (5.5, 1)])
-    (row,) = rows(HeatRecord([Heat(job(), 0, {"plain": run})]))
+    (row,) = rows([Heat(job(), 0, {"plain": run})])
     assert run.answers[0].gaps == [(1.0, 4), (3.0, 1), (0.5, 1)]
     assert row.time_to_first_token == 1.0
     assert row.inter_token_p50 == 0.25  # of 0.25 four times, 0.5, 3
@@ -72,7 +72,7 @@ def test_latencies() -> None:
 
 def test_an_answer_of_one_delivery_has_no_gaps() -> None:
     run = outcome(1.0, [(0.5, 3)])
-    (row,) = rows(HeatRecord([Heat(job(), 0, {"plain": run})]))
+    (row,) = rows([Heat(job(), 0, {"plain": run})])
     assert row.inter_token_p50 is None and row.stall_p99 is None
 
 
@@ -99,7 +99,7 @@ def test_drafts_and_phases_add_up() -> None:
         )
     ]
     heats = [Heat(job(), turn, {"plain": run}) for turn, run in enumerate(runs)]
-    (row,) = rows(HeatRecord(heats))
+    (row,) = rows(heats)
     assert row.drafts["drafted"] == 10 and row.drafts["acceptance_rate"] == 0.4
     assert row.drafts["reached"] == (4, 1) and row.drafts["acceptance"] == (0.75, 1.0)
     assert row.drafts["mean_accepted_length"] == 8 / 4
@@ -111,19 +111,19 @@ def test_drafts_and_phases_add_up() -> None:
 def test_what_is_not_said_is_not_counted() -> None:
     both = merged([outcome(1.0, drafted=0), outcome(1.0, tells_drafted=False)])
     assert not both.tells_drafted
-    (row,) = rows(HeatRecord([Heat(job(), 0, {"plain": both})]))
+    (row,) = rows([Heat(job(), 0, {"plain": both})])
     assert row.drafts["drafted"] is row.drafts["acceptance_rate"] is row.drafts["length"] is None
 
 
 def test_cost() -> None:
-    (row,) = rows(HeatRecord([heat(0, job(), plain=0.04)]))  # 100 tokens a second
+    (row,) = rows([heat(0, job(), plain=0.04)])  # 100 tokens a second
     assert row.cost_per_million(3.6) == pytest.approx(10)
     assert row.record(3.6)["cost_per_million_tokens"] == pytest.approx(10)
     assert "cost_per_million_tokens" not in row.record()
 
 
 def test_idle_methods_are_found() -> None:
-    record = HeatRecord()
+    record = list[Heat]()
     opened_all = [
         Fake("plain"),
         Fake("silent"),

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from paceline.lab.bench.pages import report_of
 from paceline.lab.bench.result import BenchResult, Comparison, rows
-from paceline.lab.bench.runner import EVERYTHING, BenchJob, Heat, HeatRecord, Method
+from paceline.lab.bench.runner import EVERYTHING, BenchJob, Heat, Method
 from paceline.lab.report.document import Spread, is_number
 from paceline.lab.report.render import print_report
 from support.made_outcomes import job, outcome, sums
@@ -38,7 +38,7 @@ def one_heat(where: BenchJob, turn: int = 0) -> Heat:
 
 
 def result(*jobs: BenchJob, **more: object) -> BenchResult:
-    record = HeatRecord([one_heat(where, turn) for turn in range(2) for where in jobs])
+    record = [one_heat(where, turn) for turn in range(2) for where in jobs]
     measured = rows(record)
     texts = Comparison({"model:a/quick@2": {"identical": 3, "near tie": 1}}, [])
     options = {"texts": texts, "idle": {}, **more}
@@ -90,7 +90,7 @@ def test_details_are_shown_on_request() -> None:
 def test_a_draft_that_does_not_pay_is_not_advised() -> None:
     heat = one_heat(job())
     heat.outcomes["model:a/quick@2"] = outcome(8.0, drafted=4, accepted=2)
-    text = shown(replace(result(job()), rows=rows(HeatRecord([heat]))))
+    text = shown(replace(result(job()), rows=rows([heat])))
     assert "use no draft: the best, model:quick@2, reaches 0.50x, of plain" in text
 
 
@@ -148,7 +148,7 @@ def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() ->
     ]
     for heat in heats:
         heat.outcomes["model:a/quick@2"] = heat.outcomes["plain"]
-    measured = replace(result(job("chat", 0)), rows=rows(HeatRecord(heats)))
+    measured = replace(result(job("chat", 0)), rows=rows(heats))
     text = shown(measured)
     # At both temperatures, and the note.
     assert text.count("none tried") == 3

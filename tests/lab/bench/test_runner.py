@@ -7,7 +7,7 @@ import pytest
 from paceline.lab.bench.runner import (
     EVERYTHING,
     BenchEngine,
-    HeatRecord,
+    Heat,
     Method,
     Sweep,
     take_turns,
@@ -21,7 +21,7 @@ PROMPTS = [("chat", [1, 2]), ("code", [3]), ("code", [4, 5, 6])]
 def test_turns_rotate_within_and_between_rounds() -> None:
     diary: list[str] = []
     todo = [job(index=0), job(index=1)]
-    record = HeatRecord()
+    record = list[Heat]()
     engines = [Fake(name, diary) for name in "abc"]
     warm_up(todo, engines)
     take_turns(todo, engines, 2, record)
@@ -32,13 +32,13 @@ def test_turns_rotate_within_and_between_rounds() -> None:
         *("a refreshed", "b refreshed", "c refreshed"),
         *("b 1 x4", "c 1 x4", "a 1 x4", "c 2 x4", "a 2 x4", "b 2 x4"),
     ]
-    assert [(heat.turn, heat.job.index) for heat in record.heats] == [
+    assert [(heat.turn, heat.job.index) for heat in record] == [
         (0, 0),
         (0, 1),
         (1, 0),
         (1, 1),
     ]
-    assert all(list(heat.outcomes) == ["a", "b", "c"] for heat in record.heats)
+    assert all(list(heat.outcomes) == ["a", "b", "c"] for heat in record)
 
 
 def test_warm_up_is_short_and_once_a_shape() -> None:
@@ -48,10 +48,10 @@ def test_warm_up_is_short_and_once_a_shape() -> None:
 
 
 def test_ctrl_c_leaves_complete_heats() -> None:
-    record, second = HeatRecord(), Fake("b", interrupted_at=3)  # two heats, then
+    record, second = list[Heat](), Fake("b", interrupted_at=3)  # two heats, then
     with pytest.raises(KeyboardInterrupt):
         take_turns([job(index=n) for n in range(5)], [Fake("a"), second], 1, record)
-    assert [heat.job.index for heat in record.heats] == [0, 1]
+    assert [heat.job.index for heat in record] == [0, 1]
 
 
 def test_progress_says_what_runs() -> None:
@@ -60,7 +60,7 @@ def test_progress_says_what_runs() -> None:
         [job("chat"), job("code", 1)],
         [Fake("a"), Fake("b")],
         2,
-        HeatRecord(),
+        list[Heat](),
         seen.append,
     )
     assert len(seen) == 8 and seen[:2] == ["chat: a", "chat: b"]
@@ -91,9 +91,9 @@ def test_a_sweep_starts_everybody_at_every_concurrency() -> None:
         started.append((method.name, clients))
         return Fake(method.name)
 
-    record, told = HeatRecord(), list[str]()
+    record, told = list[Heat](), list[str]()
     sweep.run(PROMPTS, methods, start, record, told.append)
     assert started == [(method.name, clients) for clients in (1, 4) for method in methods]
     runs = [what for what in told if ": " in what]
     assert len(runs) == 3 * sweep.wanted(PROMPTS) * 3 == 3 * (2 * 3 * 3 + 2 * 3)
-    assert len(record.heats) == 3 * (2 * 3 + 2)
+    assert len(record) == 3 * (2 * 3 + 2)

@@ -9,7 +9,7 @@ from paceline.lab.bench.result import BenchResult, Comparison, compare, idle_lin
 from paceline.lab.bench.runner import (
     Ask,
     BenchJob,
-    HeatRecord,
+    Heat,
     Method,
     take_turns,
 )
@@ -25,8 +25,8 @@ def judge(asked: Ask, left: tuple[int, ...], right: tuple[int, ...]) -> Differen
     return TIE if right == (5, 6, 9, 8) else BUG
 
 
-def contest(todo: list[BenchJob], rounds: int = 2) -> HeatRecord:
-    record = HeatRecord()
+def contest(todo: list[BenchJob], rounds: int = 2) -> list[Heat]:
+    record = list[Heat]()
     opened_all = [
         Fake("plain"),
         Fake("same"),

@@ -88,7 +88,7 @@ def test_a_drafter_is_measured_whole_or_not_at_all(llm: LLM, folders: tuple[str,
     )
     assert tuning_record(outcome)["budget"]["missing"] == tuple(outcome.not_tried)
     # One round for all had time, which is too little to choose anybody.
-    assert len(outcome.heats.heats) == 1 and outcome.chosen is None
+    assert len(outcome.heats) == 1 and outcome.chosen is None
     assert decision(outcome).startswith("Not confirmed: ")
     assert report_of(outcome).sections
 
@@ -128,7 +128,7 @@ def test_a_default_that_does_not_load_is_left_out_and_one_that_does_is_confirmed
 def test_two_rounds_confirm(llm: LLM, folders: tuple[str, str]) -> None:
     outcome, _ = run(llm, folders, 8)
     assert outcome.completed is not None and outcome.completed.spent <= 8
-    assert len(outcome.not_tried) == 1 and len(outcome.heats.heats) == 2
+    assert len(outcome.not_tried) == 1 and len(outcome.heats) == 2
     assert outcome.chosen is not None
 
 
@@ -147,7 +147,7 @@ def test_an_interrupted_round_counts_for_nobody(
         tune(llm, variants("ngram"), prompts(), outcome, interrupt)
     assert outcome.results and all(not r.ratios and not r.run.rate for r in outcome.results)
     assert outcome.chosen is None
-    assert outcome.completed is not None and not outcome.heats.heats
+    assert outcome.completed is not None and not outcome.heats
 
 
 def test_samples_shrink_for_everybody_alike() -> None:

@@ -14,7 +14,7 @@ from paceline.drafters import parse_draft
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.engines import Starter
 from paceline.lab.bench.prompts import BenchPrompt
-from paceline.lab.bench.runner import BenchJob, Heat, HeatRecord, Method
+from paceline.lab.bench.runner import BenchJob, Heat, Method
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.measure import PLAIN as NO_DRAFT
@@ -97,7 +97,7 @@ def confirm_by_hand(outcome: TuningOutcome, ratios: Sequence[float]) -> None:
         finalist.key: timed(1 / ratio, drafted=9)
         for finalist, ratio in zip(outcome.finalists, ratios, strict=True)
     }
-    outcome.heats.heats.append(Heat(BenchJob("", 1, 0.0, 0, ()), 0, runs))
+    outcome.heats.append(Heat(BenchJob("", 1, 0.0, 0, ()), 0, runs))
 
 
 def test_another_draft_must_beat_the_default_clearly() -> None:
@@ -218,7 +218,7 @@ def test_what_rounds_disagree_on_is_not_chosen() -> None:
     ],
 )
 def test_rounds_that_disagree_are_followed_by_more(rates: list[float], rounds: int) -> None:
-    finalists, record = [Finalist("plain", NO_DRAFT, 0, 8), of_spec("ngram", 4)], HeatRecord()
+    finalists, record = [Finalist("plain", NO_DRAFT, 0, 8), of_spec("ngram", 4)], list[Heat]()
 
     class Engine:
         def __init__(self, name: str) -> None:
@@ -242,7 +242,7 @@ def test_rounds_that_disagree_are_followed_by_more(rates: list[float], rounds: i
 
     jobs, _ = rounds_of([[1]], 1, 1, 1, SamplingParams(max_tokens=4))
     confirm(Engines(), finalists, jobs, 2, record, lambda what: None, Budget())
-    assert len(record.heats) == rounds
+    assert len(record) == rounds
 
 
 def test_unrest() -> None:
@@ -270,8 +270,8 @@ def test_a_round_in_which_the_machine_stood_still() -> None:
         Heat(BenchJob("", 1, 0.0, 0, ()), turn, {"plain": timed(1.0, decoding=steps)})
         for turn, steps in enumerate(StepSums(2, 2, 2, seconds={"target": s}) for s in (1.0, 4.0))
     ]
-    assert unrest_between(HeatRecord(heats)) == 4.0
-    assert unrest_between(HeatRecord()) == 1.0
+    assert unrest_between(heats) == 4.0
+    assert unrest_between(list[Heat]()) == 1.0
 
 
 def synthetic() -> TuningOutcome:
@@ -334,7 +334,7 @@ def test_what_was_confirmed_beats_what_was_predicted() -> None:
     )
     outcome.options = replace(outcome.options, rounds=1)
     assert decision(outcome) == f"Plain decoding: all drafts were slower {shown}."
-    outcome.options, outcome.heats = replace(outcome.options, rounds=3), HeatRecord()
+    outcome.options, outcome.heats = replace(outcome.options, rounds=3), list[Heat]()
     confirm_by_hand(outcome, (1.0, 1.3, 0.92))
     assert "rounds by plain decoding: look, length auto 1.30x, a, length" in decision(outcome)
 

@@ -42,7 +42,7 @@ STOP_BELOW = 0.25
 
 @dataclass(frozen=True)
 class Eagle(HeadSpec):
-    """An EAGLE head. ``int8``: round its weights to 8 bits where the kernels run it in bf16."""
+    """An EAGLE head. ``quantize``: "int8" where the kernels run it in bf16, or "none"."""
 
     kind = "eagle"
     page = "eagle.md"
@@ -52,7 +52,12 @@ class Eagle(HeadSpec):
     dynamic: ClassVar[bool] = False
 
     _: KW_ONLY
-    int8: bool = True
+    quantize: str = "int8"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantize not in ("int8", "on", "none", "off"):  # on, off: of its former name, int8
+            raise self.refuse(f"quantize={self.quantize!r} is not known; use int8 or none")
 
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
@@ -60,7 +65,8 @@ class Eagle(HeadSpec):
             self.path, target, self.version, self.feature_layers, target.embedding("output")
         )
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
-        if self.int8 and target.dtype == torch.bfloat16 and not target.backend.runs_torch:
+        rounds = self.quantize in ("int8", "on") and not target.backend.runs_torch
+        if rounds and target.dtype == torch.bfloat16:
             quantise_module(head, Scheme("int8", finer=True))
         step = target.backend.eagle(head, target)
 

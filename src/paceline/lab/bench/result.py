@@ -12,9 +12,10 @@ from operator import truediv
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
 
 from paceline.lab.bench.engines import PLAIN
-from paceline.lab.bench.runner import Ask, Heat, HeatRecord, Length, Method, TimedRun, merged
+from paceline.lab.bench.runner import Ask, Heat, Length, Method, TimedRun, merged
 from paceline.lab.budget import Spending
 from paceline.lab.certify.decoding import Difference, explain
 from paceline.lab.report.document import Spread
@@ -79,11 +80,13 @@ class Row:
         return values
 
 
-def rows(record: HeatRecord) -> list[Row]:
+def rows(record: list[Heat]) -> list[Row]:
     """By concurrency, temperature, category (and overall), method; without unfinished rounds."""
     figures: list[Row] = []
-    for cell in dict.fromkeys((h.job.concurrency, h.job.temperature) for h in record.heats):
-        heats = record.of(*cell)
+    cells: dict[tuple[int, float], list[Heat]] = {}
+    for heat in record:
+        cells.setdefault((heat.job.concurrency, heat.job.temperature), []).append(heat)
+    for heats in cells.values():
         categories = dict.fromkeys(heat.job.category for heat in heats)
         parts = {name: [h for h in heats if h.job.category == name] for name in categories}
         if len(parts) != 1:
@@ -174,11 +177,11 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return float(np.quantile(values, share, method="inverted_cdf")) if values else None
 
 
-def idle(record: HeatRecord, speculative: Collection[str]) -> dict[str, str]:
+def idle(record: list[Heat], speculative: Collection[str]) -> dict[str, str]:
     """Speculative methods that speculated in vain throughout the run, and what they lacked."""
     lacking: dict[str, str] = {}
     for name in speculative:
-        whole = merged([h.outcomes[name] for h in record.heats if name in h.outcomes])
+        whole = merged([h.outcomes[name] for h in record if name in h.outcomes])
         if whole.answers and not whole.counts.accepted:
             drafted = whole.counts.drafted
             lacking[name] = "had none of its drafts accepted" if drafted else "drafted nothing"
@@ -224,13 +227,13 @@ class Comparison:
 Judge = Callable[[Ask, tuple[int, ...], tuple[int, ...]], Difference | None]
 
 
-def compare(record: HeatRecord, judge: Judge, sampled: Collection[str] = ()) -> Comparison:
+def compare(record: list[Heat], judge: Judge, sampled: Collection[str] = ()) -> Comparison:
     """Every distinct pair of texts once, of greedy requests, and with a seed those of the
     ``sampled`` methods, which draw as plain decoding does."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     partings: list[MethodDivergence] = []
     seen: set[tuple[object, ...]] = set()
-    for heat in record.heats:
+    for heat in record:
         job, plain = heat.job, heat.outcomes[PLAIN]
         for name, run in heat.outcomes.items():
             for number, ask in enumerate(job.asks):
@@ -270,7 +273,7 @@ class BenchResult:
 
     @classmethod
     def of(
-        cls, methods: Sequence[Method], settings: dict[str, Any], llm: LLM, record: HeatRecord
+        cls, methods: Sequence[Method], settings: dict[str, Any], llm: LLM, record: list[Heat]
     ) -> BenchResult:
         """From what was measured."""
 
@@ -342,7 +345,7 @@ def idle_line(name: str, lack: str, length: Length | None) -> str:
 
 def machine_of(llm: LLM) -> dict[str, Any]:
     """What the figures were measured on, and how busy it was before."""
-    about = asdict(MachineIdentity.of(llm.target))
+    about: dict[str, Any] = to_builtins(MachineIdentity.of(llm.target))
     about["cores"] = os.cpu_count()
     if hasattr(os, "getloadavg"):
         about["load_before"] = os.getloadavg()[0]

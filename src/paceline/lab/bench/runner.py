@@ -130,23 +130,11 @@ class BenchJob:
 
 @dataclass(frozen=True)
 class Heat:
-    """One job in one round: the outcome of every engine, by name."""
+    """One job in one round, once all engines are done: their outcomes, by name."""
 
     job: BenchJob
     turn: int
     outcomes: dict[str, TimedRun]
-
-
-@dataclass
-class HeatRecord:
-    """The heats whose last engine is done."""
-
-    heats: list[Heat] = field(default_factory=list)
-
-    def of(self, concurrency: int, temperature: float) -> list[Heat]:
-        """The heats at one concurrency and temperature."""
-        cell = concurrency, temperature
-        return [h for h in self.heats if (h.job.concurrency, h.job.temperature) == cell]
 
 
 EVERYTHING = "all prompts"
@@ -172,7 +160,7 @@ def take_turns(
     todo: Sequence[BenchJob],
     engines: Sequence[BenchEngine],
     rounds: int,
-    record: HeatRecord,
+    record: list[Heat],
     advance: OnProgress = lambda what: None,
     budget: Budget | None = None,
 ) -> None:
@@ -195,7 +183,7 @@ def take_turns(
                 for engine in [*engines[shift:], *engines[:shift]]:
                     advance(f"{job.category}: {engine.name}")
                     outcomes[engine.name] = engine.run(job.asks)
-            record.heats.append(Heat(job, turn, {e.name: outcomes[e.name] for e in engines}))
+            record.append(Heat(job, turn, {e.name: outcomes[e.name] for e in engines}))
 
 
 CategoryPrompts = Sequence[tuple[str, Sequence[int]]]  # category and token ids
@@ -247,7 +235,7 @@ class Sweep:
         prompts: CategoryPrompts,
         methods: Sequence[Method],
         start: Callable[[Method, int], BenchEngine],
-        record: HeatRecord,
+        record: list[Heat],
         advance: OnProgress = lambda what: None,
         budget: Budget | None = None,
     ) -> None:
@@ -269,11 +257,12 @@ class Sweep:
 
 
 def spending_of(
-    record: HeatRecord, sweep: Sweep, prompts: CategoryPrompts, budget: Budget
+    record: list[Heat], sweep: Sweep, prompts: CategoryPrompts, budget: Budget
 ) -> Spending:
     """In turns: one prompt, or one crowd, by all methods."""
     cells, kind = product(sweep.concurrency, sweep.temperature), "turns of all methods"
-    missing = [f"{n} at once, temperature {t:g}" for n, t in cells if not record.of(n, t)]
+    measured = {(heat.job.concurrency, heat.job.temperature) for heat in record}
+    missing = [f"{n} at once, temperature {t:g}" for n, t in cells if (n, t) not in measured]
     wanted = {kind: sweep.rounds * sweep.wanted(prompts)}
-    done = {kind: len(record.heats)}
+    done = {kind: len(record)}
     return Spending(budget.seconds, budget.spent, done, wanted, tuple(missing))

@@ -4,7 +4,6 @@ tokenizers and chat templates make of text."""
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -274,16 +273,11 @@ def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Findi
     tokenizer, other = target.tokenizer, draft.tokenizer or target.tokenizer
     if tokenizer is None or other is None:
         return
-    logger = logging.getLogger("paceline.draft.vocabulary")
-    level = logger.level
     try:
-        logger.setLevel(logging.WARNING)  # what it would log is a finding here
         match = match_vocabularies(target, draft, tokenizer, other, method)
     except VocabularyMismatchError as error:
         yield refusal("vocabulary-refused", error)
         return
-    finally:
-        logger.setLevel(level)
     if match is None:
         yield finding("vocabulary-same", count=len(tokenizer.get_vocab()))
         if target.vocab_size != draft.vocab_size:

@@ -17,7 +17,7 @@ from paceline.lab.bench.runner import (
     Ask,
     BenchEngine,
     BenchJob,
-    HeatRecord,
+    Heat,
     Length,
     Method,
     TimedRun,
@@ -265,11 +265,11 @@ class Confirmation:
         return predicted and (predicted / speedup if speedup else 0.0)
 
 
-def confirmations(finalists: Sequence[Finalist], record: HeatRecord) -> list[Confirmation]:
+def confirmations(finalists: Sequence[Finalist], record: list[Heat]) -> list[Confirmation]:
     """Of each finalist, plain decoding being the first of them."""
-    plain, results = [heat.outcomes["plain"] for heat in record.heats], []
+    plain, results = [heat.outcomes["plain"] for heat in record], []
     for finalist in finalists:
-        runs = [heat.outcomes[finalist.key] for heat in record.heats]
+        runs = [heat.outcomes[finalist.key] for heat in record]
         ratios = tuple(a.rate / b.rate for a, b in zip(runs, plain, strict=True))
         steps = [(a.decoding.rate, b.decoding.rate) for a, b in zip(runs, plain, strict=True)]
         decoding = tuple(a / b for a, b in steps if b)
@@ -278,9 +278,9 @@ def confirmations(finalists: Sequence[Finalist], record: HeatRecord) -> list[Con
     return results
 
 
-def unrest_between(record: HeatRecord) -> float:
+def unrest_between(record: list[Heat]) -> float:
     """Plain decoding's steps in the slowest round, by those in the fastest."""
-    rates = [heat.outcomes["plain"].decoding.rate for heat in record.heats]
+    rates = [heat.outcomes["plain"].decoding.rate for heat in record]
     slowest = min(rates, default=0.0)
     return max(rates) / slowest if slowest else 1.0
 
@@ -306,7 +306,7 @@ def confirm(
     finalists: Sequence[Finalist],
     jobs: Sequence[BenchJob],
     turns: int,
-    record: HeatRecord,
+    record: list[Heat],
     advance: Callable[[str], None],
     budget: Budget,
 ) -> None:
@@ -320,11 +320,11 @@ def confirm(
     warm_up(jobs[:1], engines)
     take_turns(jobs, engines, turns, record, advance, budget)
     for _ in range((_MORE - 1) * turns):
-        done = len(record.heats)
+        done = len(record)
         if done and agrees(confirmations(finalists, record)):
             break
         take_turns(jobs, engines, 1, record, advance, budget)
-        if len(record.heats) == done:
+        if len(record) == done:
             break  # there was no time
     for engine in engines:
         engine.close()

@@ -12,7 +12,7 @@ from paceline.drafters import parse_draft
 from paceline.errors import DataError, PacelineError
 from paceline.lab.bench.engines import Starter
 from paceline.lab.bench.prompts import BenchPrompt, fit, in_turn, tokens_needed
-from paceline.lab.bench.runner import HeatRecord
+from paceline.lab.bench.runner import Heat
 from paceline.lab.budget import Budget, Spending
 from paceline.lab.tune import TuneOptions, measure
 from paceline.lab.tune.search import (
@@ -53,7 +53,7 @@ class TuningOutcome:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     unrest: float = 1.0
     finalists: list[measure.Finalist] = field(default_factory=list)
-    heats: HeatRecord = field(default_factory=HeatRecord)
+    heats: list[Heat] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=list)
     size: int = 0
     completed: Spending | None = None
@@ -81,7 +81,7 @@ class TuningOutcome:
     def chosen(self) -> measure.Confirmation | None:
         """Only once it is confirmed, by two rounds where as many are wanted."""
         wanted = min(measure.LEAST_ROUNDS, self.options.rounds)
-        enough = self.heats.heats and len(self.heats.heats) >= wanted
+        enough = self.heats and len(self.heats) >= wanted
         return measure.winner(self.results) if enough else None
 
     @property
@@ -125,7 +125,7 @@ def tune(
         run.confirm(default)
     finally:
         done, rounds = len(ordered) - len(outcome.not_tried), f"rounds of {outcome.size} prompts"
-        heats = len(outcome.heats.heats)
+        heats = len(outcome.heats)
         outcome.completed = Spending(
             run.budget.seconds,
             run.budget.spent,

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from msgspec import to_builtins
+
 from paceline.lab.report.document import (
     Column,
     Report,
@@ -167,7 +169,7 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
         "decision": decision(outcome),
         "confirmed": outcome.chosen is not None,
         "unrest": outcome.unrest,
-        "target_costs": target and asdict(_known_costs(outcome)),
+        "target_costs": target and to_builtins(_known_costs(outcome)),
         "search": [record_of(s, _searched(outcome)) for s in settings],
         "confirmation": [record_of(r, _CONFIRMED) for r in results],
         "budget": outcome.completed and asdict(outcome.completed),
