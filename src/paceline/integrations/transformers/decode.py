@@ -43,21 +43,6 @@ from paceline.model.target import CausalModel
 from paceline.request.completion import CompletionStats
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What an engine is built from besides the model. ``tokenizer`` is the target's, for draft
-    models; None: it is read from where the model came from."""
-
-    draft: str | DraftSpec | Drafter
-    options: EngineOptions
-    tokenizer: Any = None
-
-    @property
-    def key(self) -> Hashable:
-        draft = str(self.draft) if isinstance(self.draft, (str, DraftSpec)) else id(self.draft)
-        return draft, self.options, id(self.tokenizer)
-
-
 @dataclass
 class SharedEngine:
     """One model's engine, the randomness of its requests without a seed, and what both were built
@@ -74,8 +59,11 @@ _guard = threading.Lock()
 
 
 @contextmanager
-def engine_over(model: Any, setup: Setup) -> Iterator[Engine]:
-    """The engine of a transformers ``model``, built or kept from the last call. Calls of other
+def engine_over(
+    model: Any, draft: str | DraftSpec | Drafter, options: EngineOptions, tokenizer: Any
+) -> Iterator[Engine]:
+    """The engine of a transformers ``model``, built or kept from the last call. ``tokenizer``: the
+    target's, for draft models; None: it is read from where the model came from. Calls of other
     threads wait. Raises UnsupportedModelError, ConfigError, and what the draft gives cause to."""
     with _guard:
         shared = _engines.setdefault(model, SharedEngine())
@@ -85,11 +73,12 @@ def engine_over(model: Any, setup: Setup) -> Iterator[Engine]:
                 "generate was called by a streamer or stopping criterion of itself; "
                 "use another model object there"
             )
-        key = setup.key, _weights(model)
+        named = str(draft) if isinstance(draft, (str, DraftSpec)) else id(draft)
+        key = named, options, id(tokenizer), _weights(model)
         if shared.built is None or shared.key != key:
             shared.built = None  # before the next one: two caches need not fit
             with torch.random.fork_rng(devices=[]):  # new modules draw weights, in vain
-                shared.built = _built(model, setup)
+                shared.built = _built(model, draft, options, tokenizer)
             shared.key = key
         shared.busy = True
         try:
@@ -117,14 +106,16 @@ def _weights(model: Any) -> tuple[Hashable, ...]:
     return (*marks, *adapters)
 
 
-def _built(model: Any, setup: Setup) -> Engine:
-    target = _target(model, setup.options.backend)
-    draft = parse_draft(setup.draft) if isinstance(setup.draft, str) else setup.draft
-    tokenizer = _tokenizer(model, draft, setup.tokenizer)
+def _built(
+    model: Any, draft: str | DraftSpec | Drafter, options: EngineOptions, tokenizer: Any
+) -> Engine:
+    target = _target(model, options.backend)
+    draft = parse_draft(draft) if isinstance(draft, str) else draft
+    tokenizer = _tokenizer(model, draft, tokenizer)
     dtype = str(target.dtype).removeprefix("torch.")
-    loading = Loading(target, tokenizer, dtype, setup.options.draft_quantize)
+    loading = Loading(target, tokenizer, dtype, options.draft_quantize)
     generator = seeded_generator(target.device, None)
-    return build_engine(target, prepare_one(draft, loading), setup.options, generator)
+    return build_engine(target, prepare_one(draft, loading), options, generator)
 
 
 def _tokenizer(model: Any, draft: DraftSpec | Drafter, given: Any) -> Any:
@@ -212,7 +203,7 @@ def generate(
         draft_quantize=draft_quantize,
     )
     seeds = [_seed(terms, seed, rule, number) for number in range(len(prompts))]
-    with engine_over(model, Setup(draft, options, target_tokenizer)) as engine:
+    with engine_over(model, draft, options, target_tokenizer) as engine:
         engine.verifier.reseed(_drawn_seed())
         rows = [
             _row(engine, replace(terms.params, seed=row_seed), terms, input_ids, number, prompt)

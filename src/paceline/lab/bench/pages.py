@@ -14,6 +14,7 @@ from paceline.lab.bench.result import KINDS, OVERALL, BenchResult, Row
 from paceline.lab.bench.runner import EVERYTHING
 from paceline.lab.report.document import (
     NONE_TRIED,
+    NOTES,
     Column,
     Report,
     Table,
@@ -27,39 +28,7 @@ from paceline.lab.report.document import (
     untried,
 )
 
-_NOTE = (
-    "Medians over rounds, ± half of the range from the lowest to the highest. Speedup is over our "
-    "plain decoding in the same rounds; 95 %: how far other such prompts may move it "
-    "(bootstrap over prompts). Tokens a step: the target's own token included."
-)
-_LATENCY = (
-    "TTFT: median time to first token. ITL: gap before a delivery, divided by the tokens delivered "
-    "together; stall: the undivided gap."
-)
-_CLIENTS = (
-    " Of several clients each sends its next request when one is answered; prompts are repeated to "
-    "occupy all of them, which flatters drafters that remember."
-)
-_ACCEPTANCE = (
-    "Conditional: of the drafts that had a token at this position, all before it accepted, the "
-    "share whose token was accepted; in brackets how many drafts that were, over all rounds."
-)
-_STEPS = (
-    "Mean over steps in which nobody reads a prompt. target: its forward; verify: distributions, "
-    "rule, transfer; other: scheduling, batching and bookkeeping in Python."
-)
-_TEXTS = (
-    "Texts beside plain decoding's, of requests that were asked alike. Near tie: where they part, "
-    "the two tokens' scores are within the rounding of the dtype. A different text of ours is a "
-    "bug; other engines compute in another order and may differ by more."
-)
-_UNEQUAL = (
-    "Other engines get the prompts as the target's template renders them, and are asked for as "
-    "many tokens; precision, threads and their cache of prompts are their own. Their speedup is "
-    "over our plain decoding, and a text of theirs that parts from it is no bug of ours."
-)
-
-
+_NOTES = NOTES["bench"]
 _RATE = Column("", "tok/s", "tokens_per_second", methodcaller("shown", 0))
 _LENGTH = Column("", "tokens a step", "drafts.mean_accepted_length", number)
 _SPEEDS = (
@@ -196,19 +165,19 @@ class _Pages:
 
     def methods(self) -> None:
         """All methods at every number of clients and temperature."""
-        price, note = self.result.price, _NOTE
+        price, note = self.result.price, _NOTES["methods"]
         swept = self.swept(self.totals)
         columns = [*swept, *_SPEEDS, self.tried]
         if price is not None:
             note += f" Cost: of a million tokens, at {price:g} a machine hour."
             columns.append(Column("", "cost", "", lambda r: f"{r.cost_per_million(price):.3g}"))
         if len({row.concurrency for row in self.totals}) > 1:
-            note += _CLIENTS
+            note += f" {_NOTES['clients']}"
         silent = [row for row in self.totals if self.accepted(row) == NONE_TRIED]
         if silent:
             note += f" {untried(row.drafts['not_drafted'] for row in silent)}"
         self.report.add("Methods", table_of(self.totals, columns, note))
-        latencies = table_of(self.totals, [*swept, *_LATENCIES], _LATENCY)
+        latencies = table_of(self.totals, [*swept, *_LATENCIES], _NOTES["latency"])
         self.report.add("Latency", latencies, detail=True)
 
     def accepted(self, row: Row) -> str | None:
@@ -238,14 +207,14 @@ class _Pages:
             return
         positions = range(1, 1 + max(len(row.drafts["acceptance"]) for row in rows.values()))
         columns = (Column("", f"position {n}", "drafts", partial(_at, n)) for n in positions)
-        table = table_across("", rows, [_DRAFTED, self.tried, *columns], _ACCEPTANCE)
+        table = table_across("", rows, [_DRAFTED, self.tried, *columns], _NOTES["acceptance"])
         self.report.add("Acceptance by position", table, detail=True)
 
     def steps(self) -> None:
         first = self.temperatures[0]
         rows = [row for row in self.totals if row.temperature == first and row.phases]
         if rows:
-            table = table_of(rows, [*self.swept(rows), *_PHASES], _STEPS)
+            table = table_of(rows, [*self.swept(rows), *_PHASES], _NOTES["steps"])
             self.report.add("Time per step", table, detail=True)
 
     def texts(self) -> None:
@@ -255,14 +224,16 @@ class _Pages:
                 [self.label[name], *(str(kinds.get(kind, 0)) for kind in KINDS)]
                 for name, kinds in counts.items()
             ]
-            table = Table(["method", *KINDS], rows, note=_TEXTS)
+            table = Table(["method", *KINDS], rows, note=_NOTES["texts"])
             self.report.add("Same text", table, detail=not self.result.texts.partings)
         if unequal:
             heads = ["method", *(aspect.replace("_", " ") for aspect in ASPECTS)]
             lines = [
                 [self.label[n], *(w[aspect] for aspect in ASPECTS)] for n, w in unequal.items()
             ]
-            self.report.add("What could not be made equal", Table(heads, lines, note=_UNEQUAL))
+            self.report.add(
+                "What could not be made equal", Table(heads, lines, note=_NOTES["unequal"])
+            )
 
 
 def labels(names: Sequence[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.lab.certify.chisquare import ChiSquare, holm
 from paceline.lab.certify.decoding import Difference, Start, String
 from paceline.lab.certify.steps import DrawCounts, ExactCheck
-from paceline.lab.report.document import Column, Report, Text, record_of, table_of
+from paceline.lab.report.document import NOTES, Column, Report, Text, record_of, table_of
 
 # The least that the word CERTIFIED stands for, however little was asked for.
 LEAST_TEXTS = 2  # compared in every setting
@@ -18,6 +18,7 @@ LEAST_PREFIXES = 1  # with all their samples, and the rule enumerated there
 POWER = 0.9
 MOST_BIAS = 0.25  # that may have gone unseen
 _MOST_DIVERGENCES = 12  # in a report
+_NOTES = NOTES["certify"]
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,7 @@ TESTS = ResultTable(
         Column("smallest_bias", "sees", shown="{:.1%}".format),
         Column("rounding", "rounding", shown="{:.2%}".format),
     ),
-    "distribution: the target's, scored afresh. plain: a sample of plain decoding. Holm p: "
-    "corrected for the number of tests. sees: the smallest bias (total variation) that the test "
-    f"finds with power {POWER:g}. rounding: total variation between the target's distributions in "
-    "two batch shapes; the test allows for twice as much.",
+    _NOTES["tests"].format(POWER),
 )
 
 
@@ -282,8 +280,7 @@ _DIVERGENCES = ResultTable(
         Column("on_edge"),
         Column("", "class", "", _class),
     ),
-    "step: the rounding step of these logits. shape: how far other batch shapes move them. A tie "
-    f"is a gap of at most twice the greater move. At most {_MOST_DIVERGENCES}; all are in --json.",
+    _NOTES["divergences"].format(_MOST_DIVERGENCES),
 )
 
 
@@ -300,7 +297,7 @@ _TEXTS = ResultTable(
         Column("ties", "ties", None, len, _records),
         Column("bugs", "BUGS", None, len, _records),
     ),
-    "Against plain decoding one by one. After a tie the comparison goes on from plain's.",
+    _NOTES["texts"],
 )
 _EXACT = ResultTable(
     "exact",
@@ -317,7 +314,5 @@ _EXACT = ResultTable(
         Column("distance", "distance", shown="{:.1e}".format),
         Column("passed"),
     ),
-    "Every draft and every decision of one step through the verifier in use, over the real "
-    "distributions of some likely tokens. distance: total variation from the target's one of as "
-    "many tokens.",
+    _NOTES["exact"],
 )

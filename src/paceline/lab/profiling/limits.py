@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from paceline.lab.report.document import NOTES
 from paceline.model.backends.counters import OPERATOR, NativeWork, counted
 from paceline.model.loading import cpu_has_bf16
 from paceline.model.measure import measure
@@ -332,7 +333,7 @@ class Phase:
             limit = f" ({self.of_peak_flops:.0%} of {self.peak_flops / 1e9:.3g} GFLOP/s)"
         parts = (self.kernels, self.launches, self.python)
         kernels, calls, python = (f"{_by(part, self.seconds):.0%}" for part in parts)
-        helps = _HELPS[self.name][self.bound if self.saturated else None]
+        helps = NOTES["profile"]["helps"][self.name][self.bound if self.saturated else "neither"]
         return (
             f"{self.name}: {1e3 * self.seconds:.3g} ms, {self.label}{limit}. Products and "
             f"attention take {kernels} of it, calling operators ({self.work.ops:.0f}) {calls}, "
@@ -346,28 +347,3 @@ def _by(part: float, whole: float) -> float:
 
 def rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
-
-
-_FEWER_STEPS = "fewer steps (longer drafts) or more sequences in each"
-_FEWER_PASSES = "fewer passes (shorter drafts, heads of several tokens), or lookups (ngram)"
-_FEWER_ROWS = "fewer rows (shorter drafts, smaller trees, fewer sequences)"
-# Where memory or compute is saturated, and what saves calls and Python where neither is.
-_HELPS: dict[str, dict[str | None, str]] = {
-    "target": {
-        MEMORY: "fewer bytes (a smaller dtype or quantised weights), or more tokens for the same "
-        "bytes (longer drafts, more sequences)",
-        COMPUTE: f"{_FEWER_ROWS}: each takes its time here",
-        None: "more tokens in each forward (longer drafts, more sequences): they cost little here",
-    },
-    "draft": {
-        MEMORY: f"a smaller draft, {_FEWER_PASSES}",
-        COMPUTE: "a smaller draft, or shorter drafts",
-        None: _FEWER_PASSES,
-    },
-    "verify": {
-        MEMORY: f"{_FEWER_ROWS}, or greedy decoding",
-        COMPUTE: _FEWER_ROWS,
-        None: _FEWER_STEPS,
-    },
-    "other": dict.fromkeys((MEMORY, COMPUTE, None), _FEWER_STEPS),
-}

@@ -22,6 +22,7 @@ from paceline.lab.profiling.limits import (
     read_bandwidth,
 )
 from paceline.lab.report.document import (
+    NOTES,
     Column,
     Report,
     Table,
@@ -37,6 +38,7 @@ from paceline.llm import LLM
 PROFILED_STEPS = 20  # give the shares to a per cent
 BUSY = 0.1  # of a step's time without a processor, above which no figure repeats
 MINOR = 0.05  # of a step: a shorter phase is not worth a sentence
+_NOTES = NOTES["profile"]
 PLAIN = "plain"  # the name of decoding without a drafter
 
 
@@ -259,10 +261,7 @@ def report_of(result: ProfileResult, setting: str) -> Report:
         report.add("Steps", table_across("", runs, _RUN[:5], note))
     for name, run in runs.items():
         report.add(f"Limits: {name}", *_limits(run))
-    note = (
-        f"{machine.device}, {machine.dtype}, threads: {machine.threads}. Read over a buffer that "
-        "no cache holds, products with a weight that stays in the cache."
-    )
+    note = _NOTES["machine"].format(machine)
     speeds = [column for column in _MACHINE if column.heading]
     report.add("Machine", table_across("measured", {"at best": machine}, speeds, note))
     for name, run in runs.items():
@@ -272,16 +271,8 @@ def report_of(result: ProfileResult, setting: str) -> Report:
 
 
 def _limits(run: RunProfile) -> list[Table]:
-    times = (
-        "kernels: products and attention (on CUDA whatever the device runs). calls: what calling "
-        "those costs, and all other operators. Python: between operators. Shares from "
-        f"{run.profiled_steps} steps under the profiler ({run.profiler_slowdown:.2f}x as long)."
-    )
-    moves = (
-        "moves: weights each time they are read, keys and values in the cache, other tensors from "
-        f"256 KiB. of read: of {rate(run.phases[0].bandwidth)}, measured over "
-        f"{size(run.working_set_bytes)}, what a step reads."
-    )
+    read = rate(run.phases[0].bandwidth), size(run.working_set_bytes)
+    times, moves = _NOTES["times"].format(run), _NOTES["moves"].format(*read)
     return [
         table_of(run.phases, (_NAME, *_TIMES), times, "Whose time it is, a step"),
         table_of(run.phases, (_NAME, *_LIMITS), moves, "What it does, by what the machine can"),

@@ -8,11 +8,15 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
+from paceline.files import read_toml
+
 Cell = str | int | float | None
+NOTES = read_toml(Path(__file__).with_name("notes.toml"), "the notes of reports")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from paceline.lab.report.document import (
+    NOTES,
     Column,
     Report,
     Text,
@@ -36,20 +37,7 @@ from paceline.settings.tuned import (
 
 _AGREES = 0.15  # how far off a prediction may be that is shown beside what was measured
 _BATCH = 8  # of tuned settings at least: requests that were not expected may join
-_BUSY = (
-    "The machine was busy: plain steps took up to {:.1f} times the fastest. Do not trust these "
-    "figures; tune again when it is idle."
-)
-_PREDICTED = (
-    "len.: levels. acc.: share of tried positions accepted. ms: a step; draft: its passes. "
-    "until: the largest batch that gains, sought to {0.largest_batch}. "
-    "{0.prompt_count} prompts at hand."
-)
-_CONFIRMATION = (
-    "Medians of rounds in turns ({} done), speeds as multiples of plain decoding's. predicted, "
-    "decoding: without reading prompts; the former only where they agree within 15 %. whole: with "
-    "it; it decides. Length auto is taken unless a fixed one beats it by 3 %."
-)
+_NOTES = NOTES["tune"]
 _rounded = "{:.0f}".format
 
 
@@ -146,12 +134,12 @@ def report_of(outcome: TuningOutcome) -> Report:
         left = "; ".join(f"{what}: {why}" for what, why in outcome.left_out)
         report.add(
             "Search",
-            *([Text(_BUSY.format(outcome.unrest), True)] if outcome.unrest > CALM else []),
-            table_of(settings, _searched(outcome), _PREDICTED.format(outcome), title),
+            *([Text(_NOTES["busy"].format(outcome.unrest), True)] if outcome.unrest > CALM else []),
+            table_of(settings, _searched(outcome), _NOTES["predicted"].format(outcome), title),
             *([Text(f"Left out: {left}")] if left else []),
         )
     if results and results[0].ratios:
-        note = _CONFIRMATION.format(len(results[0].ratios))
+        note = _NOTES["confirmed"].format(len(results[0].ratios))
         report.add("Confirmed by decoding", table_of(results, _CONFIRMED, note))
     completed = [] if outcome.completed is None else [Text(outcome.completed.line)]
     report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *completed)
