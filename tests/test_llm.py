@@ -387,6 +387,8 @@ def test_a_prompt_longer_than_the_cache_is_refused(random_pair: tuple[str, str])
     with pytest.raises(PromptError, match="has 64 tokens, but the cache holds 64 of the 160") as no:
         small.generate([[7] * 64])
     assert "raise kv_cache_memory" in str(no.value) and "\n" not in str(no.value)
+    with pytest.raises(PromptError, match=r"^prompts\[1\]: the prompt has 64 tokens"):
+        small.generate([[7], [7] * 64])
     assert not small.engine.has_work
     assert len(small.generate([[7] * 63], FREE)[0].token_ids) == 1
 

@@ -113,6 +113,8 @@ def parse_draft(text: str | None) -> DraftSpec:
     assert text is not None  # None is the kind "none"
     if "/" not in text and not is_path(text):
         advice = did_you_mean(kind.lower(), DRAFTERS, f"use one of {', '.join(DRAFTERS)}")
+        if kind.partition("+")[0] in DRAFTERS:
+            advice = f"several at once are hybrid:{text}"
         raise ConfigError(f"there is no drafter {kind!r} and no model folder {text!r}; {advice}")
     return DraftModel(text)
 

