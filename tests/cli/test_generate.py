@@ -81,9 +81,8 @@ def test_streamed_text_is_the_text(base: Sequence[str], tiny_pair: TinyPair) -> 
     assert shown.exit_code == 0
     assert shown.stdout.rstrip("\n") == record["text"].rstrip("\n")
     assert "16 tokens (length)" in shown.stderr
-    assert (
-        "1 token (length)" in paceline("generate", "Once upon", *base, "--max-tokens", "1").stderr
-    )
+    one = paceline("generate", "Once upon", *base, "--max-tokens", "1", "--logprobs", "1").stderr
+    assert "1 token (length)" in one and "--logprobs are shown with --json only" in one
 
 
 def test_draft_tokens_are_coloured_on_request(base: Sequence[str], tiny_pair: TinyPair) -> None:

@@ -49,7 +49,9 @@ def test_the_same_text_bit_for_bit(receipts: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout.count("same text, bit for bit") == 4  # two of them samples of one prompt
     result = paceline("replay", str(receipts), "--json")
-    assert [json.loads(line)["same"] for line in result.stdout.splitlines()] == [True] * 4
+    outcomes = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [outcome["same"] for outcome in outcomes] == [True] * 4
+    assert all(outcome["text"] for outcome in outcomes)
 
 
 @pytest.mark.skipif(not are_kernels_here(), reason="the receipt is of the native kernels")

@@ -160,6 +160,7 @@ def test_forced_tool_call(client: openai.OpenAI, choice: object, stream: bool) -
         ({"extra_body": {"speculation": {"drafter": "magic"}}}, "not loaded"),
         ({"prompt": ""}, "empty"),
         ({"prompt": [5, 10**7]}, "outside the vocabulary"),
+        ({"prompt": 5}, "give a text"),
         ({"prompt": "word " * 5000}, "shorten the prompt"),
     ],
 )

@@ -22,7 +22,7 @@ from paceline.core.stages import stage
 from paceline.errors import PacelineError
 from paceline.lab.demo import Measurement, demo_record, demo_table, prompts_for, with_memory
 from paceline.lab.report.document import times
-from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, REAL
+from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, REAL, default_model
 from paceline.settings import setting
 
 if TYPE_CHECKING:
@@ -158,5 +158,6 @@ def demo(
             shown = not (again or output.as_json)
             groups[-1].append(measure(console, plain, speculative, prompt, params, shown))
     output.show(demo_record(groups, draft), demo_table(groups, draft))
-    following = "paceline pull smollm2" if options.model == EMBEDDED else "paceline chat"
+    missing = options.model == EMBEDDED == default_model()[0]
+    following = "paceline pull smollm2" if missing else "paceline chat"
     console.print(Text.assemble("Try next: ", (following, "bold")))

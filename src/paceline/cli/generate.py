@@ -54,6 +54,8 @@ def run(
         for completion in completions:
             print_json(completion_record(completion, llm.tokenizer))
         return completions
+    if params.receipt or params.logprobs is not None:
+        note("--receipt and --logprobs are shown with --json only")
     # A flag given by hand holds for pipes too, where Rich would strip the colours.
     console = Console(force_terminal=True if output.show_draft else None)
     show_draft = console.is_terminal if output.show_draft is None else output.show_draft

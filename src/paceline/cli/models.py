@@ -254,7 +254,7 @@ def replay(
             if as_json:
                 print_json(outcome)
             else:
-                print(line)
+                print(f"{line}:\n{outcome['text']}")
     except ReceiptError as error:
         print(f"error: {error}", file=sys.stderr)
         return NOT_COMPARABLE

@@ -24,7 +24,7 @@ class Adapter:
 
     name: str
     folder: str
-    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(repr=False)
     number: int = field(default_factory=lambda: next(_NUMBERS))
 
 

@@ -15,8 +15,8 @@ _SHOWN_TOKENS = 8  # of either text, from where they part
 
 def replay(llm: LLM, receipt: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Decode a receipt's answer plainly: the outcome as JSON (``parts``: index of the first token
-    that differs, None if none does; ``expected`` and ``got``: the texts from there on), and as a
-    line. Raises ReceiptError on other weights or settings."""
+    that differs, None if none does; ``text``: the receipt's; ``expected`` and ``got``: the texts
+    from there on), and as a line. Raises ReceiptError on other weights or settings."""
     here = llm.receipts.origin
     for what in ("weights", "tokenizer"):
         if here[what] != receipt[what]:
@@ -47,5 +47,6 @@ def replay(llm: LLM, receipt: dict[str, Any]) -> tuple[dict[str, Any], str]:
         expected, decoded = (str(llm.tokenizer.decode(ids[parts:end])) for ids in (tokens, got))
         where = f"parts at token {parts + 1} of {len(tokens)}"
         line = f"{where}: {expected!r} in the receipt, {decoded!r} decoded here"
-    about = {"same": parts is None, "tokens": len(tokens), "parts": parts}
+    text = str(llm.tokenizer.decode(tokens))
+    about = {"same": parts is None, "tokens": len(tokens), "text": text, "parts": parts}
     return {**about, "expected": expected, "got": decoded}, line

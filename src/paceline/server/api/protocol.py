@@ -126,8 +126,8 @@ class Generation(Body):
 def _prompts(value: Any) -> Any:
     """One or several prompts as a list. Raises ValueError."""
     prompts = value if isinstance(value, list) else [value]
-    if prompts and type(prompts[0]) is int:
-        prompts = [prompts]
+    if prompts is value and value and type(value[0]) is int:
+        prompts = [value]
     for prompt in prompts:
         ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
         if not ids and not isinstance(prompt, str):
