@@ -167,7 +167,9 @@ def export(
     """
     from paceline.lab.export import export as run
 
-    made = run(to, engine.model, engine.resolved_draft, **engine.speculation(), out=out)
+    names = ("draft_length", "rule", "max_batch_size", "config")
+    how = {name: getattr(engine, name) for name in names}
+    made = run(to, engine.model, engine.resolved_draft, **how, out=out)
     if output.as_json:
         print_json(made.record())
         return

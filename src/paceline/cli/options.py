@@ -348,11 +348,6 @@ class ModelOptions(EngineSettings, _PairNames):
             info(f"note: {note}")
         return other
 
-    def speculation(self) -> dict[str, Any]:
-        """What of these is said to another engine: the keywords of ``export``."""
-        names = ("draft_length", "rule", "max_batch_size", "config")
-        return {name: getattr(self, name) for name in names}
-
     def plain_beside(self, llm: LLM) -> LLM:
         """Plain decoding over the weights of one that was opened, with as large batches."""
         batch = llm.engine.scheduler.config.max_batch_size

@@ -46,15 +46,9 @@ _LIBRARY = "paceline_native.so"
 _LIMIT = 300  # seconds for one compilation
 _ROOM = 8 << 20  # bytes for the library, which has less than 2 MB
 
-# What is compiled: object, source, options.
-_COMMON = (
-    *(
-        (name, f"{name}.cpp", ())
-        for name in ("api", "forward", "experts", "grow", "draws", "medusa", "lookup", "amx_trial")
-    ),
-    ("portable", "kernels.cpp", ()),
-    ("quantised_portable", "quantised.cpp", ()),
-)
+# What is compiled: object, source, options. Every source without options ...
+_COMMON = tuple((file.stem, file.name, ()) for file in sorted(SOURCES.glob("*.cpp")))
+# ... and the kernels for each set of instructions.
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DPACELINE_AVX512")
 _AVX2 = ("-mavx2", "-mfma", "-DPACELINE_AVX2")
 _VNNI = (*_AVX512, "-mavx512vnni", "-mf16c")
