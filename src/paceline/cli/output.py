@@ -118,6 +118,8 @@ def summary(completion: Completion, drafts: bool = False) -> str:
         f"{written} {unit} ({completion.error or completion.finish_reason})",
         f"{stats.tokens_per_second:.0f} tokens/s",
     ]
+    if stats.time_to_first_token > 2:  # of a long prompt, whose time the rate counts
+        parts.append(f"the first after {stats.time_to_first_token:.1f} s")
     if stats.acceptance_rate is not None:
         parts.append(f"{stats.mean_accepted_length:.2f} tokens per target step")
         parts.append(f"{stats.acceptance_rate:.0%} of drafted tokens accepted")

@@ -5,11 +5,14 @@ Its predecessor stays beside it until the run has ended.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 import torch
+from filelock import FileLock, Timeout
 
 from paceline.errors import ConfigError
 from paceline.files import telling, write_aside
@@ -21,6 +24,20 @@ _KEYS = {"kind", "config", "optimizers", "step", "history"}
 def previous(file: Path) -> Path:
     """Where the state before the last one is: run/checkpoint.previous.pt."""
     return file.with_name(f"{file.stem}.previous{file.suffix}")
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Raises ConfigError if another run holds the folder of a run, WriteError."""
+    with telling("the run", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = FileLock(folder / ".lock").acquire(timeout=0)
+        except Timeout:
+            line = f"another training runs in {folder}; wait for its end, or use another --out"
+            raise ConfigError(line) from None
+    with lock:
+        yield
 
 
 def write_state(file: Path, state: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from paceline.files.ownership import check_folder
 from paceline.model.loading import resolve_device, weight_files
 from paceline.model.tensorfile import seal
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
-from paceline.train.checkpoint import previous, read_state, write_state
+from paceline.train.checkpoint import alone_in, previous, read_state, write_state
 from paceline.train.configs import TrainConfig
 from paceline.train.data import Stream, token_stream
 from paceline.train.records import Source
@@ -259,24 +259,26 @@ class Trainer(ABC):
         eval_every: int = 100,
         save_seconds: float = 300.0,
     ) -> Path:
-        """Train to the last step, then write the result; returns its folder."""
-        saved = time.monotonic()
-        while self.step < self.config.steps:
-            start = time.monotonic()
-            loss = self.train_step()
-            speed = self.config.batch_tokens / (time.monotonic() - start)
-            progress = Progress(self.step, loss, speed)
-            if self.step % eval_every == 0 or self.step == self.config.steps:
-                progress.acceptance = self.measure()
-                self.history.append(progress.entry)
-            on_progress(progress)
-            if time.monotonic() - saved > save_seconds:
-                self.save_checkpoint()
-                saved = time.monotonic()
-        self.save_checkpoint()
-        folder = self.write_result()
-        previous(self.checkpoint).unlink(missing_ok=True)
-        return folder
+        """Train to the last step, then write the result; returns its folder. Raises ConfigError
+        while another process trains in the same folder."""
+        with alone_in(self.out):
+            saved = time.monotonic()
+            while self.step < self.config.steps:
+                start = time.monotonic()
+                loss = self.train_step()
+                speed = self.config.batch_tokens / (time.monotonic() - start)
+                progress = Progress(self.step, loss, speed)
+                if self.step % eval_every == 0 or self.step == self.config.steps:
+                    progress.acceptance = self.measure()
+                    self.history.append(progress.entry)
+                on_progress(progress)
+                if time.monotonic() - saved > save_seconds:
+                    self.save_checkpoint()
+                    saved = time.monotonic()
+            self.save_checkpoint()
+            folder = self.write_result()
+            previous(self.checkpoint).unlink(missing_ok=True)
+            return folder
 
     # -- held-out acceptance -----------------------------------------------------------------------
 
