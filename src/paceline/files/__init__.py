@@ -225,12 +225,16 @@ def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
         raise WriteError(f"cannot write {what} {path}: {reason}; {advice}{more}") from None
 
 
-def check_place(path: str | Path, what: str) -> None:
-    """Raises WriteError if no such file or folder can be made, before the work whose result it is.
-    Folders above it may be missing."""
+def check_place(path: str | Path, what: str, proof: Proof | None = None) -> None:
+    """Raises WriteError if a file with this ``proof``, or without one a folder, cannot be made or
+    may not be replaced, before the work whose result it is. Folders above it may be missing."""
     path, shown = Path(path).absolute(), path
     if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe or a device
         return
+    if proof is None:
+        check_folder(shown, what)
+    else:
+        check_file(shown, what, proof)
     with telling(what, shown), TemporaryFile(dir=next(p for p in path.parents if p.exists())):
         pass
 

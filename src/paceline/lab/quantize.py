@@ -13,7 +13,6 @@ import torch
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
 from paceline.files import check_place, filled, folder_aside
-from paceline.files.ownership import check_folder
 from paceline.lab.perplexity import EVALUATED, Perplexity, perplexity, read_windows, shipped_windows
 from paceline.lab.report.document import Table
 from paceline.lab.report.render import as_table
@@ -94,8 +93,7 @@ def quantize(
     read. ``evaluate``: text for the perplexity, else the calibration file's other documents. Raises
     PacelineError: an unknown model, one that is quantised already, text without use, a folder that
     cannot be written or holds files that Paceline did not write."""
-    check_folder(out, "the quantised model")  # before the minutes of work
-    check_place(out, "the quantised model")
+    check_place(out, "the quantised model")  # before the minutes of work
     with stage(f"loading {name}"):
         hf = load_module(name, torch.float32, "cpu", attention="sdpa")
         tokenizer = load_tokenizer(name)

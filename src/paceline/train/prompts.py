@@ -80,7 +80,7 @@ def prompts_of_file(
     if wanted == 0:
         return []
     rng = np.random.default_rng(seed)
-    opener = _Opener(tokenizer, selection, rng, any_turn)
+    opener = _Opener(tokenizer, ChatWriter(tokenizer), selection, rng, any_turn)
     records = Records(source.path, selection.exclude_licenses)
     prompts: list[NumberedPrompt] = []
     what = f"reading the prompts of {source.path.name}"
@@ -98,18 +98,15 @@ def prompts_of_file(
     return prompts
 
 
+@dataclass(frozen=True)
 class _Opener:
     """Makes prompts of records."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        selection: PromptSelection,
-        rng: np.random.Generator,
-        any_turn: bool,
-    ) -> None:
-        self._tokenizer, self._writer = tokenizer, ChatWriter(tokenizer)
-        self._selection, self._rng, self._any_turn = selection, rng, any_turn
+    tokenizer: PreTrainedTokenizerFast
+    writer: ChatWriter
+    selection: PromptSelection
+    rng: np.random.Generator
+    any_turn: bool
 
     def prompt(self, record: dict[str, Any]) -> NumberedPrompt:
         """Raises RefusedError."""
@@ -119,16 +116,16 @@ class _Opener:
             return NumberedPrompt(self._beginning(record), f"continued from {source}", licence)
         if not talk.openings:
             raise RefusedError("it has no message of a user to answer")
-        turns = self._rng.permutation(talk.openings) if self._any_turn else talk.openings[-1:]
+        turns = self.rng.permutation(talk.openings) if self.any_turn else talk.openings[-1:]
         for turn in map(int, turns):
-            ids = self._writer.prompt_ids(talk, turn)
-            if len(ids) <= self._selection.max_prompt_len:
+            ids = self.writer.prompt_ids(talk, turn)
+            if len(ids) <= self.selection.max_prompt_len:
                 break
         else:
             raise RefusedError(f"it has {len(ids)} tokens, more than --max-prompt-len")
         later = talk.later
-        if not later and self._rng.random() < self._selection.follow_ups:
-            later = (FOLLOW_UPS[int(self._rng.integers(len(FOLLOW_UPS)))],)
+        if not later and self.rng.random() < self.selection.follow_ups:
+            later = (FOLLOW_UPS[int(self.rng.integers(len(FOLLOW_UPS)))],)
         task = str(record.get("task", record.get("category", "")))
         talk = replace(talk, messages=talk.messages[:turn], later=later)
         return NumberedPrompt(ids, source, licence, task, talk)
@@ -139,13 +136,13 @@ class _Opener:
             given: list[int] = record["ids"][:prompt]
             if not all(isinstance(token, int) for token in given):
                 raise RefusedError("its ids are not a list of whole numbers")
-            if len(given) > self._selection.max_prompt_len:
+            if len(given) > self.selection.max_prompt_len:
                 raise RefusedError(
                     f"its prompt has {len(given)} tokens, more than --max-prompt-len"
                 )
             return given
-        ids = self._tokenizer.encode(unicode_text(text))
-        longest = min(self._selection.max_text_len, self._selection.max_prompt_len, len(ids) - 1)
+        ids = self.tokenizer.encode(unicode_text(text))
+        longest = min(self.selection.max_text_len, self.selection.max_prompt_len, len(ids) - 1)
         if longest < _SHORTEST:
             raise RefusedError(f"it has no beginning of {_SHORTEST} tokens")
-        return list(ids[: int(self._rng.integers(_SHORTEST, longest + 1))])
+        return list(ids[: int(self.rng.integers(_SHORTEST, longest + 1))])

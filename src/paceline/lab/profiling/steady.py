@@ -22,7 +22,6 @@ from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
 from paceline.errors import ConfigError, DataError
 from paceline.files import check_place, replace_files, telling
-from paceline.files.ownership import check_file
 from paceline.lab.profiling.limits import is_kernel
 from paceline.llm import LLM
 
@@ -165,10 +164,9 @@ class Share:
 def check_path(path: str | Path) -> None:
     """Refuse a trace of unknown kind, or over a file that is none of ours, before the work.
     Raises ConfigError."""
-    check_file(path, "the trace", is_trace)
     if not str(path).endswith((".json", ".json.gz")):
         raise ConfigError(f"trace {str(path)!r}: end its name in .json or .json.gz")
-    check_place(path, "the trace")
+    check_place(path, "the trace", is_trace)
 
 
 def is_trace(file: Path) -> bool:
