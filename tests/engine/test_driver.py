@@ -137,6 +137,19 @@ def test_a_clock_runs_only_while_its_drive_works(monkeypatch: pytest.MonkeyPatch
     assert [step.ended for step in two.steps] == [1, 2]
 
 
+def test_a_run_is_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an answer may have come later than its run took."""
+    clock = Clock()
+    monkeypatch.setattr(driver.time, "perf_counter", clock)
+    drive = Drive(Scripted(clock), [sequence([1], SamplingParams())])  # type: ignore[arg-type]
+
+    def wait() -> None:
+        clock.now += 3
+
+    assert drive.run(wait).seconds == 8
+    assert [step.ended for step in drive.steps] == [1, 2]
+
+
 def test_a_request_that_fails_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = Scripted(Clock())
     seq = sequence([1], SamplingParams())

@@ -163,14 +163,16 @@ class Drive:
         return sum((seq.counts for seq in self.seqs), DraftCounts())
 
     def run(self, between: Callable[[], object] = lambda: None) -> Drive:
-        """Run to the end; ``between`` is called after every step and may raise. Raises
-        PacelineError if a request fails."""
+        """Run to the end, timed as a whole; ``between`` is called after every step and may raise.
+        Raises PacelineError if a request fails."""
+        start = time.perf_counter() - self.seconds
         with self:
             for step in self:
                 between()
                 failed = next((c.error for c in step.commits if c.error is not None), None)
                 if failed is not None:
                     raise PacelineError(f"nothing can be measured, as a request failed: {failed}")
+        self.seconds = time.perf_counter() - start
         return self
 
     def step(self) -> DrivenStep:
