@@ -193,14 +193,12 @@ def profiled(
 def _export(recorder: Any, path: Path) -> None:
     """Write the trace, or leave what is there. Raises WriteError."""
     with telling("the trace", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        telling("the trace", path),
-        tempfile.TemporaryDirectory(prefix=".trace.", suffix=".partial", dir=path.parent) as folder,
-    ):
-        raw = Path(folder, "trace.json")
-        recorder.export_chrome_trace(str(raw))
-        content = raw.read_bytes() if raw.exists() else b""
+        folder = path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".trace.", suffix=".partial", dir=folder) as made:
+            raw = Path(made, "trace.json")
+            recorder.export_chrome_trace(str(raw))
+            content = raw.read_bytes() if raw.exists() else b""
         if not content.rstrip().endswith(b"}"):  # its library says nothing when the disk is full
             raise OSError(errno.ENOSPC, "the profiler wrote no whole trace, as on a full disk")
     packed = gzip.compress(content) if path.suffix == ".gz" else content
