@@ -92,6 +92,7 @@ def test_advice_of_a_fixed_length() -> None:
         (["plain", "eagle3:paceline/tiny-eagle3@4"], ["plain", "eagle3:tiny-eagle3@4"]),
         (["hybrid:ngram+model:/a/b"], ["hybrid:ngram+model:b"]),
         (["a/x", "b/x"], ["a/x", "b/x"]),
+        (["url:http://h:80/v1", "c/x"], ["url:http://h:80/v1", "x"]),
     ],
 )
 def test_labels(names: list[str], expected: list[str]) -> None:

@@ -194,6 +194,8 @@ def test_our_own_server_with_and_without_speculation() -> None:
 
     llm = LLM("paceline/tiny", "ngram", dtype="float32")
     for running in serve(service_of(llm, "tiny")):
+        with pytest.raises(ConfigError, match="lists not nope, but tiny; name one"):
+            connect(running.url, "nope")
         server, off = connect(running.url)
         assert off is not None and "speculation off" in name_of(off)
         certifier = ServerCertifier(server, off, PROMPTS[:2], Effort(requests=60, max_tokens=16))

@@ -238,6 +238,6 @@ class _Pages:
 
 def labels(names: Sequence[str]) -> dict[str, str]:
     """Names for tables: folders lose their parents unless two would then be called the same."""
-    short = {name: re.sub(r"[^:+,@=]*/(?=[^/])", "", name) for name in names}
+    short = {name: re.sub(r"^(url:.*)|[^:+,@=]*/(?=[^/])", r"\1", name) for name in names}
     used = list(short.values())
     return {name: text if used.count(text) == 1 else name for name, text in short.items()}

@@ -42,8 +42,11 @@ def connect(
             f"no server answers at {client.url}/models: {error}; start it, or give another --url"
         ) from None
     matching = [item for item in listed if model in (None, item["id"])]
-    if model is None and not matching:
-        raise ConfigError(f"the server at {url} lists no model; name one with --model")
+    strict = any(item.get("owned_by") in ("paceline", "vllm") for item in listed)
+    if not matching and (model is None or strict):  # others may answer under any name
+        names = ", ".join(str(item["id"]) for item in listed) or "no model"
+        asked = "" if model is None else f"not {model}, but "
+        raise ConfigError(f"the server at {url} lists {asked}{names}; name one with --model")
     fields: dict[str, Any] = {"model": model or str(matching[0]["id"])}
     server = replace(client, fields=fields)
     if not any(item.get("owned_by") == "paceline" for item in matching):
