@@ -212,10 +212,6 @@ class PassCosts(_Table, frozen=True):
     batches: tuple[int, ...]
     seconds: tuple[float, ...]
 
-    @property
-    def curve(self) -> CostCurve:
-        return CostCurve(self.batches, self.seconds)
-
 
 class KnownCosts(_Table, frozen=True):
     """Costs that need no measuring: of target steps by batch size, of drafters' passes by name."""
@@ -233,16 +229,15 @@ class KnownCosts(_Table, frozen=True):
         if not all(_is_curve(*curve) for curve in curves):
             raise ValueError("the points and seconds are no curves")
 
-    def curve(self, batch: int) -> CostCurve:
-        return CostCurve(self.tokens, self.target[self.batches.index(batch)])
-
     def passes_of(self, drafter: str) -> CostCurve | None:
-        return self.passes[drafter].curve if drafter in self.passes else None
+        known = self.passes.get(drafter)
+        return None if known is None else CostCurve(known.batches, known.seconds)
 
     def target_costs(self, max_batch_size: int) -> TargetCosts:
         """What a controller needs for batches up to ``max_batch_size``."""
-        sizes = [b for b in self.batches if b <= max_batch_size] or [self.batches[0]]
-        return TargetCosts(tuple(sizes), tuple(map(self.curve, sizes)))
+        count = max(1, sum(size <= max_batch_size for size in self.batches))
+        curves = (CostCurve(self.tokens, seconds) for seconds in self.target[:count])
+        return TargetCosts(self.batches[:count], tuple(curves))
 
 
 class TunedSettings(_Table, frozen=True):
