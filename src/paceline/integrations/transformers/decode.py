@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice, zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -209,9 +210,9 @@ def generate(
             _row(engine, replace(terms.params, seed=row_seed), terms, input_ids, number, prompt)
             for number, (prompt, row_seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
-        answers = _Answers(rows, _pad_token(generation_config))
-        _decode(engine, answers, streamer)
-    sequences = torch.cat((input_ids, input_ids.new_tensor(answers.columns(0)).T), 1)
+        pad = _pad_token(generation_config)
+        _decode(engine, rows, pad, streamer)
+    sequences = torch.cat((input_ids, input_ids.new_tensor(_columns(rows, pad)).T), 1)
     if generation_config.return_dict_in_generate:
         return SpeculativeOutput(sequences=sequences, stats=list(map(CompletionStats.of, rows)))
     return sequences
@@ -270,49 +271,35 @@ def _row(
     return row
 
 
-@dataclass
-class _Answers:
-    """The new tokens of all rows, with padding behind those that have ended."""
-
-    rows: list[SequenceState]
-    pad: int | None
-    ended: set[int] = field(default_factory=set)
-
-    def columns(self, first: int) -> list[list[int]]:
-        """A token of every row, from column ``first`` to the last that is known of all rows.
-
-        Raises ConfigError if padding is due and there is none.
-        """
-        lengths = [row.generated for row in self.rows]
-        running = [row.generated for row in self.rows if row.seq_id not in self.ended]
-        return [
-            [self._token(row, column) for row in self.rows]
-            for column in range(first, min(running, default=max(lengths)))
-        ]
-
-    def _token(self, row: SequenceState, column: int) -> int:
-        if column < row.generated:
-            return row.tokens[row.prompt_length + column]
-        if self.pad is None:
-            raise ConfigError(
-                "the rows end at different lengths and there is no pad_token_id; give one"
-            )
-        return self.pad
+def _columns(
+    rows: list[SequenceState],
+    pad: int | None,
+    first: int = 0,
+    running: Collection[SequenceState] = (),
+) -> list[tuple[int, ...]]:
+    """A new token of every row, from column ``first`` to the last that is known of all that are
+    ``running``, with padding behind those that are not. ConfigError if there is none."""
+    last = min((row.generated for row in running), default=max(row.generated for row in rows))
+    texts = (row.tokens[row.prompt_length + first :] for row in rows)
+    columns: list[Any] = list(islice(zip_longest(*texts, fillvalue=pad), last - first))
+    if any(None in column for column in columns):
+        raise ConfigError(
+            "the rows end at different lengths and there is no pad_token_id; give one"
+        )
+    return columns
 
 
-def _decode(engine: Engine, answers: _Answers, streamer: Any) -> None:
+def _decode(engine: Engine, rows: list[SequenceState], pad: int | None, streamer: Any) -> None:
     """All rows to their ends; a ``streamer`` gets one token of every row at a time, as
     transformers gives them. Raises what a criterion, mask or streamer raises, PacelineError."""
     streamed = 0
-    with Drive(engine, answers.rows) as drive:
+    with Drive(engine, rows) as drive:
         for step in drive:
             for commit in step.commits:
                 if commit.error is not None:
-                    raise _cause(answers.rows, commit.seq_id) or PacelineError(commit.error)
-                if commit.finish_reason is not None:
-                    answers.ended.add(commit.seq_id)
+                    raise _cause(rows, commit.seq_id) or PacelineError(commit.error)
             if streamer is not None:
-                columns = answers.columns(streamed)
+                columns = _columns(rows, pad, streamed, drive.running.values())
                 streamed += len(columns)
                 for tokens in columns:
                     streamer.put(torch.tensor(tokens))
