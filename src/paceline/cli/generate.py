@@ -239,8 +239,8 @@ def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str
     returns the text."""
     console, text, shown = Console(), "", 0
     done: Completion | None = None
-    events = llm.stream([prompt], params)
-    with suppress(KeyboardInterrupt), Live(console=console, transient=True) as live:
+    events, reading = llm.stream([prompt], params), f"reading {len(prompt):,} tokens"
+    with suppress(KeyboardInterrupt), Live(reading, console=console, transient=True) as live:
         for event in events:
             text, done = text + event.text, event.completion
             end = _finished(text, shown)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
@@ -189,8 +189,10 @@ def stream_to(
         ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return Painter(llm.tokenizer, show_draft, ids)
 
-    growing = painter(prompts[0])
-    for event in llm.stream(prompts, params):
+    growing, events = painter(prompts[0]), llm.stream(prompts, params)
+    with stage("reading the prompt"):
+        first = next(events)
+    for event in chain([first], events):
         done = event.completion
         if single:
             show(growing.paint(event.token_ids, event.from_draft, event.text), end="")
