@@ -100,6 +100,13 @@ def test_a_model_by_name_where_it_has_a_position() -> None:
     assert printed.stderr == "note: --model-path is --model here\n"
 
 
+def test_names_with_underscores_as_in_python() -> None:
+    done = paceline("generate", "--max_tokens", "4", "--help")
+    assert done.exit_code == 0 and done.stderr == "note: --max_tokens is --max-tokens here\n"
+    printed = paceline("serve", "--max_batch_size=3", "--print-config")
+    assert "max_batch_size = 3" in printed.stdout
+
+
 def test_layers_of_a_head_that_is_trained_are_no_other_option() -> None:
     assert "no such option" in paceline("train", "eagle3", "--layers", "2").stderr.lower()
 

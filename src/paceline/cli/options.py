@@ -101,8 +101,10 @@ class Command(TyperCommand):
     @staticmethod
     def _ours(name: str, flags: set[str]) -> str:
         """Our name of an option, or the word as it is. Raises BadParameter with what to do."""
-        if not name.startswith("--") or name in flags:
+        if not name.startswith("--"):
             return name
+        if (dashed := name.replace("_", "-")) in flags:
+            return dashed
         known = {option[2:].replace("-", "_") for option in flags}
         ours = our_name(name[2:].replace("-", "_"), known)
         if " " in ours:
