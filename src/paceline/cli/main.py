@@ -41,6 +41,14 @@ class CommandGroup(TyperGroup):
         switches_take_nothing(self.get_params(ctx))
         super().format_help(ctx, formatter)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "option_name", None):
+                error.message += "; options of a command go after its name"  # type: ignore[attr-defined]
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
