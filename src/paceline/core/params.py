@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from paceline.core.keywords import forgiving
 from paceline.errors import ConfigError
@@ -27,7 +27,7 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """A whole number that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -194,7 +194,7 @@ def made_for(model: str) -> tuple[Trained, str] | None:
             for kind, path in specs:
                 if has_assets(path):
                     return next(r for r in _TRAINED if r.kind == kind)(path), "shipped for it"
-    for draft in _beside(model):
+    if (draft := next(_beside(model), None)) is not None:
         return draft, "beside the target"
     for repository in sorted(_hub_cache().glob("models--*")):
         snapshot = _snapshot(repository)

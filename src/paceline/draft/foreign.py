@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.core.params import is_whole
 from paceline.errors import ConfigError
 from paceline.files import json_object
 
@@ -88,7 +89,7 @@ def _whole(values: Mapping[str, Any], key: str, where: str, default: int | None 
     value = values.get(key, default)
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_whole(value) or value < 1:
         has = f"lacks {key}" if value is None else f"has {value!r} for {key}"
         raise ConfigError(f"{where} {has}; it must be a whole number above 0")
     return value

@@ -6,8 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from rich.console import Console
 from rich.live import Live
@@ -22,14 +21,11 @@ _SOON = 1.0  # seconds after which a new stage is worth a line
 _APART = 3.0  # seconds between lines of many short stages
 
 
-@contextmanager
-def bars(shown: bool) -> Iterator[None]:
+def bars(shown: bool) -> AbstractContextManager[None]:
     """Bars on stderr for the stages of this block, if ``shown`` and nobody listens to them yet."""
     if is_heard() or not shown:
-        yield
-        return
-    with listening(Bars(Console(stderr=True))):
-        yield
+        return nullcontext()
+    return listening(Bars(Console(stderr=True)))
 
 
 class OpenStage(Stage):
@@ -140,13 +136,13 @@ class Bars(OpenStages):
         return bars
 
 
-@contextmanager
-def showing(console: Console | None = None, seconds: float = HEARTBEAT_SECONDS) -> Iterator[None]:
+def showing(
+    console: Console | None = None, seconds: float = HEARTBEAT_SECONDS
+) -> AbstractContextManager[None]:
     """Show the stages of this block on stderr, or on ``console``."""
     console = Console(stderr=True) if console is None else console
     bars = console.is_terminal and not console.is_dumb_terminal
-    with listening(Bars(console) if bars else _Lines(console, seconds)):
-        yield
+    return listening(Bars(console) if bars else _Lines(console, seconds))
 
 
 class _Lines(OpenStages):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline.server")
 
+_STOP_SECONDS = 10.0  # for the thread to end
 _HANGING_SECONDS = 10.0  # for a hanging forward to fail after the model is lost
 
 
@@ -166,11 +167,11 @@ class EngineLoop:
             self._forget(job)
             self._post(wire.Ended(submit.ticket, as_api_error(error)))
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self) -> None:
         """End the thread; cancel unfinished requests and tell their clients."""
         self._wakes.put(draining("the server has shut down"))
         if self._thread.is_alive():
-            self._thread.join(timeout)
+            self._thread.join(_STOP_SECONDS)
         for pool in (self._preparing, self._compiling, self._reading):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from paceline.core.params import is_whole
 from paceline.draft.heads.network import SIZES, HeadShape
 from paceline.draft.spec import Target
 from paceline.errors import ModelLoadError
@@ -240,7 +241,7 @@ def from_speculators(name: str, config: dict[str, Any]) -> dict[str, Any]:
 def whole(name: str, flat: dict[str, Any], key: str) -> int:
     """A whole number above 0 from the config."""
     value = flat.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_whole(value) or value < 1:
         problem = "has no" if value is None else f"has {value!r} for"
         raise ModelLoadError(
             f"the config.json of {name} {problem} {key}, a whole number above 0; "

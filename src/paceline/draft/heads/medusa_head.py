@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.core.params import is_whole
 from paceline.draft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from paceline.draft.spec import Target
 from paceline.draft.trees.grow import widened
@@ -198,11 +199,8 @@ def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 def _number(config: dict[str, Any], *names: str) -> int | None:
     """The first of these options that is a whole number above 0."""
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
+    stated = map(config.get, names)
+    return next((value for value in stated if is_whole(value) and value > 0), None)
 
 
 def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaConfig:
