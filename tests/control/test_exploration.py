@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from itertools import count, takewhile
 from random import Random
@@ -189,6 +190,22 @@ def test_a_plain_step_behind_passes_is_no_measure_of_plain_decoding(seed: int) -
         machine.colder = 0.3
         speeds = [machine.decode(96, number) / PLAIN for number in range(40)]
         assert sum(speeds) / len(speeds) > least  # 0.96, 0.94, 1.05 and 1.70 before
+
+
+@pytest.mark.parametrize(("chance", "passes"), [(0.4, 0.3), (0.5, 0.3), (0.6, 0.55), (0.7, 0.55)])
+def test_plain_decoding_is_faster_than_the_plain_steps_between_drafts(
+    chance: float, passes: float
+) -> None:
+    """A plain step behind passes or a prompt takes a third more, and only such ones were measured
+    while drafts went on: drafts that gain nothing by plain decoding were held to gain 15 %."""
+    speeds = []
+    for seed in range(8):
+        machine = Machine(Guesser("head", always(chance), passes, seed=seed))
+        machine.colder, machine.warming = 0.33, 0.65
+        for number in range(12):
+            machine.prefill()
+            speeds += [machine.decode(96, number) / PLAIN]
+    assert statistics.mean(speeds[2:]) > 0.96
 
 
 def drafts_of(batch: int) -> list[Decision]:

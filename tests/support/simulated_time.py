@@ -105,6 +105,7 @@ class Machine:
         # By how much a forward takes longer behind passes, which drive the target's weights out of
         # the caches; plain steps bring them back bit by bit.
         self.colder, self._cold = 0.0, 0.0
+        self.warming = 0.88  # so much of it is left after a plain step
         self.commits: list[int] = []  # tokens of each commit
         self._next = 1_000_000
 
@@ -121,6 +122,11 @@ class Machine:
         self.controller.forget(seq_id)
         self.tokens += len(seq.tokens) - 1
         return (len(seq.tokens) - 1) / (self.seconds - before)
+
+    def prefill(self) -> None:
+        """A step that reads a prompt."""
+        self._cold = 1.0
+        self.controller.observe([Commit(self._next, (1,), (), 0, scheduled=40)], 1.5 * STEP)
 
     def together(self, count: int, sequences: int) -> float:
         """So many requests at once, of ``count`` tokens each: plain decoding's time by theirs."""
@@ -162,7 +168,7 @@ class Machine:
             if own.drafted > before  # type: ignore[attr-defined]
         )
         rows = len(seqs) - 1 + sum(map(len, trees))
-        self._cold = 1.0 if passes else 0.88 * self._cold
+        self._cold = 1.0 if passes else self.warming * self._cold
         seconds = (STEP + TOKEN * rows) * (1 + self.colder * self._cold) + passes + REST
         seconds += self.looking * len(seqs)
         slower = self.hiccups.get(self.steps, 1.0)

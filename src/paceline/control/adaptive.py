@@ -9,7 +9,7 @@ Sources: HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.151
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import inf
 from time import perf_counter
 from typing import NamedTuple
@@ -39,7 +39,7 @@ _LEARN = 4  # steps that are learnt from at once
 _YOUNG = 64  # steps after which that begins, and in which nothing is held
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
-_WARM = 16  # plain steps after passes, from which the target's weights are in the caches again
+_WARM = 5  # plain steps behind passes or a prompt, until the target's weights are cached again
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of several sequences' drafts, and what a lookup found
 
 
@@ -87,7 +87,7 @@ class AdaptiveController(Controller):
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
         self._explores = self._fixed = self._measures = False
         self._needed = 0.0  # seconds of the budget from which something is explored
-        self._since_passes = _WARM  # steps since a drafter ran a model
+        self._since_passes = _WARM  # steps since a drafter ran a model, or a prompt was read
         self._seen: list[_Step] = []
         self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
 
@@ -134,9 +134,7 @@ class AdaptiveController(Controller):
         self, ids: list[int], seqs: Sequence[SequenceState], offers: Mapping[int, Offers]
     ) -> None:
         batch, same = len(seqs), ids == self._ids
-        self._measures, self._explores = self.cost.wants_plain(batch), False
         self._fixed = any(seq.params.draft_length is not None for seq in seqs)
-        names = dict.fromkeys(name for seq in seqs for name in self._models(seq))
         self._ids, self._choices = ids, [Decision(0, None, NOT_ASKED)] * batch
         none = DraftOption(None, 0, 0.0, 1.0, self.cost.rest(batch) / batch)
         undecided: list[int] = []
@@ -150,9 +148,13 @@ class AdaptiveController(Controller):
             elif seq.params.may_draft:
                 undecided.append(index)
                 options.append([none, *self._options(seq, batch, offered, that_may_pay=True)])
-        chosen, self._needed = [none] * len(options), 0.0
-        if options and not self._measures:
-            chosen = self._select(batch, options, [seqs[index] for index in undecided], names)
+        chosen, self._explores, self._needed = [none] * len(options), False, 0.0
+        if options:
+            chosen = self._select(batch, options, [seqs[index] for index in undecided])
+        gain = max((draft.gain / draft.seconds for draft in chosen), default=0.0)
+        self._measures = self.cost.wants_plain(batch, gain * none.seconds)
+        if self._measures:
+            chosen, self._explores = [none] * len(options), False
         for index, draft in zip(undecided, chosen, strict=True):
             draftable = ids[index] in offers or bool(self._models(seqs[index]))
             self._choices[index] = self._decision(draft, none, draftable)
@@ -255,11 +257,7 @@ class AdaptiveController(Controller):
         return self.cost.coldness(batch) * min(self._since_passes, _WARM)
 
     def _select(
-        self,
-        batch: int,
-        options: Sequence[list[DraftOption]],
-        seqs: Sequence[SequenceState],
-        models: Iterable[Hashable],
+        self, batch: int, options: Sequence[list[DraftOption]], seqs: Sequence[SequenceState]
     ) -> list[DraftOption]:
         """The options with the most goodput, or, where that is no draft, drafts to learn from.
         Start-up measures one sequence best: a model's first drafts for several are exploration."""
@@ -271,6 +269,7 @@ class AdaptiveController(Controller):
         names = dict.fromkeys(draft.name for draft in best if draft.length)
         used = [name for name in names if batch > 1 and not self.cost.drafters[name].costless]
         unseen = [name for name in used if not self.cost.longest_seen(name, batch)]
+        models = dict.fromkeys(name for seq in seqs for name in self._models(seq))
         for name in (unseen if names else models) if self.budget.seconds > 0 else ():
             if drafts := self._exploration(name, batch, options, seqs):
                 self._explores = True
@@ -302,9 +301,9 @@ class AdaptiveController(Controller):
         if not drafts:
             return []
         least = min(drafts, key=lambda index: drafts[index].first)
-        reading = drafts[least].first
         drafts = {i: draft for i, draft in drafts.items() if i == least or not draft.first}
-        expense = self.cost.step(batch, drafts.values()) - self.cost.rest(batch) + reading
+        expense = self.cost.step(batch, drafts.values()) - self.cost.rest(batch)
+        expense += drafts[least].first
         if expense > self.budget.seconds:
             self._needed = min(self._needed, expense)
             return []
@@ -319,12 +318,13 @@ class AdaptiveController(Controller):
         processor's caches any more (48 microseconds a step one by one, 9 together)."""
         if self._explores:
             self.budget.spend(self._aftermath(len(commits)))
-        passes = self._fixed or any(map(self._runs_model, self._made.values()))
-        self._since_passes = 0 if passes else self._since_passes + 1
+        cold = self._fixed or any(map(self._runs_model, self._made.values()))
+        cold = cold or any(commit.scheduled > 1 for commit in commits)
+        self._since_passes = 0 if cold else self._since_passes + 1
         if self._made:
             self._lookups.earn(commits, self._made, seconds)
-        tells, cold = self._measures or self._step % 4 == 0, self._since_passes < _WARM
-        what = self._made, self._explores, self._fixed, tells, cold
+        tells = self._measures or (self._since_passes > 0 and self._step % 4 == 0)
+        what = self._made, self._explores, self._fixed, tells, self._since_passes < _WARM
         self._seen.append(_Step(*what, commits, seconds, drafting))
 
     def _learn_all(self) -> None:

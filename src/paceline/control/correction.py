@@ -4,7 +4,8 @@ A step's logarithm of (seconds taken / seconds predicted) is taken for a sum::
 
     drift        of the whole machine: neighbours, clock, context; moves from step to step
     group        what start-up got wrong about this concurrency
-    cell         what it got wrong about this number of draft nodes, against none at all
+    cell         what it got wrong about this number of draft nodes; of several sequences, against
+                 none at all
     noise
 
 Each part has a variance, and what a step shows is shared out by them (a scalar Kalman filter with
@@ -25,6 +26,9 @@ _DRIFT = 0.01**2  # by which the machine may change in a step
 _AGEING = 1e-6  # by which groups and cells may
 _UNKNOWN = 0.3**2  # variance before anything was seen
 _NEARBY = 0.2**2  # where a neighbour is known
+# Of one sequence's plain steps in a row, beside steps with drafts, which find the caches cold: the
+# variance, and the most by which that can be.
+_PLAIN, _CACHES = 0.06**2, 0.3
 COLD = -1  # the cell of plain steps soon after a drafter's passes
 _COLDER = 0.1**2  # variance of their time by that of plain steps in a row
 
@@ -69,12 +73,11 @@ class Correction:
         return factor
 
     def _part(self, key: tuple[int, ...]) -> _Part:
-        """A new group or cell is thought like its nearest neighbour. Cell 0 is what the others are
-        compared with."""
+        """A new group or cell is thought like its nearest neighbour."""
         if key in self._parts:
             return self._parts[key]
         if key[1:] == (0,):
-            return _Part(variance=0.0, ageing=0.0)
+            return _Part(variance=_PLAIN if key[0] == 1 else 0.0, ageing=0.0)
         if key[1:] == (COLD,):
             return _Part(variance=_COLDER)
         alike = [k for k in self._parts if len(k) == len(key) and k[:-1] == key[:-1] and k[-1] > 0]
@@ -94,6 +97,8 @@ class Correction:
         total = _NOISE + sum(part.variance for part in parts)
         if surprise > _BUSY:
             parts, bound = parts[:1], _HICCUP
+        elif cell == 0 and abs(surprise) > _CACHES:  # that is no matter of caches
+            parts.pop().seen += 1
         surprise = min(max(surprise, -_FIRST), bound)  # nothing makes a step faster than it is
         for part in parts:
             share = part.variance / total

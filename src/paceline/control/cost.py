@@ -20,6 +20,8 @@ from paceline.core.costs import DrafterCosts, TargetCosts
 
 _LONG_AGO, _LATELY = 256, 64  # steps
 _FRESH = 16  # observations after which it is judged anew what drafts look like
+_ROW = 5  # plain steps behind the first, until the target's weights are cached again
+_CLOSE = 1.2  # a speedup, below which it matters what a plain step takes in a row of them
 _COLDEST = 0.1  # of a plain step, by which one behind passes may be thought slower
 _SLOW = 1.3  # times what is known, from which a step tells of the machine
 _SURELY = 1.1  # times a step with drafts, from which a plain one is not slower for noise alone
@@ -86,6 +88,7 @@ class CostModel:
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and group
         self._learnt = 0
         self._since_plain = _LONG_AGO  # steps since one without drafts
+        self._asked = self._row = 0  # times that one was wanted; how many more in a row
         for name, costs in (drafters or {}).items():
             self.add(name, costs)
 
@@ -214,12 +217,19 @@ class CostModel:
         group, made = group_of(batch), self._longest.items()
         return max((n for (of, at), n in made if of == name and at >= group), default=0)
 
-    def wants_plain(self, batch: int) -> bool:
+    def wants_plain(self, batch: int, speedup: float) -> bool:
         """Whether a plain step is needed to tell drafting from the rest: of one sequence the first,
-        soon some more, then one now and then. Several are drafted for by what was measured."""
-        seen = sum(self._rest.seen(group_of(batch), cell) for cell in (0, COLD))
-        wait = min(_LONG_AGO, 4 ** (seen + 1)) if seen else 1
-        return batch == 1 and self._since_plain >= wait
+        soon some more, then one now and then. Where drafts hardly gain, ``speedup`` by a plain
+        step, several in a row: those behind drafts or a prompt are slower than those to come.
+        Several sequences are drafted for by what was measured."""
+        if batch == 1 and self._row and speedup < _CLOSE:
+            self._row -= 1
+            return True
+        wait = min(_LONG_AGO, 4 ** (self._asked + 1)) if self._asked else 1
+        wanted = batch == 1 and self._since_plain >= wait
+        self._row = _ROW if wanted and self._asked else 0
+        self._asked += wanted
+        return wanted
 
     def coldness(self, batch: int) -> float:
         """Seconds by which a plain step soon after a drafter's passes is longer than others."""
