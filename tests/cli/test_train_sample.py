@@ -115,7 +115,7 @@ def test_it_says_what_it_does(
     """Where stderr is no terminal, from the first second: the heartbeat is next to nothing."""
     for name in ("_SOON", "_APART"):
         monkeypatch.setattr(progress, name, 0.01)
-    monkeypatch.setattr(progress.showing.__wrapped__, "__defaults__", (None, 0.01))  # type: ignore[attr-defined]
+    monkeypatch.setattr(progress.showing, "__defaults__", (None, 0.01))
     command = arguments(tiny_pair, prompts, tmp_path / "a.jsonl", "--max-tokens=120")
     done = paceline(*command)
     assert done.exit_code == 0, done.output

@@ -29,15 +29,19 @@ def previous(file: Path) -> Path:
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Raises ConfigError if another run holds the folder of a run, WriteError."""
+    file = folder / ".lock"
     with telling("the run", folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock = FileLock(folder / ".lock").acquire(timeout=0)
+            lock = FileLock(file).acquire(timeout=0)
         except Timeout:
             line = f"another training runs in {folder}; wait for its end, or use another --out"
             raise ConfigError(line) from None
     with lock:
-        yield
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
 
 
 def write_state(file: Path, state: dict[str, Any]) -> None:
