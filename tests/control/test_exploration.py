@@ -192,7 +192,7 @@ def test_a_plain_step_behind_passes_is_no_measure_of_plain_decoding(seed: int) -
         assert sum(speeds) / len(speeds) > least  # 0.96, 0.94, 1.05 and 1.70 before
 
 
-@pytest.mark.parametrize(("chance", "passes"), [(0.4, 0.3), (0.5, 0.3), (0.6, 0.55), (0.7, 0.55)])
+@pytest.mark.parametrize(("chance", "passes"), [(0.5, 0.3), (0.7, 0.55)])
 def test_plain_decoding_is_faster_than_the_plain_steps_between_drafts(
     chance: float, passes: float
 ) -> None:

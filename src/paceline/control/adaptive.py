@@ -24,7 +24,7 @@ from paceline.control.controller import (
     Controller,
     Decision,
 )
-from paceline.control.cost import CostModel, DraftOption
+from paceline.control.cost import WARM, CostModel, DraftOption
 from paceline.control.exploration import ExplorationBudget
 from paceline.control.following import LookupFollower, Offers
 from paceline.core.batch import Commit
@@ -39,7 +39,6 @@ _LEARN = 4  # steps that are learnt from at once
 _YOUNG = 64  # steps after which that begins, and in which nothing is held
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
-_WARM = 5  # plain steps behind passes or a prompt, until the target's weights are cached again
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of several sequences' drafts, and what a lookup found
 
 
@@ -87,7 +86,7 @@ class AdaptiveController(Controller):
         self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
         self._explores = self._fixed = self._measures = False
         self._needed = 0.0  # seconds of the budget from which something is explored
-        self._since_passes = _WARM  # steps since a drafter ran a model, or a prompt was read
+        self._since_passes = WARM  # steps since a drafter ran a model, or a prompt was read
         self._seen: list[_Step] = []
         self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
 
@@ -254,7 +253,7 @@ class AdaptiveController(Controller):
 
     def _aftermath(self, batch: int) -> float:
         """Seconds that the plain steps behind a drafter's passes take longer than others in all."""
-        return self.cost.coldness(batch) * min(self._since_passes, _WARM)
+        return self.cost.coldness(batch) * min(self._since_passes, WARM)
 
     def _select(
         self, batch: int, options: Sequence[list[DraftOption]], seqs: Sequence[SequenceState]
@@ -324,7 +323,7 @@ class AdaptiveController(Controller):
         if self._made:
             self._lookups.earn(commits, self._made, seconds)
         tells = self._measures or (self._since_passes > 0 and self._step % 4 == 0)
-        what = self._made, self._explores, self._fixed, tells, self._since_passes < _WARM
+        what = self._made, self._explores, self._fixed, tells, self._since_passes < WARM
         self._seen.append(_Step(*what, commits, seconds, drafting))
 
     def _learn_all(self) -> None:

@@ -20,7 +20,7 @@ from paceline.core.costs import DrafterCosts, TargetCosts
 
 _LONG_AGO, _LATELY = 256, 64  # steps
 _FRESH = 16  # observations after which it is judged anew what drafts look like
-_ROW = 5  # plain steps behind the first, until the target's weights are cached again
+WARM = 5  # plain steps behind passes or a prompt, until the target's weights are cached again
 _CLOSE = 1.2  # a speedup, below which it matters what a plain step takes in a row of them
 _COLDEST = 0.1  # of a plain step, by which one behind passes may be thought slower
 _SLOW = 1.3  # times what is known, from which a step tells of the machine
@@ -221,13 +221,13 @@ class CostModel:
         """Whether a plain step is needed to tell drafting from the rest: of one sequence the first,
         soon some more, then one now and then. Where drafts hardly gain, ``speedup`` by a plain
         step, several in a row: those behind drafts or a prompt are slower than those to come.
-        Several sequences are drafted for by what was measured."""
+        Several sequences are drafted for by what was measured. What is granted is counted."""
         if batch == 1 and self._row and speedup < _CLOSE:
             self._row -= 1
             return True
         wait = min(_LONG_AGO, 4 ** (self._asked + 1)) if self._asked else 1
         wanted = batch == 1 and self._since_plain >= wait
-        self._row = _ROW if wanted and self._asked else 0
+        self._row = WARM if wanted and self._asked else 0
         self._asked += wanted
         return wanted
 
