@@ -45,18 +45,19 @@ class BlocksAnswer(Answer):
         self._open = self._begun = False
         self._done: Completion | None = None
         self._reason: str | None = None  # of the end
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come yet
 
     def feed(self, event: StreamEvent) -> Iterator[Chunk]:
         deltas, self._reason = deltas_of(self._reader, event)
         self._done = event.completion
-        logged = self._dialogue.body.logprobs
-        logprobs = token_records(self._service.tokenizer, event) if logged else []
+        if self._dialogue.body.logprobs:
+            self._logprobs += token_records(self._service.tokenizer, event)
         for delta in deltas:
             if text := delta.get("content"):
-                if not (self._open and self._is_text(self._blocks[-1])):
+                if not self._text_is_open:
                     yield from self._begin(self._new_text())
-                yield from self._add_text(text, logprobs)
-                logprobs = []
+                yield from self._add_text(text, self._logprobs)
+            self._logprobs = []
             for part in delta.get("tool_calls", ()):
                 function = part["function"]
                 if "id" in part:
@@ -64,7 +65,13 @@ class BlocksAnswer(Answer):
                 if function["arguments"]:
                     yield from self._add_arguments(function["arguments"])
         if self._done is not None:
+            if self._logprobs and self._text_is_open:
+                yield from self._add_text("", self._logprobs)
             yield from self._begin(None)
+
+    @property
+    def _text_is_open(self) -> bool:
+        return self._open and self._is_text(self._blocks[-1])
 
     def _begin(self, block: dict[str, Any] | None) -> Iterator[Chunk]:
         """End the open block and start the next; None ends the answer."""

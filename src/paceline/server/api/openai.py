@@ -301,6 +301,7 @@ class ChatAnswer(OpenAIAnswer):
         super().__init__(dialogue.service, body, dialogue.ticket, prompts, visible, names)
         self._dialogue, self._body = dialogue, body
         self._streams: dict[int, AnswerStream] = {}
+        self._scores: Sequence[TokenLogprob] | None = None  # of the prompt
 
     def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
         choices = []
@@ -341,6 +342,7 @@ class ChatAnswer(OpenAIAnswer):
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
         index = self._index(event)
+        self._scores = self._scores or event.prompt_logprobs
         stream = self._streams.setdefault(index, self._dialogue.reader())
         deltas, ended = deltas_of(stream, event)
         logprobs, more = self._logprobs(event), self._of_tokens(index, event)
@@ -351,12 +353,14 @@ class ChatAnswer(OpenAIAnswer):
             choices[-1] |= {"logprobs": logprobs, **more}
         if ended is not None:
             choices.append(self._choice(index, {}, self._in_asked_form({}, ended)[1]))
-        if choices and index not in self._begun:
-            self._begun.add(index)
+        begins = bool(choices) and index not in self._begun
+        if begins:
             choices.insert(0, self._choice(index, {"role": "assistant", "content": ""}))
         chunks = [self._chunk(choice) for choice in choices]
-        if event.prompt_logprobs is not None and chunks and index == 0:
-            chunks[0] |= self._prompt_scores(event.prompt_logprobs)
+        if begins:
+            if not self._begun:  # the answer's first chunk
+                chunks[0] |= self._prompt_scores(self._scores)
+            self._begun.add(index)
         return chunks
 
     def _choice(self, index: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
