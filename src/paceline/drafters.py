@@ -32,7 +32,7 @@ from paceline.draft.heads.eagle import Eagle3 as Eagle3
 from paceline.draft.heads.medusa import Medusa as Medusa
 from paceline.draft.heads.mtp import Mtp as Mtp
 from paceline.draft.hybrid import Hybrid as Hybrid
-from paceline.draft.hybrid import Router
+from paceline.draft.hybrid import Router, joined
 from paceline.draft.layer_skip import LayerSkip as LayerSkip
 from paceline.draft.lookahead import Lookahead as Lookahead
 from paceline.draft.model import DraftModel as DraftModel
@@ -143,23 +143,10 @@ def prepare_all(drafts: DraftLike | Sequence[DraftLike] | None, loading: Loading
         return prepare_one(drafts, loading)  # type: ignore[arg-type]
     if len(drafts) < 2:
         return prepare_one(drafts[0] if drafts else None, loading)
-    parts: dict[str, Prepared] = {}
-    for draft in drafts:
-        part = prepare_one(draft, loading)
-        (kind,) = part.names
-        number = 1 + sum(name.partition("-")[0] == kind for name in parts)
-        parts[kind if number == 1 else f"{kind}-{number}"] = part
-
-    def build(context: DraftContext) -> Drafter:
-        members = {name: part.build(context) for name, part in parts.items()}
-        return Router(members, context.target.device)
-
-    return Prepared(
-        build,
-        sum(part.cache_bytes for part in parts.values()),
-        tuple(parts),
-        sum(part.feature_bytes for part in parts.values()),
-        tuple(part.drafts[0] for part in parts.values()),
-        tuple(note for part in parts.values() for note in part.notes),
-        sum(part.state_bytes for part in parts.values()),
-    )
+    parts = [prepare_one(draft, loading) for draft in drafts]
+    kinds = [kind for part in parts for kind in part.names]
+    numbers = [kinds[: index + 1].count(kind) for index, kind in enumerate(kinds)]
+    pairs = zip(kinds, numbers, strict=True)
+    names = tuple(kind if number == 1 else f"{kind}-{number}" for kind, number in pairs)
+    router = joined(parts, lambda made, device: Router(dict(zip(names, made, strict=True)), device))
+    return replace(router, names=names, drafts=tuple(part.drafts[0] for part in parts))

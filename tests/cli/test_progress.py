@@ -207,6 +207,13 @@ def test_a_call_from_python_has_bars_if_it_asks_for_them() -> None:
         until(console, "decoding")
 
 
+def test_a_call_from_python_has_lines_in_a_pipe(capfd: pytest.CaptureFixture[str]) -> None:
+    """It had nothing at all there."""
+    with bars(True), stage("decoding", 2, "answers"):
+        time.sleep(1.0)
+    assert "decoding: 0 of 2 answers" in capfd.readouterr().err
+
+
 # -- what a line says -----------------------------------------------------------------------------
 
 

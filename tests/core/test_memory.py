@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from paceline.core.memory import held_memory
+from paceline.core import memory
+from paceline.core.memory import free_memory, held_memory
 
 _SIZE = 64 << 20
 
@@ -25,6 +27,15 @@ def test_mapped_files_are_held_unless_left_out(tmp_path: Path, counted: bool) ->
         after = held_memory([] if counted else [str(file.resolve())])
     assert before is not None and after is not None
     assert (after - before > 0.9 * _SIZE) is counted
+
+
+def test_where_free_memory_is_not_told_it_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has neither /proc nor SC_AVPHYS_PAGES: a ValueError ended every start there."""
+    names = {"SC_PHYS_PAGES": 1, "SC_PAGE_SIZE": 2}
+    monkeypatch.setattr(memory, "words_of", lambda file: [])
+    monkeypatch.setattr(memory.os, "sysconf_names", names)
+    monkeypatch.setattr(memory.os, "sysconf", lambda name: 10 * names[name])
+    assert free_memory(torch.device("cpu")) == 200
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read from /proc")

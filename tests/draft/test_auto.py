@@ -131,6 +131,8 @@ def test_a_head_beside_the_checkpoint_by_its_config(tmp_path: Path) -> None:
     head(
         tmp_path / "b", {"architectures": ["LlamaForCausalLM"], "base_model_name_or_path": "target"}
     )
+    for number, damaged in enumerate(([], {"verifier": "x"}, "x")):  # an AttributeError once
+        head(tmp_path / f"d{number}", {**SPECULATORS, "speculators_config": damaged})
     assert made_for(str(target)) is None, "another's, and no head"
     found = head(tmp_path / "c", SPECULATORS)
     assert made_for(str(target)) == (Eagle3(str(found)), "beside the target")

@@ -109,6 +109,14 @@ def test_sglang(found: dict[str, Any], spec: str, length: int) -> None:
             EAGLE3 | {"speculative_num_steps": 2, "speculative_accept_threshold_acc": 0.5},
             "lossless",
         ),
+        (
+            EAGLE3 | {"speculative_num_steps": 2, "speculative_accept_threshold_acc": "x"},
+            "lossless",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": "x"},
+            "'x' for prompt_lookup_max",
+        ),
         ({"speculative_algorithm": "UNO"}, "UNO"),
         (
             {"method": "custom_class", "model": "other.Proposer", "num_speculative_tokens": 2},

@@ -158,6 +158,12 @@ def test_specs_that_make_no_sense(text: str, words: str) -> None:
         parse_draft(text)
 
 
+def test_a_path_may_have_an_equals_sign() -> None:
+    spec = parse_draft("eagle3:runs/lr=3e-4,nodes=9")
+    assert spec == Eagle3("runs/lr=3e-4", nodes=9)
+    assert parse_draft(str(spec)) == spec
+
+
 def test_every_option_of_a_tree_is_checked_in_python_too() -> None:
     for wrong in ({"nodes": -1}, {"width": 0}, {"branching": (2, 0)}):
         with pytest.raises(ConfigError):

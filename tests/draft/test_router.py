@@ -12,6 +12,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.costs import CostCurve, DrafterCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
+from paceline.draft.base import NoDrafter
 from paceline.draft.hybrid import Router
 from paceline.errors import ConfigError
 from paceline.llm import LLM
@@ -104,6 +105,18 @@ def test_names_of_loaded_drafters(pair: tuple[str, str]) -> None:
         llm.generate("Once upon", SamplingParams(drafter="eagle3"))
     (own,) = llm.generate("Once upon", SamplingParams(drafter="model-2", max_tokens=9))
     assert own.stats.acceptance_rate == 1.0
+    llm.close()
+
+
+def test_two_drafters_of_one_name_with_a_hyphen_are_both_kept() -> None:
+    """The second replaced the first."""
+    made = []
+    for _ in range(2):
+        made.append(NoDrafter())
+        made[-1].name = "my-own"
+    llm = LLM("paceline/tiny", made, draft_length=2)
+    assert llm.drafters == ("my-own", "my-own-2")
+    assert [*llm.engine.drafter.members] == made  # type: ignore[attr-defined]
     llm.close()
 
 

@@ -96,6 +96,7 @@ def test_logprobs_are_those_of_allowed_tokens(plain: LLM) -> None:
     [
         (Grammar.json({"type": "strange"}), "Invalid type"),
         (Grammar("json", "{"), "grammar .json"),
+        (Grammar("json", "[" * 100_000), "grammar .json"),
         (Grammar("regex", "(ab"), "grammar .regex"),
         (Grammar("lark", "start: nothing_here"), "grammar .lark"),
     ],

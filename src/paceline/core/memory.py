@@ -107,8 +107,9 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     # Not MemFree: page cache is given up on demand.
     kilobytes = number_after(words_of(Path("/proc/meminfo")), "MemAvailable:")
-    if kilobytes is None:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if kilobytes is None:  # macOS says only how much there is
+        known = [name for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if name in os.sysconf_names]
+        return os.sysconf(known[0]) * os.sysconf("SC_PAGE_SIZE")
     left = memory_left()
     return kilobytes * 1024 if left is None else min(kilobytes * 1024, left)
 

@@ -15,7 +15,7 @@ from paceline.draft.heads.checkpoint import is_speculators
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
 from paceline.draft.heads.medusa import Medusa
 from paceline.draft.heads.mtp import Mtp, mtp_weights
-from paceline.draft.hybrid import Hybrid, joined
+from paceline.draft.hybrid import Hybrid, HybridDrafter, joined
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
 from paceline.draft.origin import prepare
@@ -116,7 +116,7 @@ class Auto(DraftSpec):
         if why:
             composed, members = _prepared(compose(replace(circumstances, refused=why)), loading)
         drafts, notes = (str(composed.spec),), (composed.line(),)
-        return replace(joined(members), drafts=drafts, notes=notes)
+        return replace(joined(members, HybridDrafter), drafts=drafts, notes=notes)
 
 
 def _prepared(composed: Composition, loading: Loading) -> tuple[Composition, list[Prepared]]:
@@ -276,17 +276,17 @@ def _head_kind(config: dict[str, Any]) -> type[Eagle] | type[Medusa] | None:
     return None
 
 
-def _bases(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+def _bases(folder: Path, config: dict[str, Any]) -> list[str]:
     """The models that a head's config or card says it was made for."""
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    for base_name in (verifier.get("name_or_path"), config.get("base_model_name_or_path")):
-        if isinstance(base_name, str):
-            yield base_name
     from huggingface_hub import metadata_load
 
+    named = [config.get("base_model_name_or_path")]
+    with suppress(KeyError, TypeError):  # absent, or no nested objects
+        named.append(config["speculators_config"]["verifier"]["name_or_path"])
     with suppress(Exception):  # no card, or whatever its YAML leads to
-        named = (metadata_load(folder / "README.md") or {}).get("base_model") or []
-        yield from [named] if isinstance(named, str) else map(str, named)
+        bases = (metadata_load(folder / "README.md") or {}).get("base_model") or []
+        named += [bases] if isinstance(bases, str) else bases
+    return [base for base in named if isinstance(base, str)]
 
 
 def _is_same(model: str, base: str) -> bool:

@@ -142,9 +142,10 @@ def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
         off = ",parallel=off" if alone and not values.get("parallel_drafting") else ""
         return _WITH_MODEL[method].format(model) + off
     if method in ("ngram", "ngram_gpu"):
-        low, high = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
-        most = _whole({"max": high or low or 5}, "max", where)  # 5: vLLM's own default
-        least = _whole({"min": low or high or 5}, "min", where)
+        ends = "prompt_lookup_min", "prompt_lookup_max"
+        given = {key: _whole(values, key, where) for key in ends if values.get(key)}
+        usual = next(iter(given.values()), 5)  # 5: vLLM's own default
+        least, most = (given.get(key, usual) for key in ends)
         return f"ngram:min={least},max={most},length={length},candidates=1"
     if method == "suffix":
         kept = values.get("suffix_decoding_max_cached_requests", 10_000)
@@ -163,7 +164,7 @@ def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
 def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
     algorithm = str(values["speculative_algorithm"]).upper()
     for key in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-        if float(values.get(key, 1.0)) != 1.0:
+        if str(values.get(key, 1.0)) not in ("1", "1.0", "None"):
             raise ConfigError(
                 f"{where} has {key} {values[key]}, which is not lossless; leave it at 1.0"
             )

@@ -9,7 +9,7 @@ a sampled tree is never dropped for what was drawn.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,7 +46,7 @@ class Hybrid(DraftSpec):
         return self.parts
 
     def prepare(self, loading: Loading) -> Prepared:
-        return joined([prepare(part, loading) for part in self.parts])
+        return joined([prepare(part, loading) for part in self.parts], HybridDrafter)
 
     def variants(self) -> dict[str, Hybrid]:
         return {"": self}
@@ -70,12 +70,15 @@ class Hybrid(DraftSpec):
         return "+".join(map(str, self.parts))
 
 
-def joined(members: Sequence[Prepared]) -> Prepared:
-    """A hybrid of prepared drafters."""
+def joined(
+    members: Sequence[Prepared], make: Callable[[list[Drafter], torch.device], Drafter]
+) -> Prepared:
+    """Prepared drafters as one, which ``make`` makes of them."""
     return Prepared(
-        lambda context: HybridDrafter([m.build(context) for m in members], context.cache.device),
+        lambda context: make([m.build(context) for m in members], context.cache.device),
         sum(member.cache_bytes for member in members),
         feature_bytes=sum(member.feature_bytes for member in members),
+        notes=tuple(note for member in members for note in member.notes),
         state_bytes=sum(member.state_bytes for member in members),
     )
 

@@ -218,8 +218,8 @@ class DraftSpec(ABC):
             if key not in known and (ours := our_name(f"spec.{key}", known)) in known:
                 announce(f"draft {cls.kind!r}", key, ours, known[ours].name in values)
                 key = ours
-            if not equals and position == 0 and argument is not None:
-                values[argument.name] = part
+            if position == 0 and argument is not None and (not equals or "/" in key):
+                values[argument.name] = part  # a path may have a =
             elif not equals:
                 raise ConfigError(f"draft {f'{cls.kind}:{rest}'!r}: {part!r} is not KEY=VALUE")
             elif key not in known:

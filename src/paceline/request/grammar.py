@@ -56,7 +56,7 @@ class GrammarCompiler:
         try:
             text = _compiled_text(grammar)
             trouble = LLMatcher.validate_grammar(text, self._tokens)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             trouble = str(error)
         if trouble:
             line = " ".join(trouble.split())

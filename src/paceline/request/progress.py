@@ -22,10 +22,8 @@ _APART = 3.0  # seconds between lines of many short stages
 
 
 def bars(shown: bool) -> AbstractContextManager[None]:
-    """Bars on stderr for the stages of this block, if ``shown`` and nobody listens to them yet."""
-    if is_heard() or not shown:
-        return nullcontext()
-    return listening(Bars(Console(stderr=True)))
+    """``showing``, if ``shown`` and nobody listens to these stages yet."""
+    return showing() if shown and not is_heard() else nullcontext()
 
 
 class OpenStage(Stage):

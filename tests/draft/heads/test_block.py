@@ -216,6 +216,8 @@ def test_a_draft_vocabulary_is_read_and_drafted(tmp_path: Path) -> None:
         ({"mask_token_id": VOCAB}, "dflash", "is not one of"),
         ({"target_layer_ids": [0, 2]}, "dflash", "do not exist"),
         ({"target_layer_ids": "all"}, "dflash", "not a list of layer numbers"),
+        ({"dflash_config": 5}, "dflash", "has no mask_token_id"),
+        ({"layer_types": 5, "mask_token_id": None}, "dflash", "has no mask_token_id"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -145,6 +145,8 @@ def broken(folder: Path, case: str) -> None:
             file.unlink()
         case "damaged":
             file.write_bytes(b"what")
+        case "no name":  # torch raises a UnicodeDecodeError
+            file.write_bytes(b"\x80\x02c\xcc\nx\n.")
         case "code":
             torch.save({"0.0.linear.weight": print}, file)
         case "eagle":
@@ -178,6 +180,7 @@ def broken(folder: Path, case: str) -> None:
         ("bad config", "not valid JSON"),
         ("no weights", "has no Medusa heads"),
         ("damaged", "cannot be read as weights"),
+        ("no name", "cannot be read as weights"),
         ("code", "cannot be read as weights"),
         ("eagle", "an EAGLE-3 head; use --draft eagle3:"),
         ("model", "a language model"),

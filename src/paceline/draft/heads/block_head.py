@@ -230,7 +230,8 @@ def _flat(name: str, config: dict[str, Any]) -> dict[str, Any]:
         return flat | {"inputs": config.get("aux_hidden_state_layer_ids")}
     nested = config.get("dflash_config")
     flat = config | {"sample_from_anchor": not isinstance(nested, dict)}
-    flat |= {key: v for key, v in (nested or {}).items() if v is not None}
+    if isinstance(nested, dict):
+        flat |= {key: value for key, value in nested.items() if value is not None}
     outputs = flat.get("target_layer_ids")
     if isinstance(outputs, list) and all(type(layer) is int for layer in outputs):
         outputs = [layer + 1 for layer in outputs]
@@ -253,7 +254,7 @@ def _config(
     shape = shape_of(name, flat, tensors, target, layers)
     sizes = shape["hidden_size"], shape["vocab_size"], flat.get("num_target_layers")
     checkpoint.check_target(target, *sizes)
-    if "sliding_attention" in flat.get("layer_types", ()):
+    if "sliding_attention" in str(flat.get("layer_types")):
         raise ModelLoadError(f"{checkpoint.title} has sliding windows, which are not supported")
     if type(flat.get("mask_token_id")) is not int:
         raise ModelLoadError(

@@ -173,8 +173,6 @@ def refuse_head(name: str) -> None:
 
 
 def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    from pickle import UnpicklingError
-
     try:
         if file.suffix == ".safetensors":
             table = read_table(file)
@@ -185,7 +183,9 @@ def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 )
             return load_tensors(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except (ModelLoadError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle leads to errors of any kind
         raise ModelLoadError(
             f"{file} cannot be read as weights ({first_line(error)}); download or copy it again"
         ) from None
