@@ -425,7 +425,9 @@ def test_filling_in_the_middle(server: Running, target: Any, monkeypatch: Any) -
     ids = answer["choices"][0]["prompt_token_ids"]
     encode = target.tokenizer.encode
     after = encode("The end.", add_special_tokens=False)
-    assert ids == [1, *encode("Once upon"), 2, *after, 3]
+    first, *before = encode("Once upon")  # begins with the token that begins a text
+    assert first == target.tokenizer.bos_token_id
+    assert ids == [first, 1, *before, 2, *after, 3]
 
 
 # -- likelihoods -----------------------------------------------------------------------------------

@@ -135,6 +135,23 @@ def test_results_of_calls(server: Running) -> None:
         assert answer.status == 200, answer.text
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"metadata": {"a": "\ud800"}},
+        {"tools": [{**TOOL, "description": "\ud800"}]},
+        {"text": {"format": {"type": "json_schema", "schema": {"title": "\ud800"}}}},
+        {"previous_response_id": "\ud800"},
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_before_the_answer(
+    server: Running, field: dict[str, Any]
+) -> None:
+    """The response repeats these fields, and cannot be encoded with it."""
+    reply = respond(server, **field)
+    assert reply.status == 400 and "half a surrogate pair" in reply.error["message"]
+
+
 def test_structured_output_and_logprobs(server: Running) -> None:
     format = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}
     answer = respond(server, text={"format": format}, max_output_tokens=60).json

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from paceline.core.params import is_unicode
 from paceline.request.validation import text_of
 from paceline.server.api import blocks
 from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation, JsonSchema
@@ -96,6 +98,9 @@ class ResponsesRequest(Generation):
     def _one_answer(self) -> ResponsesRequest:
         if self.n != 1:
             raise ValueError("n is 1 here; /v1/chat/completions gives several answers")
+        # What the response repeats; in the input messages are checked.
+        if not is_unicode(json.dumps(self.model_dump(exclude={"input"}), ensure_ascii=False)):
+            raise ValueError("a text has half a surrogate pair, which is no character")
         return self
 
     @property

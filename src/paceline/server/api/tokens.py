@@ -68,13 +68,15 @@ _MARKS = (
 
 
 def infill(tokenizer: Tokenizer, prefix: list[int], suffix: str) -> list[int]:
-    """The prompt for the text between ``prefix`` and ``suffix``. Raises APIError."""
+    """The prompt for the text between ``prefix`` and ``suffix``; a text's first token stays before
+    all others. Raises APIError."""
     known = tokenizer.get_vocab()
     for marks in _MARKS:
         if all(mark in known for mark in marks):
             begin, hole, end = (known[mark] for mark in marks)
             after = tokenizer.encode(suffix, add_special_tokens=False)
-            return [begin, *prefix, hole, *after, end]
+            first = prefix[:1] if prefix[:1] == [tokenizer.bos_token_id] else []
+            return [*first, begin, *prefix[len(first) :], hole, *after, end]
     raise APIError(
         "suffix: this model's tokenizer has no tokens for filling in the middle; leave it out",
         param="suffix",
