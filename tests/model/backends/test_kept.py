@@ -44,7 +44,6 @@ def folder(tmp_path: Path) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # The kernels stay where they are built.
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(copies, "_RECENT", -1e9)  # files of a moment ago are remembered, too
     return tmp_path / "cache" / "quantised"
 
 

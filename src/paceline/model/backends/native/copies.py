@@ -1,10 +1,9 @@
 """A model's copy in 8 or 4 bits for the kernels: rounded matrix by matrix, or read from the cache.
 
     quantised/KEY.forms    in the cache folder: a header, then the packed matrices
-    quantised/digests      SHA-256 of checkpoints' files, by path, size and times
 
-A key is made of the checkpoint's content, the model's layout in memory and the codes. The files can
-be deleted at any time. ``PACELINE_QUANTISED_CACHE`` bounds their size ("off": no files); the least
+A key is made of the model's matrices as they lie in memory, and of the codes. The files can be
+deleted at any time. ``PACELINE_QUANTISED_CACHE`` bounds their size ("off": no files); the least
 recently used go first. They have no checksums: a wrong copy costs a draft's speed alone.
 """
 
@@ -12,23 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.core.memory import parse_bytes
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError, WriteError
-from paceline.files import FileStamp, cache_folder, write_aside
-from paceline.files.ownership import digest_of
+from paceline.files import cache_folder, write_aside
 from paceline.kernels.library import PLAIN
 from paceline.model.backends.base import Adapted
 from paceline.model.backends.native.packing import Form, Packed, PackedLinear
@@ -40,9 +38,6 @@ SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
 _OURS = b"Written by Paceline: quantised forms "
 _MAGIC = _OURS + b"5\n"  # version of layout and numbers
-_DIGESTS = b"Written by Paceline: digests of checkpoints\n"
-_REMEMBERED = 64  # files
-_RECENT = 2.0  # seconds in which a file might change once more at the same time stamp
 _MOST = 8 << 30
 _SHARE = 10  # of the disk, if that is less
 
@@ -66,6 +61,13 @@ class _Matrix:
     def gated(self) -> bool:
         return self.members[0][0].part != PLAIN
 
+    @property
+    def key(self) -> list[Any]:
+        """What it is and becomes: hashes of at most 64 parts of its numbers, as fast as memory."""
+        packed, words = self.packed, self.packed.data.view(torch.int64)
+        hashes = torch.hash_tensor(words.view(math.gcd(64, len(words)), -1), 1)
+        return [hashes.tolist(), str(packed.dtype), packed.form, self.code]
+
     def blank(self, form: Form) -> Packed:
         return Packed.blank(self.layers, self.packed.dtype, self.gated, form)
 
@@ -84,7 +86,8 @@ def rounded_copy(model: Adapted, precision: str) -> Any:
     matrices = _matrices(hf, Scheme(precision, head="int8", finer=True))
     if not matrices:
         return None
-    file = _file_of(model.checkpoint, matrices)
+    # A module of the caller's may change at any time: what is not from a file is not kept.
+    file = _file_of(matrices) if model.checkpoint else None
     made = None if file is None else read(file, matrices)
     if made is None:
         with stage(f"quantising {name}", total=len(matrices), unit="matrices") as progress:
@@ -119,10 +122,10 @@ def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
 # -- in the cache folder -----------------------------------------------------------------------
 
 
-def _file_of(checkpoint: Sequence[FileStamp], matrices: Sequence[_Matrix]) -> Path | None:
+def _file_of(matrices: Sequence[_Matrix]) -> Path | None:
     """The cache file, if there can be one. Raises ConfigError for a setting that is no size."""
     folder = cache_folder() / "quantised"
-    if not checkpoint or os.environ.get(SETTING) == OFF:
+    if os.environ.get(SETTING) == OFF:
         return None
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,43 +138,8 @@ def _file_of(checkpoint: Sequence[FileStamp], matrices: Sequence[_Matrix]) -> Pa
             "PACELINE_CACHE=FOLDER names another place"
         )
         return None
-    try:
-        if tuple(FileStamp.of(Path(stamp.path)) for stamp in checkpoint) != tuple(checkpoint):
-            return None  # replaced since it was loaded
-        contents = _contents(folder / "digests", checkpoint)
-    except OSError:
-        return None
-    about = [
-        (str(m.packed.dtype), m.packed.form and m.packed.form._asdict(), m.code._asdict())
-        for m in matrices
-    ]
-    text = json.dumps([contents, about])
-    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.forms"
-
-
-def _contents(file: Path, checkpoint: Sequence[FileStamp]) -> list[str]:
-    """SHA-256 of the checkpoint's files, cached in ``file`` by their stamps. Raises OSError."""
-    known: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        known = json.loads(file.read_bytes().removeprefix(_DIGESTS))
-    result, new = [], False
-    for stamp in checkpoint:
-        mark = [stamp.size, *stamp.changed]
-        entry = known.pop(stamp.path, None)
-        if not (isinstance(entry, list) and len(entry) == 2 and entry[0] == mark):
-            with stage(f"reading {stamp.path} for its checksum"):
-                entry, new = [mark, digest_of(Path(stamp.path))], True
-        result.append(str(entry[1]))
-        if time.time_ns() - max(stamp.changed[:2]) > _RECENT * 1e9:
-            known[stamp.path] = entry  # in the order of use
-    if new:
-        text = json.dumps(dict(list(known.items())[-_REMEMBERED:])).encode()
-        with (
-            suppress(OSError, PacelineError),
-            write_aside(file, "the digests", _has_digests, durable=False) as stream,
-        ):
-            stream.write(_DIGESTS + text)
-    return result
+    keys = json.dumps([matrix.key for matrix in matrices])
+    return folder / f"{hashlib.sha256(keys.encode()).hexdigest()[:40]}.forms"
 
 
 def read(file: Path, matrices: Sequence[_Matrix]) -> list[Packed] | None:
@@ -239,10 +207,6 @@ def _evict(folder: Path, limit: int) -> None:
             file.unlink(missing_ok=True)
 
 
-def _begins_with(mark: bytes, file: Path) -> bool:
+def _is_ours(file: Path) -> bool:
     with file.open("rb") as stream:
-        return stream.read(len(mark)) == mark
-
-
-_is_ours = partial(_begins_with, _OURS)
-_has_digests = partial(_begins_with, _DIGESTS)
+        return stream.read(len(_OURS)) == _OURS
