@@ -248,7 +248,7 @@ def test_sets_of_layers_are_read(text: str, layers: tuple[int, ...]) -> None:
         ("layer_skip:skip=3-2", "asks for layers 3-2"),
         ("layer_skip:skip=0-4", "leaves no layer"),
         ("layer_skip:skip=2,ratio=0.5", "skip fixes the set; leave out ratio"),
-        ("layer_skip:ratio=1", "ratio between 0 and 1"),
+        ("layer_skip:ratio=1", "ratio is 1.0; it must be above 0 and below 1"),
         ("layer_skip:window=8", "no option window"),
         ("early_exit:layers=5", "layers=5, but the target has 5"),
         ("early_exit:layers=0", "layers=0, but the target has 5"),

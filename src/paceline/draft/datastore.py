@@ -65,15 +65,8 @@ class Datastore(DraftSpec):
 
     file: str = option(needs="a file of `paceline datastore build`")
     _: KW_ONLY
-    min: int = option(MATCH, least=MATCH)
-    min_prob: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.min_prob <= 1:
-            raise self.refuse(f"min_prob is {self.min_prob}; use a number above 0, up to 1")
-        if self.min > DEPTH:
-            raise self.refuse(f"min is {self.min}; matches have at most {DEPTH} tokens")
+    min: int = option(MATCH, least=MATCH, most=DEPTH)
+    min_prob: float = option(0.2, above=0, most=1)
 
     def prepare(self, loading: Loading) -> Prepared:
         store = Store(Path(self.file).expanduser(), loading.target.vocab_size)

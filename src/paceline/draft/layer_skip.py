@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.draft.selfspec import noted_layers, prepared_view
-from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
+from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec, option
 from paceline.errors import ConfigError
 from paceline.model.copies import LayerView
 
@@ -25,14 +25,12 @@ class LayerSkip(TreeSpec):
     examples = ("layer_skip:skip=0", "layer_skip:nodes=9,ratio=0.3")
 
     skip: str | None = None
-    ratio: float = 0.45
+    ratio: float = option(0.45, above=0, below=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.skip is not None and "ratio" in self.changed_options():
             raise self.refuse("skip fixes the set; leave out ratio")
-        if not 0 < self.ratio < 1:
-            raise self.refuse("use a ratio between 0 and 1")
 
     def prepare(self, loading: Loading) -> Prepared:
         target, skipped = loading.target, self._skipped(loading.target)

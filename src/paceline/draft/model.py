@@ -56,14 +56,9 @@ class DraftModel(TreeSpec):
 
     path: str = option(needs="a model")
     _: KW_ONLY
-    vocab: str = "auto"
-    quantize: str | None = None
+    vocab: str = option("auto", choices=("auto", "intersection", "string"))
+    quantize: str | None = option(None, choices=tuple(BITS))
     parallel: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quantize is not None and self.quantize not in BITS:
-            raise self.refuse(f"quantize={self.quantize!r} is not known; use {' or '.join(BITS)}")
 
     def precisions(self: _Model) -> dict[str, _Model]:
         if self.quantize is not None or self.shape() is not None:

@@ -14,8 +14,6 @@ from paceline.draft.spec import DraftSpec, Loading, Prepared, option
 from paceline.draft.text_index import BRANCH, IndexedDrafter, TextIndex, open_index
 from paceline.kernels.lookup import Draft, Ids, Lookup
 
-SOURCES = ("prompt", "output", "both")
-
 
 @dataclass(frozen=True, kw_only=True)
 class NGram(DraftSpec):
@@ -35,14 +33,12 @@ class NGram(DraftSpec):
     max: int = 4
     length: int = option(8, least=1)
     candidates: int = option(3, least=1)
-    source: str = "both"
+    source: str = option("both", choices=("prompt", "output", "both"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.min <= self.max:
             raise self.refuse(f"min is {self.min} and max is {self.max}; use 1 <= min <= max")
-        if self.source not in SOURCES:
-            raise self.refuse(f"source is {self.source!r}; use one of {', '.join(SOURCES)}")
 
     def prepare(self, loading: Loading) -> Prepared:
         return Prepared(lambda context: NGramDrafter(context.target.device, self))

@@ -22,7 +22,7 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.draft.base import States
-from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec
+from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec, option
 from paceline.draft.trees.grow import Growing
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.errors import ConfigError
@@ -200,13 +200,7 @@ class QuantizedDraft(TreeSpec):
     examples = ("quantized:int4", "quantized:int8,nodes=6,width=3")
     default_draft_length = 12  # chains end by themselves
 
-    quantize: str = "int4"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quantize not in BITS:
-            known = " or ".join(f"quantized:{name}" for name in reversed(BITS))
-            raise ConfigError(f"draft 'quantized:{self.quantize}': use {known}")
+    quantize: str = option("int4", choices=tuple(BITS))
 
     def precisions(self) -> dict[str, QuantizedDraft]:
         return {"int8": replace(self, quantize="int8")} if self.quantize == "int4" else {}

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from inspect import get_annotations
+from operator import ge, gt, le, lt
 from types import NoneType
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
@@ -141,10 +142,14 @@ def reduced(size: int, target: Target) -> list[Note]:
     return [("head-vocabulary-reduced", text, None)]
 
 
+_BOUNDS = {"least": (ge, "at least"), "above": (gt, "above"), "most": (le, "at most")}
+_BOUNDS |= {"below": (lt, "below")}
+
+
 def option(default: Any = MISSING, **metadata: Any) -> Any:
     """A field of a spec. ``key``: its name in a spec string if Python cannot have it; ``like``:
-    an example of a tuple; ``needs``: what the argument without a default is; ``least``: its
-    minimum."""
+    an example of a tuple; ``needs``: what the argument without a default is; ``choices``: its
+    values; ``least``, ``above``, ``most``, ``below``: its bounds."""
     if default is MISSING:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -173,9 +178,16 @@ class DraftSpec(ABC):
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, least = getattr(self, item.name), item.metadata.get("least")
-            if None not in (value, least) and value < least:
-                raise self.refuse(f"{item.name} is {value}; it must be at least {least}")
+            value, told = getattr(self, item.name), item.metadata
+            if value is None:
+                continue
+            bounds = [(*_BOUNDS[key], told[key]) for key in _BOUNDS if key in told]
+            problem = f"use one of {', '.join(told.get('choices', ()))}"
+            if not all(keeps(value, bound) for keeps, _, bound in bounds):
+                problem = f"it must be {' and '.join(f'{w} {bound}' for _, w, bound in bounds)}"
+            elif value in told.get("choices", (value,)):
+                continue
+            raise self.refuse(f"{item.name} is {value!r}; {problem}")
 
     @abstractmethod
     def prepare(self, loading: Loading) -> Prepared:
@@ -291,16 +303,14 @@ class TreeSpec(DraftSpec):
     level."""
 
     branching: tuple[int, ...] | None = option(None, like="2x2x1 (children per level)")
-    nodes: int | None = None
-    width: int = 4
+    nodes: int | None = option(None, least=0)
+    width: int = option(4, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.branching is not None and min(self.branching, default=0) < 1:
             stated = f"branching={_text(self.branching)!r}"
             raise self.refuse(f"{stated} is not like 2x2x1 (children per level)")
-        if (self.nodes or 0) < 0 or self.width < 1:
-            raise self.refuse("use nodes >= 0 and width >= 1")
         if self.branching and self.nodes is not None:
             raise self.refuse("give either branching or nodes, not both")
 

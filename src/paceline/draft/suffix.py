@@ -49,22 +49,17 @@ class Suffix(DraftSpec):
     file: str | None = None
     _: KW_ONLY
     max_depth: int = option(64, least=1)
-    factor: float = 1.0
-    offset: float = 4.0
-    min_prob: float = 0.1
+    factor: float = option(1.0, least=0, below=1e6)
+    offset: float = option(4.0, least=0, below=1e6)
+    min_prob: float = option(0.1, above=0, most=1)
     nodes: int | None = option(None, least=1)
     max_tokens: int = option(500_000, least=0)  # about 45 MB
     shared: bool = option(True, key="global")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # In this form NaN is refused, too.
-        if not (0 <= self.factor < 1e6 and 0 <= self.offset < 1e6):
-            raise self.refuse(f"factor is {self.factor} and offset is {self.offset}; use 0 or more")
         if self.factor + self.offset < 1:
             raise self.refuse("factor + offset is below 1; it would hardly ever draft")
-        if not 0 < self.min_prob <= 1:
-            raise self.refuse(f"min_prob is {self.min_prob}; use a number above 0, up to 1")
         if self.file is not None and not self.capacity:
             raise self.refuse("a file holds the global tree, which is switched off")
 

@@ -28,10 +28,9 @@ from paceline.core.batch import Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
-from paceline.errors import ConfigError, VocabularyMismatchError
+from paceline.errors import VocabularyMismatchError
 from paceline.model.tokenizer import Tokenizer, TokenSpeller, differences
 
-METHODS = ("auto", "intersection", "string")
 ENOUGH = 0.5  # from here on token by token: measured, see docs/contributing/decisions.md
 
 # What users ask of models: a story, a question with an answer, numbers, code, other languages.
@@ -190,10 +189,8 @@ def match_vocabularies(
     draft_tokenizer: Tokenizer,
     method: str = "auto",
 ) -> Match | None:
-    """How to translate; None if the ids agree and "auto" is asked for. Raises ConfigError on an
-    unknown method, VocabularyMismatchError if no (or not this) method is lossless and useful."""
-    if method not in METHODS:
-        raise ConfigError(f"vocab is {method!r}; use one of {', '.join(METHODS)}")
+    """How to translate; None if the ids agree and "auto" is asked for. Raises
+    VocabularyMismatchError if no (or not this) method is lossless and useful."""
     differing = differences(tokenizer, draft_tokenizer)
     if not differing and method == "auto":
         if draft.vocab_size < (count := len(tokenizer.get_vocab())):

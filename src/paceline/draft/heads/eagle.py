@@ -28,7 +28,7 @@ from paceline.core.transfer import to_device
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
 from paceline.draft.heads.features import FeatureDrafter, FeatureRows, HeadSpec, on_features
-from paceline.draft.spec import DraftContext, Examined, Loading, Note, Prepared, Target
+from paceline.draft.spec import DraftContext, Examined, Loading, Note, Prepared, Target, option
 from paceline.draft.trees.grow import Growing, Logits, Narrow
 from paceline.draft.trees.one_pass import OnePassDrafter
 from paceline.model.backends.base import EagleStep, Growth
@@ -52,12 +52,7 @@ class Eagle(HeadSpec):
     dynamic: ClassVar[bool] = False
 
     _: KW_ONLY
-    quantize: str = "int8"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quantize not in ("int8", "on", "none", "off"):  # on, off: of its former name, int8
-            raise self.refuse(f"quantize={self.quantize!r} is not known; use int8 or none")
+    quantize: str = option("int8", choices=("int8", "none"))
 
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
@@ -65,7 +60,7 @@ class Eagle(HeadSpec):
             self.path, target, self.version, self.feature_layers, target.embedding("output")
         )
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
-        rounds = self.quantize in ("int8", "on") and not target.backend.runs_torch
+        rounds = self.quantize == "int8" and not target.backend.runs_torch
         if rounds and target.dtype == torch.bfloat16:
             quantise_module(head, Scheme("int8", finer=True))
         step = target.backend.eagle(head, target)
