@@ -93,7 +93,7 @@ class ModelDrafter(LevelDrafter):
         nodes = self._vocabulary.nodes
         return self._first([tree.newest(nodes(tree.fresh)) for tree in trees], trees)
 
-    def _made_up(self, trees: Sequence[Growing]) -> torch.Tensor:
+    def _made_up(self, trees: Sequence[Growing]) -> Logits:
         size, model = (len(trees), self.model.vocab_size), self.model
         return self._vocabulary.logits(torch.zeros(size, dtype=model.dtype, device=model.device))
 

@@ -27,8 +27,9 @@ from paceline.draft.base import Drafter
 from paceline.draft.heads.block_head import load_block, usual_layers
 from paceline.draft.heads.features import FeatureDrafter, HeadSpec, on_features
 from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, option
-from paceline.draft.trees.grow import Growing, Logits, grow
+from paceline.draft.trees.grow import Growing, Logits
 from paceline.draft.trees.levels import Levels
+from paceline.draft.trees.one_pass import OnePassDrafter
 from paceline.model.backends.base import BlockStep, GrownTree
 from paceline.model.paged.cache import PagedCache
 
@@ -85,15 +86,13 @@ class _Block(NamedTuple):
     last: torch.Tensor
 
 
-class BlockDrafter(FeatureDrafter):
-    """Drafts with the head of ``step``."""
+class BlockDrafter(OnePassDrafter, FeatureDrafter):
+    """Drafts with the head of ``step``. The last token stands in the pass, not in the text."""
+
+    _after: dict[int, _Block]
 
     def __init__(self, step: BlockStep, levels: Levels) -> None:
-        super().__init__(step, levels)
-        self._blocks: dict[int, _Block] = {}  # of this step, by sequence
-
-    def passes(self, length: int) -> int:
-        return min(1, length)
+        super().__init__(step.head.config.mask_token, step, levels)
 
     def _room(self, length: int) -> int:
         return int(self.head.config.block_size)
@@ -103,27 +102,27 @@ class BlockDrafter(FeatureDrafter):
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
         """Store the features that have arrived, then run the blocks."""
         self._step.read(self.cache.batch_of(spans), self.cache, self._taken(spans))
-        return self._run(trees)
+        return self._drafted((), trees)
 
-    def _run(self, trees: Sequence[Growing]) -> Logits:
+    def _drafted(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
         """Run a block behind the rows of each tree's sequence: logits of its first draft."""
         config, device = self.head.config, self.cache.device
         if not trees:
             return torch.empty(0, config.columns, device=device)
         parents, seen = _within(config.block_size, config.causal, device)
-        masks = [config.mask_token] * (config.block_size - 1)
-        spans = [
+        masks = [self._mask] * (config.block_size - 1)
+        blocks = [
             Span.of(tree.item.seq.seq_id, tree.text, (), parents, [last, *masks], ancestors=seen)
             for tree in trees
             for last in tree.item.seq.tokens[-1:]
         ]
-        outputs = self._step(self.cache.batch_of(spans), self.cache)
+        outputs = self._step(self.cache.batch_of(blocks), self.cache)
         outputs = outputs.view(len(trees), config.block_size, -1)[:, -config.drafts :]
         count = max(self._policy.depth(tree.item.draft_length) for tree in trees)
         outputs = outputs[:, :count]
         logits = self._step.logits(outputs)
         lasts = to_device([[*t.item.seq.tokens[-1:], *t.forced][-1] for t in trees], device)
-        self._blocks = {
+        self._after = {
             tree.item.seq.seq_id: _Block(*block)
             for tree, *block in zip(trees, outputs, logits, lasts[:, None], strict=True)
         }
@@ -133,27 +132,12 @@ class BlockDrafter(FeatureDrafter):
         """Logits after the newest nodes."""
         parts = []
         for tree in trees:
-            block, depth = self._blocks[tree.item.seq.seq_id], tree.depth
+            block, depth = self._after[tree.item.seq.seq_id], tree.depth
             before = tree.fresh if len(tree.fresh) else block.last
             bias = self.head.bias(block.outputs[depth].expand(len(before), -1), before)
             logits = block.logits[depth]
             parts.append(logits.expand(len(before), -1) if bias is None else logits + bias)
         return self._narrow(torch.cat(parts))
-
-    def _made_up(self, trees: Sequence[Growing]) -> Logits:
-        return self._run(trees)  # not needed, as ``warm_up`` runs a block
-
-    @torch.inference_mode()
-    def warm_up(self, batch_size: int) -> None:
-        """A block of each of some made-up sequences, and the growth of their trees."""
-        rows = self.head.config.block_size
-        if self.cache.num_blocks * self.cache.block_size > rows:  # else it never drafts
-            with self._made_up_trees(batch_size, rows, self._policy) as trees:
-                grow(trees, self._run(trees), self._level, self._generator)
-
-    def forget(self, seq_id: int) -> None:
-        self._blocks.pop(seq_id, None)
-        super().forget(seq_id)
 
 
 @lru_cache(maxsize=16)
@@ -200,7 +184,7 @@ class DSparkDrafter(BlockDrafter):
             return finished
         sure = []
         for tree, done in zip(trees, finished, strict=True):
-            block, tokens = self._blocks[tree.item.seq.seq_id], done.tree.tokens
+            block, tokens = self._after[tree.item.seq.seq_id], done.tree.tokens
             before = torch.cat((block.last, tokens[:-1]))
             outputs = block.outputs[len(tree.forced) :][: len(tokens)]
             chances = self.head.confidence(outputs, before).float().sigmoid()

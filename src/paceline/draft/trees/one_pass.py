@@ -1,8 +1,7 @@
-"""Drafters that draft all their tokens in one pass; trees grow from its logits."""
+"""Drafters that draft all their tokens in one pass; trees grow from its outputs."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,7 +33,7 @@ class OnePassDrafter(LevelDrafter):
     def __init__(self, mask: int, *given: Any) -> None:
         super().__init__(*given)
         self._mask = mask
-        self._after: dict[int, torch.Tensor] = {}  # logits of this step by depth, by sequence
+        self._after: dict[int, Any] = {}  # what this step's pass says of each sequence, by depth
 
     def passes(self, length: int) -> int:
         return min(1, length)
@@ -42,9 +41,9 @@ class OnePassDrafter(LevelDrafter):
     def _room(self, length: int) -> int:
         return max(0, self._policy.depth(length) - 1)
 
-    @abstractmethod
     def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
         """Logits ``[R, columns]`` of spans, in a vocabulary that ``_narrow`` knows."""
+        raise NotImplementedError
 
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
         """Run the text and its masks: logits of the first drafted token."""
@@ -79,12 +78,16 @@ class OnePassDrafter(LevelDrafter):
         self._after.pop(seq_id, None)
         super().forget(seq_id)
 
+    def _made_up(self, trees: Sequence[Growing]) -> Logits:
+        """A pass behind the rows of made-up sequences."""
+        rows = 1 + self._room(2)
+        spans = [self._masked(Span.of(t.item.seq.seq_id, t.base, ()), rows) for t in trees]
+        return self._drafted(spans, trees)
+
     @torch.inference_mode()
     def warm_up(self, batch_size: int) -> None:
         """A pass of some made-up sequences, and the growth of their trees."""
         rows = 1 + self._room(2)
-        with self._made_up_trees(batch_size, rows, self._policy) as trees:
-            spans = [
-                self._masked(Span.of(tree.item.seq.seq_id, tree.base, ()), rows) for tree in trees
-            ]
-            grow(trees, self._drafted(spans, trees), self._level, self._generator)
+        if self.cache.num_blocks * self.cache.block_size > rows:  # else it never drafts
+            with self._made_up_trees(batch_size, rows, self._policy) as trees:
+                grow(trees, self._made_up(trees), self._level, self._generator)
