@@ -13,10 +13,10 @@ import paceline
 
 NAMES = str.split(
     """
-    LLM AsyncLLM CacheMemoryError Completion ConfigError CostCurve CostModel DataError DrafterCosts
-    Drive EngineLostError Grammar
-    ModelLoadError PacelineError PromptError SamplingParams TargetCosts UnsupportedModelError
-    VocabularyMismatchError WriteError __version__ register_backend
+    AsyncLLM CostModel CostCurve DrafterCosts TargetCosts Grammar SamplingParams Drive
+    CacheMemoryError ConfigError DataError EngineLostError ModelLoadError PacelineError
+    PromptError UnsupportedModelError VocabularyMismatchError WriteError LLM register_backend
+    Completion __version__
     """
 )
 

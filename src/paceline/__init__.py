@@ -14,73 +14,50 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.async_llm import AsyncLLM
-    from paceline.control.cost import CostModel
-    from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
-    from paceline.core.params import Grammar, SamplingParams
-    from paceline.engine.driver import Drive
-    from paceline.errors import (
-        CacheMemoryError,
-        ConfigError,
-        DataError,
-        EngineLostError,
-        ModelLoadError,
-        PacelineError,
-        PromptError,
-        UnsupportedModelError,
-        VocabularyMismatchError,
-        WriteError,
-    )
-    from paceline.llm import LLM
-    from paceline.model.backends.base import register_backend
-    from paceline.request.completion import Completion
+    from paceline.async_llm import AsyncLLM as AsyncLLM
+    from paceline.control.cost import CostModel as CostModel
+    from paceline.core.costs import CostCurve as CostCurve
+    from paceline.core.costs import DrafterCosts as DrafterCosts
+    from paceline.core.costs import TargetCosts as TargetCosts
+    from paceline.core.params import Grammar as Grammar
+    from paceline.core.params import SamplingParams as SamplingParams
+    from paceline.engine.driver import Drive as Drive
+    from paceline.errors import CacheMemoryError as CacheMemoryError
+    from paceline.errors import ConfigError as ConfigError
+    from paceline.errors import DataError as DataError
+    from paceline.errors import EngineLostError as EngineLostError
+    from paceline.errors import ModelLoadError as ModelLoadError
+    from paceline.errors import PacelineError as PacelineError
+    from paceline.errors import PromptError as PromptError
+    from paceline.errors import UnsupportedModelError as UnsupportedModelError
+    from paceline.errors import VocabularyMismatchError as VocabularyMismatchError
+    from paceline.errors import WriteError as WriteError
+    from paceline.llm import LLM as LLM
+    from paceline.model.backends.base import register_backend as register_backend
+    from paceline.request.completion import Completion as Completion
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "CacheMemoryError",
-    "Completion",
-    "ConfigError",
-    "CostCurve",
-    "CostModel",
-    "DataError",
-    "DrafterCosts",
-    "Drive",
-    "EngineLostError",
-    "Grammar",
-    "ModelLoadError",
-    "PacelineError",
-    "PromptError",
-    "SamplingParams",
-    "TargetCosts",
-    "UnsupportedModelError",
-    "VocabularyMismatchError",
-    "WriteError",
-    "__version__",
-    "register_backend",
-]
-
-_HOMES = {
-    "LLM": "paceline.llm",
-    "AsyncLLM": "paceline.async_llm",
-    "Completion": "paceline.request.completion",
-    "CostCurve": "paceline.core.costs",
-    "CostModel": "paceline.control.cost",
-    "DrafterCosts": "paceline.core.costs",
-    "Drive": "paceline.engine.driver",
-    "Grammar": "paceline.core.params",
-    "SamplingParams": "paceline.core.params",
-    "TargetCosts": "paceline.core.costs",
-    "register_backend": "paceline.model.backends.base",
+_BY_MODULE = {
+    "async_llm": "AsyncLLM",
+    "control.cost": "CostModel",
+    "core.costs": "CostCurve DrafterCosts TargetCosts",
+    "core.params": "Grammar SamplingParams",
+    "engine.driver": "Drive",
+    "errors": "CacheMemoryError ConfigError DataError EngineLostError ModelLoadError PacelineError "
+    "PromptError UnsupportedModelError VocabularyMismatchError WriteError",
+    "llm": "LLM",
+    "model.backends.base": "register_backend",
+    "request.completion": "Completion",
 }
+_HOMES = {name: f"paceline.{home}" for home, names in _BY_MODULE.items() for name in names.split()}
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__") or name not in __all__:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES.get(name, "paceline.errors")), name)
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -178,14 +178,14 @@ class DraftSpec(ABC):
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, told = getattr(self, item.name), item.metadata
+            value, metadata = getattr(self, item.name), item.metadata
             if value is None:
                 continue
-            bounds = [(*_BOUNDS[key], told[key]) for key in _BOUNDS if key in told]
-            problem = f"use one of {', '.join(told.get('choices', ()))}"
+            bounds = [(*_BOUNDS[key], metadata[key]) for key in _BOUNDS if key in metadata]
+            problem = f"use one of {', '.join(metadata.get('choices', ()))}"
             if not all(keeps(value, bound) for keeps, _, bound in bounds):
                 problem = f"it must be {' and '.join(f'{w} {bound}' for _, w, bound in bounds)}"
-            elif value in told.get("choices", (value,)):
+            elif value in metadata.get("choices", (value,)):
                 continue
             raise self.refuse(f"{item.name} is {value!r}; {problem}")
 
