@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -210,8 +211,9 @@ class EngineClient:
 
     def dismiss(self, ticket: Ticket, outcome: str = "cancelled") -> None:
         """Cancel a ticket that nobody reads any more."""
-        if self._take(ticket.number) is not None and self.alive:
-            self._post(wire.Cancel(ticket.number, outcome))
+        if self._take(ticket.number) is not None:
+            with suppress(APIError):  # the engine has ended
+                self._post(wire.Cancel(ticket.number, outcome))
 
     def _take(self, number: int) -> Ticket | None:
         """Remove a ticket; it gets nothing more."""
@@ -315,7 +317,8 @@ class EngineClient:
             data = wire.framed(message)
         except (UnicodeEncodeError, OverflowError) as error:
             raise ConfigError(f"the request cannot be read: {error}") from None
-        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
+        unsent = self._writer.transport.get_write_buffer_size()
+        if isinstance(message, wire.Submit) and unsent > MAX_UNSENT:
             raise busy("the engine does not take requests; try again in 5 s", 5)
         self._writer.write(data)
 

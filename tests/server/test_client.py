@@ -1,0 +1,67 @@
+"""``EngineClient`` beside an engine that does not read its messages."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from paceline.core.params import SamplingParams
+from paceline.request.validation import ContextBudget
+from paceline.server import client, wire
+from paceline.server.client import EngineClient
+from paceline.server.config import ServeConfig
+from paceline.server.failures import APIError
+
+
+class SlowEngine:
+    """The other end of the connection; it reads when asked to."""
+
+    facts = wire.Facts(ContextBudget("m", 100, 100), (), "float32", "cpu", "reference")
+
+    def __init__(self) -> None:
+        self._connection, self.theirs = socket.socketpair()
+
+    def start(self) -> socket.socket:
+        return self._connection
+
+    def ended(self) -> str:
+        return "has ended"
+
+    def close(self) -> None:
+        self.theirs.close()
+
+    def read(self) -> wire.EngineCommand:
+        body = wire.read_message(self.theirs)
+        assert body is not None
+        return wire.REQUESTS.decode(body)
+
+
+def test_what_is_cancelled_is_told_to_an_engine_that_is_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New requests are refused then; a cancelled one would decode to its end."""
+    monkeypatch.setattr(client, "MAX_UNSENT", 1000)
+    engine, params = SlowEngine(), SamplingParams()
+
+    async def run() -> None:
+        clients = EngineClient(engine, ServeConfig())
+        await clients.start()
+        submitted = asyncio.create_task(clients.submit([[1, 2]], params))
+        await asyncio.sleep(0.01)
+        engine.read()
+        engine.theirs.sendall(wire.framed(wire.Accepted(1)))
+        ticket = await submitted
+        late = asyncio.create_task(clients.submit([[5] * 500_000], params))
+        await asyncio.sleep(0.01)
+        with pytest.raises(APIError, match="does not take requests") as refused:
+            await clients.submit([[1, 2]], params)
+        assert refused.value.status == 429
+        ticket.cancel()
+        commands = [await asyncio.to_thread(engine.read) for _ in range(2)]
+        assert [type(command) for command in commands] == [wire.Submit, wire.Cancel]
+        late.cancel()
+        await clients.stop()
+
+    asyncio.run(run())
