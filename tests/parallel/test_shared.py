@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import LLM, SamplingParams
+from paceline.core import children
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
 from paceline.lab.doctor import examine
@@ -269,7 +270,7 @@ JOIN = (
 @pytest.mark.slow  # it waits
 def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither dead nor alive: nobody's connection closes by itself."""
-    monkeypatch.setattr(processes, "_START", JOIN)
+    monkeypatch.setattr(children, "_START", JOIN)
     monkeypatch.setattr(processes, "STALL_SECONDS", 1.0)
     ranks = processes.RankProcesses(2, torch.device("cpu"), {})
     try:
@@ -284,7 +285,7 @@ def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_cannot_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_START", "print('failed: no memory'); raise SystemExit(1)")
+    monkeypatch.setattr(children, "_START", "print('failed: no memory'); raise SystemExit(1)")
     with pytest.raises(ModelLoadError, match="2 ranks were loading, rank 1 of 2 failed: no memory"):
         processes.RankProcesses(2, torch.device("cpu"), {})
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from paceline.core import children
 from paceline.errors import (
     ConfigError,
     EngineLostError,
@@ -34,15 +33,9 @@ from paceline.model.target import CausalModel
 from paceline.parallel.group import RankGroup, rank_environment
 
 _HEADS = ("q_proj", "k_proj", "v_proj")  # cut by columns between heads
-# No modules of the working directory.
-_START = (
-    "import sys; sys.path[:] = [entry for entry in sys.path if entry]; "
-    "from paceline.parallel.worker import main; main()"
-)
 READY = "ready"
 STALL_SECONDS = 300.0  # from when on a forward counts as hanging
 _START_SECONDS = 300.0  # to import torch; a busy machine with a cold disk needs a minute
-_END_SECONDS = 5.0
 _NOTICE_SECONDS = 3.0  # between a failed collective and the end of the rank that caused it
 
 
@@ -52,13 +45,8 @@ class RankProcess:
     def __init__(self, rank: int, job: dict[str, object], ended: Callable[[str], None]) -> None:
         self.ready = threading.Event()
         self._name, self._ended = f"rank {rank} of {job['size']}", ended
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", _START],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is rank 0's
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.popen = children.start("paceline.parallel.worker", **pipes)
         threading.Thread(target=self._listen, name=f"paceline-rank-{rank}", daemon=True).start()
         with suppress(OSError):  # it has ended, and the thread calls `ended`
             assert self.popen.stdin is not None
@@ -75,9 +63,7 @@ class RankProcess:
                 reason = line.strip()
         code = self.popen.wait()
         self.popen.stdout.close()
-        if not reason and code < 0:
-            reason = f"was killed by {signal.Signals(-code).name}"
-        self._ended(f"{self._name} {reason or f'ended with exit code {code}'}")
+        self._ended(f"{self._name} {reason or children.exit_reason(code)}")
         self.ready.set()
 
     def end(self) -> None:
@@ -85,11 +71,7 @@ class RankProcess:
         with suppress(OSError):
             assert self.popen.stdin is not None
             self.popen.stdin.close()
-        try:
-            self.popen.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
+        children.wait_or_kill(self.popen)
 
 
 class RankProcesses:

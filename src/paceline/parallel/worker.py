@@ -7,32 +7,26 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
 import threading
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 import torch
 
+from paceline.core.children import exit_now, ignore_signals
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from paceline.parallel.group import BatchOrder, RankGroup, rank_environment, whole_parameters
 from paceline.parallel.processes import READY, load_part
 
 
-def _end(code: int) -> NoReturn:
-    sys.stderr.flush()
-    os._exit(code)  # other threads may wait in a group forever
-
-
 def _live_with_rank_0() -> None:
     sys.stdin.read()
-    _end(0)
+    exit_now(0)
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     replies, sys.stdout = sys.stdout, sys.stderr  # libraries must not write to rank 0
     line = sys.stdin.readline()
     if not line:
@@ -45,8 +39,8 @@ def main() -> None:
         print(f"failed: {type(error).__name__}: {words}", file=replies, flush=True)
         if os.environ.get("PACELINE_DEBUG", "0") != "0":
             logging.getLogger("paceline").exception("a rank failed", exc_info=error)
-        _end(1)
-    _end(0)
+        exit_now(1)
+    exit_now(0)
 
 
 def _work(job: dict[str, str | int], replies: TextIO) -> None:

@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import sys
 import threading
 import traceback
-from typing import NoReturn
 
+from paceline.core.children import exit_now, ignore_signals
 from paceline.server import wire
 from paceline.server.loop import EngineLoop, Link
 
 
-def _end(code: int) -> NoReturn:
-    """End at once: threads may be in the middle of a step."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def main(descriptor: int) -> None:
-    """Run the process. ``descriptor``: the connection's."""
-    for heard in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(heard, signal.SIG_IGN)  # the parent drains, then closes the connection
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-    connection = socket.socket(fileno=descriptor)
+def main() -> None:
+    """Run the process. Its argument is the connection's descriptor."""
+    ignore_signals()  # the parent drains, then closes the connection
+    connection = socket.socket(fileno=int(sys.argv[1]))
     first = wire.read_message(connection)
     if first is None:
         return
     message = wire.REQUESTS.decode(first)
     assert isinstance(message, wire.LoadModel)
-    link = Link(connection, lambda: _end(0))
+    link = Link(connection, lambda: exit_now(0))
     # Before loading, so that the end of the parent is noticed.
     threading.Thread(target=link.read, name="paceline-link", daemon=True).start()
     loop = link.loop = _load(message, link)
     link.send(wire.Hello(wire.Facts.of(loop.llm)))
     loop.start()
     loop.join()
-    _end(0 if loop.lost is None else 1)
+    exit_now(0 if loop.lost is None else 1)
 
 
 def _load(message: wire.LoadModel, link: Link) -> EngineLoop:
@@ -56,4 +45,4 @@ def _load(message: wire.LoadModel, link: Link) -> EngineLoop:
         if debugging():
             traceback.print_exc()
         link.send(wire.Lost(reason_of(error).encode("utf-8", "replace").decode("utf-8")))
-        _end(1)
+        exit_now(1)

@@ -6,15 +6,14 @@ its child, connected by a socket pair. If either ends, the other sees the connec
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from paceline.cli.output import quiet_libraries
+from paceline.core import children
 from paceline.errors import EngineLostError, PacelineError
 from paceline.server import wire
 
@@ -22,25 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from paceline.server.config import ServeConfig
-
-# Does not import from the working directory.
-_START = (
-    "import sys; sys.path[:] = [path for path in sys.path if path]; "
-    "from paceline.server.child import main; main(int(sys.argv[1]))"
-)
-_END_SECONDS = 5.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Children started meanwhile have these signals blocked until they ignore them: Ctrl-C reaches
-    all processes, but the parent decides how the server ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class EngineProcess:
@@ -50,9 +30,9 @@ class EngineProcess:
 
     def __init__(self, config: ServeConfig) -> None:
         self.connection, theirs = socket.socketpair()
-        with theirs, _signals_blocked():
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno())],
+        with theirs:
+            self._process = children.start(
+                *("paceline.server.child", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
@@ -75,21 +55,14 @@ class EngineProcess:
 
     def ended(self) -> str:
         try:
-            code = self._process.wait(1.0)
+            return children.exit_reason(self._process.wait(1.0))
         except subprocess.TimeoutExpired:
             return "has closed its connection"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"has ended with exit code {code}"
 
     def close(self) -> None:
         """Close the connection, which ends the process, and wait for that."""
         self.connection.close()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        children.wait_or_kill(self._process)
 
 
 def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:
