@@ -52,10 +52,13 @@ def test_unseeded_sampling_goes_on(target: LLM) -> None:
     assert all(len(c.token_ids) > 0 for c in llm.generate([PROMPT] * 3, params))
 
 
-def test_without_a_drafter_it_waits_for_nothing(target: LLM) -> None:
+def test_without_a_drafter_decoding_is_plain(target: LLM) -> None:
+    """It was drafted into blocks that nobody had reserved: a step failed, and drafting was off."""
     plain = target.generate(PROMPT, SamplingParams(max_tokens=20))[0]
     told = SamplingParams(max_tokens=20, prediction=tuple(plain.token_ids), draft_length=16)
-    assert target.beside().generate(PROMPT, told)[0].token_ids == plain.token_ids
+    (found,) = target.beside(strict=True).generate(PROMPT, told)
+    assert found.token_ids == plain.token_ids
+    assert found.stats.drafted_tokens == 0
 
 
 def test_what_is_no_prediction(target: LLM) -> None:

@@ -126,15 +126,14 @@ class Scheduler:
         if scheduled < seq.num_pending:
             return 0
         length = self._draft_limit(seq, requested)
-        while length:
-            nodes = max_nodes(length)
+        while length and (nodes := max_nodes(length)):
             try:
                 self.cache.reserve(seq.seq_id, seq.cached + scheduled + nodes, nodes)
-                break
+                return length
             except OutOfBlocksError:
                 # States are few, and a shorter draft may still get some.
                 length = length // 2 if self.cache.states is not None else 0
-        return length
+        return 0  # also where nobody drafts
 
     def _draft_limit(self, seq: SequenceState, requested: int) -> int:
         """The last token of the budget and of the context is the target's own, so it is not
