@@ -78,7 +78,7 @@ class ModelDrafter(LevelDrafter):
         return super().propose(plan)
 
     def _follows_grammars(self) -> bool:
-        return type(self._vocabulary) is SharedVocabulary and self.cache.states is None
+        return type(self._vocabulary) is SharedVocabulary and super()._follows_grammars()
 
     @property
     def growth(self) -> Growth | None:

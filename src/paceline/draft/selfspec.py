@@ -139,10 +139,6 @@ class SelfDrafter(LevelDrafter):
     def runs_torch(self) -> bool:
         return self.view.backend.runs_torch
 
-    def _follows_grammars(self) -> bool:
-        # States of recurrent layers are kept for pending tokens and nodes alone.
-        return self.cache.states is None
-
     @property
     def growth(self) -> Growth | None:
         return self.view.backend.growth

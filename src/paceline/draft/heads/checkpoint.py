@@ -93,8 +93,8 @@ class Checkpoint:
         their device. Raises ModelLoadError unless they are its weights by name and shape."""
         weight = max(tensors.values(), key=torch.is_floating_point)  # the first one
         with torch.device("meta"):  # sizes of a damaged config may be more than memory holds
-            weights = self.made(make).state_dict()
-        expected = {key: list(value.shape) for key, value in weights.items()}
+            module = self.made(make)
+        expected = {key: list(value.shape) for key, value in module.state_dict().items()}
         actual = {key: list(value.shape) for key, value in tensors.items()}
         for key in sorted(expected.keys() | actual.keys()):
             if key not in actual:
@@ -108,9 +108,9 @@ class Checkpoint:
             raise ModelLoadError(
                 f"{self.title} {problem}; its config.json and weights do not belong together"
             )
-        with weight.device:
-            module = self.made(make)
-        module.load_state_dict(tensors)
+        # Copies: the file is mapped, and may be written to.
+        copies = {key: value.clone() for key, value in tensors.items()}
+        module.load_state_dict(copies, assign=True)
         return module.to(weight.dtype)
 
 

@@ -208,9 +208,6 @@ class FeatureDrafter(LevelDrafter):
         state.rows = keys[:shared]
         state.drop(max(0, shared - state.start))
 
-    def _follows_grammars(self) -> bool:
-        return self.cache.states is None
-
     def _with_run(self, tree: Growing, span: Span) -> Span:
         return span  # the target's features of what is forced are not known
 

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -141,17 +142,6 @@ def _found(model: str, layers: int) -> list[MtpWeight]:
     )
 
 
-class _MtpShape(NamedTuple):
-    """What the EAGLE drafter asks of a head's configuration."""
-
-    hidden_size: int
-    vocab_size: int
-    columns: int
-    feature_layers: tuple[int, ...]
-    max_positions: int
-    reduced: bool = False
-
-
 class MtpHead(nn.Module):
     """``model``: the decoder layer as a model of one layer, whose embedding and head are unused."""
 
@@ -159,8 +149,14 @@ class MtpHead(nn.Module):
         super().__init__()
         self.model, self._hidden_first = model, hidden_first
         self._decoder = model.hf.get_decoder()
-        vocab, size = target.vocab_size, target.hidden_size
-        self.config = _MtpShape(size, vocab, vocab, (target.num_layers,), target.max_positions)
+        size = target.hidden_size
+        self.config = SimpleNamespace(  # what the EAGLE drafter asks of a head's configuration
+            hidden_size=size,
+            columns=target.vocab_size,
+            feature_layers=(target.num_layers,),
+            max_positions=target.max_positions,
+            reduced=False,
+        )
         self.enorm, self.hnorm = (copy.deepcopy(self._decoder.norm) for _ in range(2))
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
 

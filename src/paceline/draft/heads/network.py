@@ -190,7 +190,8 @@ class AttendingHead(nn.Module):
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         try:
-            rotary = LlamaRotaryEmbedding(_llama(config))
+            with torch.device("cpu"):  # even if the head is on the meta device
+                rotary = LlamaRotaryEmbedding(_llama(config))
         except (KeyError, TypeError, ValueError):
             raise ConfigError(
                 f"it has rope_scaling {config.rope_scaling}, which the installed transformers does "

@@ -151,7 +151,8 @@ class LevelDrafter(ABC):
         return self._policy.depth(_DEEPEST) - 1 if self._follows_grammars() else 0
 
     def _follows_grammars(self) -> bool:
-        return False
+        # States of recurrent layers are kept for pending tokens and nodes alone.
+        return self.cache.states is None
 
     def _forced(self, item: Slice) -> Sequence[int] | None:
         """As in ``Policy.start``."""
