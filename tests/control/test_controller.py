@@ -359,7 +359,7 @@ def test_a_head_that_follows_has_read_what_was_prefilled_again() -> None:
     levels(control, [request])  # the same batch, at once
     assert all(draft.first == 0 for draft in control.drafts(request, "fake", 1))
     control.forget(0)
-    assert not control._read
+    assert not control.learner._read
 
 
 def test_a_target_step_is_linear_in_the_number_of_sequences() -> None:

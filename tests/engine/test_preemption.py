@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +69,8 @@ def holders(llm: LLM) -> list[object]:
     keepers = [*with_members(llm.engine.drafter), llm.engine.predictions, llm.engine.controller]
     if isinstance(llm.engine.controller, AdaptiveController):
         control = llm.engine.controller
-        keepers += [control._lookups, control.cost.acceptance]
+        decided = SimpleNamespace(**control._decided._asdict())
+        keepers += [control._lookups, control.learner, decided, control.cost.acceptance]
     return keepers
 
 
@@ -136,7 +138,7 @@ def test_the_controller_begins_anew_with_every_drafter(plain: LLM, team: bool) -
     def observed(commits: Sequence[Commit], out: ModelOutput) -> None:
         observe(commits, out)
         drafted.extend(commits)
-        for seq_id, read in engine.controller._read.items():  # type: ignore[attr-defined]
+        for seq_id, read in engine.controller.learner._read.items():  # type: ignore[attr-defined]
             state = model._states.get(seq_id)
             assert read.get(name, 0) <= (state.cached + 5 if state else 0)
 

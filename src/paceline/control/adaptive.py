@@ -3,7 +3,7 @@
 Every option of a step (no draft; a drafter and a draft length) has an expected goodput: tokens
 (acceptance.py) by seconds (cost.py). The best is taken (choice.py), from a process's first step on.
 Drafts that are made only to learn are paid for by a budget (exploration.py). Lookups cost nothing
-to follow, so they are known without being used (following.py).
+to follow, so they are known without being used (following.py). What steps teach: learning.py.
 Sources: HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.15141).
 """
 
@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from math import inf
 from time import perf_counter
-from typing import NamedTuple
 
-from paceline.control.acceptance import GOES_ON, expected_tokens, is_sampled, kind_of, levels_tried
+from paceline.control.acceptance import expected_tokens, is_sampled, kind_of
 from paceline.control.choice import choose, fixed_length, longer
 from paceline.control.controller import (
     MEASURING,
@@ -24,9 +23,10 @@ from paceline.control.controller import (
     Controller,
     Decision,
 )
-from paceline.control.cost import WARM, CostModel, DraftOption
+from paceline.control.cost import CostModel, DraftOption
 from paceline.control.exploration import ExplorationBudget
 from paceline.control.following import LookupFollower, Offers
+from paceline.control.learning import BatchDecision, StepLearner
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDrafter
@@ -35,24 +35,10 @@ from paceline.draft.collapse import CollapseWatch
 _HOLD = 4  # steps for which models' drafts of the same batch keep their lengths
 _HOLD_PLAIN = 8  # where nothing is drafted, so that nothing is learnt
 _WAIT = 32  # the same where nothing can be explored before either
-_LEARN = 4  # steps that are learnt from at once
-_YOUNG = 64  # steps after which that begins, and in which nothing is held
+_YOUNG = 64  # steps in which nothing is held, and each is learnt from at once
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of several sequences' drafts, and what a lookup found
-
-
-class _Step(NamedTuple):
-    """A step that is yet to be learnt from."""
-
-    made: Mapping[int, DraftOption]  # by sequence
-    explores: bool
-    fixed: bool  # a request's own length was among them
-    tells: bool  # of one without drafts: whether its time is learnt from
-    cold: bool  # soon after a drafter's passes
-    commits: Sequence[Commit]
-    seconds: float
-    drafting: float | None
 
 
 class AdaptiveController(Controller):
@@ -78,19 +64,14 @@ class AdaptiveController(Controller):
         self._default = next(iter(self.members), "")
         self._fair, self._watch = fair, watch or CollapseWatch()
         self._lookups = LookupFollower(lookups or {}, cost)
+        self.learner = StepLearner(cost, self.budget, self._lookups.drafters)
         self._step = 0
         self._until, self._hold = 0, 1  # the step of the next decision; steps that the last holds
         self._latest = 0  # the step at which all is decided anew, whatever the budget
         self._ids: list[int] = []
         self._choices: list[Decision] = []
-        self._made: dict[int, DraftOption] = {}  # by sequence: what was decided on
-        self._explores = self._fixed = self._measures = False
+        self._decided = BatchDecision()
         self._needed = 0.0  # seconds of the budget from which something is explored
-        self._since_passes = WARM  # steps since a drafter ran a model, or a prompt was read
-        self._seen: list[_Step] = []
-        self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
-
-    # -- deciding ----------------------------------------------------------------------------------
 
     def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Decision]:
         self._step += 1
@@ -100,9 +81,7 @@ class AdaptiveController(Controller):
         asked = perf_counter()
         stands = ids == self._ids and self._step < self._until and self._have_room(seqs)
         if offers or not stands:
-            at_once = self._explores or self._measures or self._step <= _YOUNG
-            if at_once or len(self._seen) >= _LEARN:
-                self._learn_all()
+            self.learner.learn(at_once=self._step <= _YOUNG)
             saves = self._step < self._latest and self.budget.seconds < self._needed
             if saves and ids == self._ids and not offers:
                 self._until = self._step + _HOLD_PLAIN  # what could be explored is too dear still
@@ -114,7 +93,7 @@ class AdaptiveController(Controller):
 
     def _have_room(self, seqs: Sequence[SequenceState]) -> bool:
         """Whether the drafts that are held leave a token of each sequence to the target."""
-        made = self._made
+        made = self._decided.drafts
         return all(seq.remaining > made[seq.seq_id].length for seq in seqs if seq.seq_id in made)
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
@@ -133,13 +112,13 @@ class AdaptiveController(Controller):
         self, ids: list[int], seqs: Sequence[SequenceState], offers: Mapping[int, Offers]
     ) -> None:
         batch, same = len(seqs), ids == self._ids
-        self._fixed = any(seq.params.draft_length is not None for seq in seqs)
+        fixed = any(seq.params.draft_length is not None for seq in seqs)
         self._ids, self._choices = ids, [Decision(0, None, NOT_ASKED)] * batch
         none = DraftOption(None, 0, 0.0, 1.0, self.cost.rest(batch) / batch)
         undecided: list[int] = []
         options: list[list[DraftOption]] = []
         for index, seq in enumerate(seqs):
-            self._tokens_read(seq)
+            self.learner.tokens_read(seq)
             asked, offered = seq.params.draft_length, offers.get(seq.seq_id, {})
             if asked is not None and seq.params.may_draft:
                 ways = self._options(seq, batch, offered)
@@ -147,39 +126,39 @@ class AdaptiveController(Controller):
             elif seq.params.may_draft:
                 undecided.append(index)
                 options.append([none, *self._options(seq, batch, offered, that_may_pay=True)])
-        chosen, self._explores, self._needed = [none] * len(options), False, 0.0
+        chosen, explores, self._needed = [none] * len(options), False, 0.0
         if options:
-            chosen = self._select(batch, options, [seqs[index] for index in undecided])
+            chosen, explores = self._select(batch, options, [seqs[index] for index in undecided])
         gain = max((draft.gain / draft.seconds for draft in chosen), default=0.0)
-        self._measures = self.cost.wants_plain(batch, gain * none.seconds)
-        if self._measures:
-            chosen, self._explores = [none] * len(options), False
+        measures = self.cost.wants_plain(batch, gain * none.seconds)
+        if measures:
+            chosen, explores = [none] * len(options), False
+        made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
+        self._decided = BatchDecision(made, explores, measures, fixed)
         for index, draft in zip(undecided, chosen, strict=True):
             draftable = ids[index] in offers or bool(self._models(seqs[index]))
             self._choices[index] = self._decision(draft, none, draftable)
-        self._made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
         self._hold = self._holds(same)
         self._until = self._step + self._hold
-        waits = not (self._made or self._measures or self._fixed)
+        waits = not (made or measures or fixed)
         self._latest = self._step + _WAIT * waits
-
-    def _runs_model(self, draft: DraftOption) -> bool:
-        return not self.cost.drafters[draft.name].costless
 
     def _decision(self, draft: DraftOption, none: DraftOption, draftable: bool) -> Decision:
         if draft.length:
             speedup = draft.gain / draft.seconds * none.seconds
-            reason = "exploration" if self._explores else ""
+            reason = "exploration" if self._decided.explores else ""
             return Decision(draft.length, draft.name, reason, speedup)
-        reason = MEASURING if self._measures else NOT_WORTH_IT if draftable else NOTHING_FOUND
-        return Decision(0, None, reason)
+        if self._decided.measures:
+            return Decision(0, None, MEASURING)
+        return Decision(0, None, NOT_WORTH_IT if draftable else NOTHING_FOUND)
 
     def _holds(self, same: bool) -> int:
         """Steps for which a decision stands, where no lookup finds anything: 1, 2, 4."""
-        if not self._made:
-            return 1 if self._measures else _HOLD_PLAIN
-        models = all(map(self._runs_model, self._made.values()))
-        stays = same and models and not self._explores and self._step > _YOUNG
+        made, explores, measures, _ = self._decided
+        if not made:
+            return 1 if measures else _HOLD_PLAIN
+        models = not any(self.cost.drafters[draft.name].costless for draft in made.values())
+        stays = same and models and not explores and self._step > _YOUNG
         return min(2 * self._hold, _HOLD) if stays else 1
 
     def _options(
@@ -226,9 +205,9 @@ class AdaptiveController(Controller):
         rates = cost.acceptance.rates(seq.seq_id, name, kind, sampled, lengths[-1])
         expected = expected_tokens(([1.0] * certain + rates)[: lengths[-1]])
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
-        unread = len(seq.tokens) - 1 - self._tokens_read(seq)[name] if costs.reads else 0
+        unread = len(seq.tokens) - 1 - self.learner.tokens_read(seq)[name] if costs.reads else 0
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0
-        first += 0.0 if costs.costless else self._aftermath(batch) / batch
+        first += 0.0 if costs.costless else self.learner.aftermath(batch) / batch
         fill, nodes, tokens = 1.0, by_length or (), min(left, _HORIZON)
         if by_length:
             table = [cost.rest(batch, by_length[n]) / batch for n in lengths]
@@ -243,40 +222,26 @@ class AdaptiveController(Controller):
             options.append(DraftOption(name, n, fill * nodes[n], gains[n], *price))
         return options
 
-    def _tokens_read(self, seq: SequenceState) -> dict[Hashable, int]:
-        """By each drafter that must read a text before it drafts. One that follows the prefill has
-        seen what a sequence came with."""
-        if seq.seq_id not in self._read:
-            known = {n: costs.follows for n, costs in self.cost.drafters.items() if costs.reads}
-            self._read[seq.seq_id] = {n: len(seq.tokens) * follows for n, follows in known.items()}
-        return self._read[seq.seq_id]
-
-    def _aftermath(self, batch: int) -> float:
-        """Seconds that the plain steps behind a drafter's passes take longer than others in all."""
-        return self.cost.coldness(batch) * min(self._since_passes, WARM)
-
     def _select(
         self, batch: int, options: Sequence[list[DraftOption]], seqs: Sequence[SequenceState]
-    ) -> list[DraftOption]:
-        """The options with the most goodput, or, where that is no draft, drafts to learn from.
+    ) -> tuple[list[DraftOption], bool]:
+        """The options with the most goodput; or, with true, drafts to learn from.
         Start-up measures one sequence best: a model's first drafts for several are exploration."""
         best = choose(self.cost, batch, options, self._fair)
         self._needed = 0.0 if self.budget.seconds <= 0 else inf
         if self.budget.seconds > 0 and (more := longer(self.cost, batch, options, best)):
-            self._explores = True
-            return more
+            return more, True
         names = dict.fromkeys(draft.name for draft in best if draft.length)
         used = [name for name in names if batch > 1 and not self.cost.drafters[name].costless]
         unseen = [name for name in used if not self.cost.longest_seen(name, batch)]
         models = dict.fromkeys(name for seq in seqs for name in self._models(seq))
         for name in (unseen if names else models) if self.budget.seconds > 0 else ():
             if drafts := self._exploration(name, batch, options, seqs):
-                self._explores = True
-                return drafts
+                return drafts, True
         if unseen:
             seen = [[d for d in ways if d.name not in unseen] or ways for ways in options]
             best = choose(self.cost, batch, seen, self._fair)
-        return best
+        return best, False
 
     def _exploration(
         self,
@@ -308,92 +273,20 @@ class AdaptiveController(Controller):
             return []
         return [drafts.get(index, ways[0]) for index, ways in enumerate(options)]
 
-    # -- learning ----------------------------------------------------------------------------------
-
     def observe(
         self, commits: Sequence[Commit], seconds: float, drafting: float | None = None
     ) -> None:
-        """Steps are learnt from some at a time: between two forwards this code is not in the
-        processor's caches any more (48 microseconds a step one by one, 9 together)."""
-        if self._explores:
-            self.budget.spend(self._aftermath(len(commits)))
-        cold = self._fixed or any(map(self._runs_model, self._made.values()))
-        cold = cold or any(commit.scheduled > 1 for commit in commits)
-        self._since_passes = 0 if cold else self._since_passes + 1
-        if self._made:
-            self._lookups.earn(commits, self._made, seconds)
-        tells = self._measures or (self._since_passes > 0 and self._step % 4 == 0)
-        what = self._made, self._explores, self._fixed, tells, self._since_passes < WARM
-        self._seen.append(_Step(*what, commits, seconds, drafting))
-
-    def _learn_all(self) -> None:
-        while self._seen:
-            self._learn_step(self._seen.pop(0))
-
-    def _learn_step(self, step: _Step) -> None:
-        batch, cost, commits = len(step.commits), self.cost, step.commits
-        plain = cost.rest(batch)
-        self.budget.earn(step.seconds, plain, batch)
-        if not step.made:
-            if step.tells:
-                is_measure = not step.fixed and all(commit.scheduled == 1 for commit in commits)
-                cost.learn_plain(batch, step.seconds if is_measure else None, step.cold)
-            return
-        tried = [commit for commit in commits if commit.drafted and commit.seq_id in step.made]
-        unread = sum(self._learn(commit, step.made[commit.seq_id], batch) for commit in tried)
-        levels: dict[Hashable, list[int]] = {}
-        for commit in commits:
-            if (draft := step.made.get(commit.seq_id)) is not None:
-                ended = cost.drafters[draft.name].ends_early
-                length = min(draft.length, commit.levels) if ended else draft.length
-                levels.setdefault(draft.name, []).append(length)
-        for name, lengths in levels.items():
-            cost.note(name, batch, max(lengths))
-        if step.fixed or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
-            return  # a step that prefills is no measure
-        passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}
-        nodes = sum(commit.drafted for commit in commits) / batch
-        foreseen = cost.drafting(batch, passes)
-        if step.explores:
-            # One hiccup is not what was learnt: it counts with what was foreseen and half a step.
-            most = cost.rest(batch, nodes) + foreseen + 0.5 * plain
-            gained = plain * min(len(commit.tokens) for commit in commits)
-            self.budget.spend(min(step.seconds, most) - gained)
-        if unread <= 4 * batch:
-            cost.learn_drafts(batch, nodes, step.seconds, step.drafting, passes)
-        elif len(passes) == 1 and step.drafting is not None:
-            cost.learn_reading(next(iter(passes)), max(step.drafting - foreseen, 0.0), unread)
-
-    def _learn(self, commit: Commit, draft: DraftOption, batch: int) -> int:
-        """What a draft showed. Returns the tokens that the drafter had to read for it."""
-        name, costs = draft.name, self.cost.drafters[draft.name]
-        length = min(draft.length, costs.longest)
-        known = draft.certain  # nothing is learnt from what was forced
-        if costs.ends_early:
-            more = self.cost.acceptance.everyone(name, GOES_ON)
-            more.record(min(commit.levels + 1, length) - known, max(commit.levels - known, 0))
-        full = commit.levels if costs.ends_early else length
-        self.cost.record_fill(name, batch, commit.drafted, full)
-        if name not in self._lookups.drafters:
-            reached = levels_tried(commit, length) - known
-            if reached > 0:
-                record = self.cost.acceptance.record
-                accepted = len(commit.path) - known
-                record(commit.seq_id, name, reached, accepted, sampled=draft.sampled)
-        if not costs.reads or commit.seq_id not in self._read:
-            return 0
-        read, end = self._read[commit.seq_id], commit.position + commit.scheduled
-        unread = max(0, end - 1 - read[name])
-        read[name] = end + len(commit.path)
-        return unread
+        if self._decided.drafts:
+            self._lookups.earn(commits, self._decided.drafts, seconds)
+        self.learner.observe(self._decided, commits, seconds, drafting)
 
     def forget(self, seq_id: int) -> None:
-        self._learn_all()
+        self._lookups.forget(seq_id)
+        self.learner.forget(seq_id)
         if seq_id in self._ids:  # a plain decision for the others stands
             del self._choices[self._ids.index(seq_id)]
             self._ids.remove(seq_id)
-        self._until = 0 if self._made else self._until
-        self._made = {key: made for key, made in self._made.items() if key != seq_id}
-        self._read.pop(seq_id, None)
-        self._lookups.forget(seq_id)
-        self.cost.acceptance.forget(seq_id)
+        made = self._decided.drafts
+        self._until = 0 if made else self._until
+        left = {key: draft for key, draft in made.items() if key != seq_id}
+        self._decided = self._decided._replace(drafts=left)
