@@ -80,8 +80,9 @@ def test_auto_dtype_and_device() -> None:
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(ConfigError, match="int3"):
         resolve_dtype("int3", cpu)
-    with pytest.raises(ConfigError, match="teapot"):
-        resolve_device("teapot")
+    for unknown in ("teapot", "mps", "meta"):  # torch knows two of them
+        with pytest.raises(ConfigError, match=f"'{unknown}' is not known; use auto, cpu"):
+            resolve_device(unknown)
     with pytest.raises(ConfigError, match="CUDA devices"):
         resolve_device("cuda:99")
 
@@ -104,6 +105,17 @@ def test_folder_without_config(folder: Path) -> None:
 def test_damaged_config(folder: Path) -> None:
     (folder / "config.json").write_text("{", encoding="utf-8")
     fails(ModelLoadError, folder, "not valid JSON")
+
+
+@pytest.mark.parametrize("ids", ["x", ["x"], 2.5])
+def test_end_tokens_that_are_none(folder: Path, ids: object) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    fails(ModelLoadError, folder, "eos_token_id", "correct its generation_config.json")
+
+
+def test_a_cache_without_memory() -> None:
+    with pytest.raises(CacheMemoryError, match="no memory on cpu for a cache of 131,072,000,000,"):
+        PagedCache([(1, 8, 8)], 10**12, 2048, torch.float32, "cpu")
 
 
 def test_unknown_architecture(folder: Path) -> None:

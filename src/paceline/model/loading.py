@@ -123,9 +123,9 @@ def resolve_device(device: Device) -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError:
-        raise ConfigError(
-            f"device {str(device)!r} is not known; use auto, cpu, cuda or cuda:N"
-        ) from None
+        resolved = torch.device("meta")
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {str(device)!r} is not known; use auto, cpu, cuda or cuda:N")
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device {resolved} asked for, but PyTorch sees {torch.cuda.device_count()} CUDA "

@@ -15,7 +15,7 @@ from paceline.core.bound import bound
 from paceline.core.memory import free_memory, limit_threads
 from paceline.core.stages import info, warn
 from paceline.core.transfer import Staging
-from paceline.errors import ConfigError, PacelineError, UnsupportedModelError
+from paceline.errors import ConfigError, ModelLoadError, PacelineError, UnsupportedModelError
 from paceline.files import FileStamp
 from paceline.kernels.compile import is_off
 from paceline.model.backends.base import (
@@ -336,12 +336,16 @@ def _naming_the_cause(hf: Any, name: str) -> Iterator[None]:
 
 
 def _eos_ids(hf: Any, config: Any) -> frozenset[int]:
-    """End-of-sequence ids of the generation config, else of the model's."""
+    """End-of-sequence ids of the generation config, else of the model's. Raises ModelLoadError."""
     generation = getattr(hf, "generation_config", None)
     for source in (generation, config):
         ids = getattr(source, "eos_token_id", None)
-        if isinstance(ids, int):
-            return frozenset((ids,))
-        if ids:
-            return frozenset(ids)
+        listed = [ids] if isinstance(ids, int) else ids or []
+        if not isinstance(listed, list) or not all(isinstance(token, int) for token in listed):
+            raise ModelLoadError(
+                f"the eos_token_id of {hf.name_or_path} is {ids!r}; it must be a token's id or a "
+                "list of ids: correct its generation_config.json"
+            )
+        if listed:
+            return frozenset(listed)
     return frozenset()

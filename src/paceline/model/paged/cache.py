@@ -20,6 +20,7 @@ import torch
 from paceline.core import transfer
 from paceline.core.batch import Batch, Span
 from paceline.core.transfer import to_device
+from paceline.errors import CacheMemoryError
 from paceline.model.paged.blocks import BlockPool, prefix_digest
 from paceline.model.paged.int8 import stored_width
 from paceline.model.paged.states import StateStore
@@ -68,7 +69,8 @@ class PagedCache:
     their content, by any sequence that begins alike. ``rope_switch``: keys of a sequence with more
     tokens are rotated otherwise (longrope). A sequence is admitted as short or as long and stays
     so. Short and long ones share no blocks, nor do those with different adapters. ``states`` of
-    recurrent layers go the same way; a prefix is shared up to a block whose state is kept."""
+    recurrent layers go the same way; a prefix is shared up to a block whose state is kept. Raises
+    CacheMemoryError if the device has no memory for it."""
 
     def __init__(
         self,
@@ -90,10 +92,16 @@ class PagedCache:
         parts = [(heads, stored_width(w, dtype)) for heads, *widths in shapes for w in widths]
         # Layers of one size in one tensor: rows of all are copied at once. Zeros, not empty: padded
         # gathers read unwritten slots, and NaN * 0 is NaN.
-        self._stacks = {
-            size: torch.zeros(count, slots, *size, dtype=dtype, device=device)
-            for size, count in Counter(parts).items()
-        }
+        try:
+            self._stacks = {
+                size: torch.zeros(count, slots, *size, dtype=dtype, device=device)
+                for size, count in Counter(parts).items()
+            }
+        except RuntimeError as error:  # of torch's allocators
+            taken = slots * bytes_per_token(shapes, dtype)
+            raise CacheMemoryError(
+                f"no memory on {device} for a cache of {taken:,} bytes; lower kv_cache_memory"
+            ) from error
         layers = {size: iter(stack) for size, stack in self._stacks.items()}
         tensors = [next(layers[size]) for size in parts]
         self._layers = list(zip(tensors[::2], tensors[1::2], strict=True))
