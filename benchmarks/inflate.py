@@ -38,7 +38,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import ModelLoadError, PacelineError
-from paceline.files import cache_folder, folder_aside
+from paceline.files import atomic_folder, cache_folder
 from paceline.model.names import resolve as named
 
 FORMAT = 4  # part of the fingerprint: raise it when the files written here change
@@ -238,7 +238,7 @@ def write_once(
     folder = Path(out).expanduser() if out else cache_folder() / "inflated" / name
     marker = folder / MARKER
     if not (marker.is_file() and marker.read_text() == mark):
-        with folder_aside(folder, "the inflated checkpoint") as aside:
+        with atomic_folder(folder, "the inflated checkpoint") as aside:
             write(aside)
             (aside / MARKER).write_text(mark)
     return folder

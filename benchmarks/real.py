@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import inflate
-from paceline.files import cache_folder, folder_aside
+from paceline.files import atomic_folder, cache_folder
 
 NAME = "smollm2"
 TARGET = "paceline/smollm2"
@@ -61,7 +61,7 @@ def perturbed(folder: Path) -> Path:
     digest = hashlib.sha256(mark.encode()).hexdigest()[:12]
     out = cache_folder() / "perturbed" / f"{folder.name}-{digest}"
     if not (out / "config.json").is_file():
-        with folder_aside(out, "the perturbed model") as partial:
+        with atomic_folder(out, "the perturbed model") as partial:
             for file in folder.iterdir():
                 if file.is_file() and file != weights and not file.name.startswith("."):
                     shutil.copy2(file, partial / file.name)

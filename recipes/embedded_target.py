@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from paceline.cli.options import Command, expand
 from paceline.cli.train import RunningOptions, train
 from paceline.core.stages import stage
-from paceline.files import folder_aside
+from paceline.files import atomic_folder
 from paceline.model.loading import load_tokenizer
 from paceline.settings import changed, setting
 from paceline.train.chat import conversation_of
@@ -113,7 +113,7 @@ class TargetTrainer(DraftTrainer):
                 files = (Records(s.path, self.config.exclude_licenses) for s in self.sources)
                 texts = filter(None, map(own_text, chain.from_iterable(files)))
                 tokenizer = train_tokenizer(texts, self.config.vocab_size)
-            with folder_aside(folder, "the tokenizer") as partial:
+            with atomic_folder(folder, "the tokenizer") as partial:
                 tokenizer.save_pretrained(partial)
         self.tokenizer = tokenizer if own is None else load_tokenizer(str(own))
         self.begin()

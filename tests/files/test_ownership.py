@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from embedded_target import TargetTrainer
 from paceline.cli.main import app
 from paceline.errors import WriteError
-from paceline.files import folder_aside
+from paceline.files import atomic_folder
 from paceline.files.ownership import MANIFEST, claim, force, is_claimed, is_signed, signed
 from paceline.kernels import compile as kernels
 from paceline.lab.export import export
@@ -34,7 +34,7 @@ def nothing_forced() -> Iterator[None]:
 
 
 def model(folder: Path, number: int) -> None:
-    with folder_aside(folder / "model", "the model") as partial:
+    with atomic_folder(folder / "model", "the model") as partial:
         (partial / "deep").mkdir()
         (partial / "deep" / "weights").write_text(str(number))
 

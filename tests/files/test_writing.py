@@ -16,11 +16,11 @@ import pytest
 from paceline.errors import ConfigError, DataError, WriteError
 from paceline.files import (
     LongRecord,
-    check_place,
-    folder_aside,
+    atomic_folder,
+    atomic_write,
+    check_writable,
     replace_files,
     replace_text,
-    write_aside,
 )
 from paceline.files.ownership import MANIFEST
 from support.full_disk import PLACES, content_of, full_disk, no_space, small_files
@@ -36,7 +36,7 @@ def place(tmp_path: Path) -> Path:
 def test_a_file_is_there_only_when_it_is_whole(place: Path) -> None:
     file = place / "file"
     file.write_bytes(b"old")
-    with write_aside(file, "the file", None) as sink:
+    with atomic_write(file, "the file", None) as sink:
         sink.write(b"new")
         assert file.read_bytes() == b"old"
     assert content_of(place) == {"file": b"new"}
@@ -44,7 +44,7 @@ def test_a_file_is_there_only_when_it_is_whole(place: Path) -> None:
 
 def test_an_error_of_the_caller_leaves_the_old_file_and_nothing_else(place: Path) -> None:
     (place / "file").write_bytes(b"old")
-    with pytest.raises(ZeroDivisionError), write_aside(place / "file", "the file", None) as sink:
+    with pytest.raises(ZeroDivisionError), atomic_write(place / "file", "the file", None) as sink:
         sink.write(b"new")
         _ = 1 / 0
     assert content_of(place) == {"file": b"old"}
@@ -105,14 +105,14 @@ def test_of_several_files_all_stay_if_a_rename_fails(
 def test_a_folder_is_replaced_as_a_whole(place: Path) -> None:
     folder = place / "model"
     for text in ("old", "new"):
-        with folder_aside(folder, "the model") as partial:
+        with atomic_folder(folder, "the model") as partial:
             (partial / text).write_text(text)
     assert content_of(place).keys() == {"model/new", f"model/{MANIFEST}"}
     assert content_of(place)["model/new"] == b"new"
 
 
 def fill(folder: Path, name: str) -> None:
-    with folder_aside(folder, "the model") as partial:
+    with atomic_folder(folder, "the model") as partial:
         (partial / name).write_text(name)
 
 
@@ -156,7 +156,7 @@ def test_a_folder_that_a_killed_process_left_half_way(place: Path) -> None:
     for name in (f"{ended()}-0.old", f"{ended()}-ab-1.partial", f"{os.getppid()}-0-0.partial"):
         (place / f".model.{name}").mkdir()
         (place / f".model.{name}" / "old").write_text("old")
-    with pytest.raises(ZeroDivisionError), folder_aside(place / "new", "the model"):
+    with pytest.raises(ZeroDivisionError), atomic_folder(place / "new", "the model"):
         _ = 1 / 0
     with pytest.raises(WriteError, match=r"holds files .*: old \(3 bytes\)"):
         fill(place / "model", "new")
@@ -188,7 +188,7 @@ def test_libraries_that_hide_why_they_failed(place: Path) -> None:
     with small_files(4096):
         with (
             pytest.raises(WriteError, match="File too large"),
-            write_aside(place / "x.pt", "the state", None) as sink,
+            atomic_write(place / "x.pt", "the state", None) as sink,
         ):
             torch.save(weights, sink)
         for write in (
@@ -197,7 +197,7 @@ def test_libraries_that_hide_why_they_failed(place: Path) -> None:
         ):
             with (
                 pytest.raises(WriteError, match="File too large"),
-                folder_aside(place / "model", "the model") as partial,
+                atomic_folder(place / "model", "the model") as partial,
             ):
                 write(partial)
     assert content_of(place) == {}
@@ -214,11 +214,11 @@ def test_places_that_cannot_be_written(place: Path) -> None:
 
 
 def test_a_place_is_tried_before_the_work(place: Path) -> None:
-    check_place(place / "no" / "model", "the model")
-    check_place("/dev/null", "the report")
+    check_writable(place / "no" / "model", "the model")
+    check_writable("/dev/null", "the report")
     (place / "file").touch()
     with pytest.raises(WriteError, match="Not a directory"):
-        check_place(place / "file" / "no" / "x", "the file")
+        check_writable(place / "file" / "no" / "x", "the file")
     assert content_of(place) == {"file": b""}
 
 
@@ -278,8 +278,8 @@ def test_a_killed_writer_leaves_the_old_file(place: Path) -> None:
     file = place / "file"
     file.write_text("old")
     code = (
-        "import os, signal, sys\nfrom paceline.files import write_aside\n"
-        "with write_aside(sys.argv[1], 'it', None) as sink:\n"
+        "import os, signal, sys\nfrom paceline.files import atomic_write\n"
+        "with atomic_write(sys.argv[1], 'it', None) as sink:\n"
         "    sink.write(b'new')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(file)], check=False)
@@ -367,7 +367,7 @@ def test_records_until_the_disk_was_full_are_kept(place: Path) -> None:
 # -- nothing is written in another way -------------------------------------------------------------
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
-# Into a folder that ``folder_aside`` puts in its place, or never over anything.
+# Into a folder that ``atomic_folder`` puts in its place, or never over anything.
 FREE = {
     ("files/ownership.py", "write_text"),  # the manifest of a folder that is just being made
     ("train/trainer.py", "save_pretrained"),

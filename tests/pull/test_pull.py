@@ -15,7 +15,7 @@ import pytest
 
 from paceline import ConfigError, ModelLoadError
 from paceline.errors import WriteError
-from paceline.files import cache_folder, folder_aside
+from paceline.files import atomic_folder, cache_folder
 from paceline.files.ownership import MANIFEST, claim
 from paceline.model.names import (
     MARKER,
@@ -273,7 +273,7 @@ def test_what_is_interrupted_is_no_model(
 @pytest.mark.usefixtures("downloaded")
 def test_half_a_model_is_none(entry: Pullable) -> None:
     """A killed process leaves a folder beside the model's; weights that were cut do not count."""
-    with pytest.raises(RuntimeError), folder_aside(model_folder(entry), "it") as folder:
+    with pytest.raises(RuntimeError), atomic_folder(model_folder(entry), "it") as folder:
         (folder / "model.safetensors").write_bytes(b"half")
         raise RuntimeError("killed")
     assert pulled(entry) is None

@@ -19,7 +19,7 @@ from paceline.cli.output import (
 )
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PromptError
-from paceline.files import check_place
+from paceline.files import check_writable
 from paceline.lab.bench import BenchOptions, PromptOptions
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
@@ -209,7 +209,7 @@ class TuneRun(RunOptions):
             raise ConfigError(
                 f"{out} exists already; give --force to overwrite it, or another --out"
             )
-        check_place(path, "the tuned settings", is_tuned)
+        check_writable(path, "the tuned settings", is_tuned)
 
 
 @expand

@@ -77,7 +77,7 @@ class FileStamp:
 
 
 @contextmanager
-def write_aside(
+def atomic_write(
     path: str | Path,
     what: str,
     proof: Proof | None,
@@ -92,7 +92,7 @@ def write_aside(
     if previous is not None:
         check_file(previous, what, proof)
     aside = _Aside(Path(path))
-    with telling(what, path), aside:
+    with write_errors(what, path), aside:
         with aside.open(durable) as sink:
             yield sink
         aside.put(keep=previous)
@@ -100,27 +100,27 @@ def write_aside(
 
 @contextmanager
 def write_cached(file: Path, folder: Path, what: str) -> Iterator[IO[bytes]]:
-    """Write a file that can be made again, in a folder of such files; see ``write_aside``."""
-    with telling(what, file):
+    """Write a file that can be made again, in a folder of such files; see ``atomic_write``."""
+    with write_errors(what, file):
         claim(folder)
         file.parent.mkdir(exist_ok=True)
-    with write_aside(file, what, lambda path: is_claimed(folder), durable=False) as sink:
+    with atomic_write(file, what, lambda path: is_claimed(folder), durable=False) as sink:
         yield sink
 
 
 def replace_files(contents: Mapping[Path, bytes], what: str, proof: Proof | None) -> None:
-    """Write several files in order, all or none. Arguments and errors as of ``write_aside``."""
+    """Write several files in order, all or none. Arguments and errors as of ``atomic_write``."""
     for path in contents:
         check_file(path, what, proof)
     with ExitStack() as stack:
         asides = [stack.enter_context(_Aside(path)) for path in contents]
         for aside, (path, content) in zip(asides, contents.items(), strict=True):
-            with telling(what, path), aside.open(True) as sink:
+            with write_errors(what, path), aside.open(True) as sink:
                 sink.write(content)
         # All are on the disk now. If a renaming fails, those done before are undone.
         for number, aside in enumerate(asides):
             try:
-                with telling(what, aside.path):
+                with write_errors(what, aside.path):
                     aside.put(keep=aside.old if len(asides) > 1 else None)
             except WriteError:
                 for done in asides[:number]:
@@ -138,7 +138,7 @@ def replace_in(
 ) -> None:
     """Write files into a folder, all or none, and into its manifest. Raises WriteError, also for
     files of these names that the manifest does not prove; ``damaged`` as of ``check_folder``."""
-    with telling(what, folder):
+    with write_errors(what, folder):
         folder.mkdir(parents=True, exist_ok=True)
     check_names(folder, list(contents), what, damaged)
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
@@ -169,7 +169,7 @@ def json_object(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def filled(template: Path, **values: Any) -> str:
+def render_template(template: Path, **values: Any) -> str:
     """A template of this package (Jinja) with values; in HTML they are text, and no tags."""
     from jinja2 import Environment
 
@@ -183,14 +183,14 @@ def filled(template: Path, **values: Any) -> str:
 
 
 @contextmanager
-def folder_aside(path: str | Path, what: str, damaged: bool = False) -> Iterator[Path]:
+def atomic_folder(path: str | Path, what: str, damaged: bool = False) -> Iterator[Path]:
     """Fill the given folder in the block; it becomes ``path`` if the block ends without an error.
     An old folder is replaced if its manifest proves every file in it; ``damaged`` as of
     ``check_folder``. Raises WriteError."""
     aside = _Aside(path)
     clear_killed(aside.path)
     check_folder(path, what, damaged)
-    with telling(what, path), aside:
+    with write_errors(what, path), aside:
         aside.partial.mkdir(parents=True)
         yield aside.partial
         write_manifest(aside.partial)
@@ -203,7 +203,7 @@ def folder_aside(path: str | Path, what: str, damaged: bool = False) -> Iterator
 
 
 @contextmanager
-def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
+def write_errors(what: str, path: str | Path, more: str = "") -> Iterator[None]:
     """Errors of writing in the block become a WriteError that ends with ``more``."""
     try:
         yield
@@ -225,7 +225,7 @@ def telling(what: str, path: str | Path, more: str = "") -> Iterator[None]:
         raise WriteError(f"cannot write {what} {path}: {reason}; {advice}{more}") from None
 
 
-def check_place(path: str | Path, what: str, proof: Proof | None = None) -> None:
+def check_writable(path: str | Path, what: str, proof: Proof | None = None) -> None:
     """Raises WriteError if a file with this ``proof``, or without one a folder, cannot be made or
     may not be replaced, before the work whose result it is. Folders above it may be missing."""
     path, shown = Path(path).absolute(), path
@@ -235,7 +235,7 @@ def check_place(path: str | Path, what: str, proof: Proof | None = None) -> None
         check_folder(shown, what)
     else:
         check_file(shown, what, proof)
-    with telling(what, shown), TemporaryFile(dir=next(p for p in path.parents if p.exists())):
+    with write_errors(what, shown), TemporaryFile(dir=next(p for p in path.parents if p.exists())):
         pass
 
 
@@ -252,7 +252,7 @@ class LongRecord:
 
     def __enter__(self) -> LongRecord:
         check_file(self._path, self._what, lambda _: False)
-        with telling(self._what, self._path):
+        with write_errors(self._what, self._path):
             size = self.partial.stat().st_size if self.partial.exists() else 0
             stored = self._key_file.read_text("utf-8") if self._key_file.is_file() else ""
             if size and stored != self._key:
@@ -280,7 +280,7 @@ class LongRecord:
     def add(self, line: str) -> None:
         """Raises WriteError."""
         content = memoryview(line.encode("utf-8") + b"\n")
-        with telling(self._what, self._path, self._left):
+        with write_errors(self._what, self._path, self._left):
             while content:
                 content = content[self._file.write(content) :]
         self.lines += 1
@@ -294,7 +294,7 @@ class LongRecord:
         with self._file:
             if kind is None:
                 check_file(self._path, self._what, lambda _: False)  # made since the block began
-                with telling(self._what, self._path, self._left):
+                with write_errors(self._what, self._path, self._left):
                     os.fsync(self._file.fileno())
                     os.replace(self.partial, self._path)
                 self._key_file.unlink(missing_ok=True)

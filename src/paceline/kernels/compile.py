@@ -27,7 +27,7 @@ from filelock import FileLock
 
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
-from paceline.files import cache_folder, folder_aside
+from paceline.files import atomic_folder, cache_folder
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
 PREBUILT = SOURCES.with_name("prebuilt")  # in a platform wheel, by the hash of the sources
@@ -197,7 +197,7 @@ def _build(compiler: str, folder: Path, machine: str, optional: Set[str] = froze
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = [into for made in pool.map(build, parts) for into in made]
-        with folder_aside(folder, "the native kernels", damaged=True) as partial:
+        with atomic_folder(folder, "the native kernels", damaged=True) as partial:
             _run([compiler, *_LINKED, *objects, "-o", str(partial / _LIBRARY)])
     seconds = time.perf_counter() - began
     info(f"built the native kernels with {compiler} in {seconds:.0f} s; kept in {folder}")

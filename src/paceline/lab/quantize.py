@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
-from paceline.files import check_place, filled, folder_aside
+from paceline.files import atomic_folder, check_writable, render_template
 from paceline.lab.perplexity import EVALUATED, Perplexity, perplexity, read_windows, shipped_windows
 from paceline.lab.report.document import Table
 from paceline.lab.report.render import as_table
@@ -93,7 +93,7 @@ def quantize(
     read. ``evaluate``: text for the perplexity, else the calibration file's other documents. Raises
     PacelineError: an unknown model, one that is quantised already, text without use, a folder that
     cannot be written or holds files that Paceline did not write."""
-    check_place(out, "the quantised model")  # before the minutes of work
+    check_writable(out, "the quantised model")  # before the minutes of work
     with stage(f"loading {name}"):
         hf = load_module(name, torch.float32, "cpu", attention="sdpa")
         tokenizer = load_tokenizer(name)
@@ -108,8 +108,8 @@ def quantize(
     kind = "nearest" if read is None else "GPTQ"
     text = (evaluate or calibrate or Path("shipped")).name
     report = QuantizeReport(name, str(out), scheme, kind, text, before, after, rounded)
-    card = filled(_CARD, report=report, table=as_table(report.table()), method=METHOD)
-    with stage(f"writing {out}"), folder_aside(out, "the quantised model") as folder:
+    card = render_template(_CARD, report=report, table=as_table(report.table()), method=METHOD)
+    with stage(f"writing {out}"), atomic_folder(out, "the quantised model") as folder:
         _write(hf, tokenizer, folder, scheme)
         (folder / "README.md").write_text(card, encoding="utf-8")
     if rounded.left:

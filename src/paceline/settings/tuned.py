@@ -21,7 +21,7 @@ from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.errors import ConfigError
-from paceline.files import read_toml, replace_text, telling
+from paceline.files import read_toml, replace_text, write_errors
 
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel
@@ -268,7 +268,7 @@ class TunedSettings(_Table, frozen=True):
         import tomli_w
 
         text = _HEADER + _compact(tomli_w.dumps(_plain(to_builtins(self))))
-        with telling(f"the {_WHAT}", path):
+        with write_errors(f"the {_WHAT}", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text, f"the {_WHAT}", is_tuned)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.files import filled, replace_in
+from paceline.files import render_template, replace_in
 from paceline.model.tokenizer import template_digest
 from paceline.train.acceptance import AcceptanceCounts, total
 from paceline.train.records import Records
@@ -41,7 +41,7 @@ def write_card(trainer: Trainer, command: str) -> Path:
     form = template_digest(trainer.tokenizer)
     made = {"data": data, "losses": losses, "tasks": tasks, "form": form}
     template = Path(__file__).with_name("card.md")
-    text = filled(template, trainer=trainer, config=config, command=command, **made)
+    text = render_template(template, trainer=trainer, config=config, command=command, **made)
     folder = trainer.out / trainer.result
     replace_in(folder, {"README.md": text.encode("utf-8")}, "the model card")
     return folder / "README.md"

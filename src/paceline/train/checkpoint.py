@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from paceline.errors import ConfigError
-from paceline.files import telling, write_aside
+from paceline.files import atomic_write, write_errors
 from paceline.files.ownership import clear_killed
 
 _KEYS = {"kind", "config", "optimizers", "step", "history"}
@@ -30,7 +30,7 @@ def previous(file: Path) -> Path:
 def alone_in(folder: Path) -> Iterator[None]:
     """Raises ConfigError if another run holds the folder of a run, WriteError."""
     file = folder / ".lock"
-    with telling("the run", folder):
+    with write_errors("the run", folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock = FileLock(file).acquire(timeout=0)
@@ -47,10 +47,10 @@ def alone_in(folder: Path) -> Iterator[None]:
 def write_state(file: Path, state: dict[str, Any]) -> None:
     """Replace the state of a run; the old one becomes the previous one. Raises WriteError."""
     what = "the checkpoint"
-    with telling(what, file):
+    with write_errors(what, file):
         file.parent.mkdir(parents=True, exist_ok=True)
     clear_killed(file)
-    with write_aside(file, what, None, previous=previous(file)) as sink:
+    with atomic_write(file, what, None, previous=previous(file)) as sink:
         torch.save(state, sink)
 
 

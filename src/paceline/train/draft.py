@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, VocabularyMismatchError
-from paceline.files import folder_aside
+from paceline.files import atomic_folder
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.tokenizer import differences
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, context_of, walk
@@ -132,7 +132,7 @@ class DraftTrainer(Trainer):
 
     def write_result(self) -> Path:
         """Config, tokenizer and bf16 safetensors go to ``out/model``, all at once."""
-        with folder_aside(self.out / "model", "the model") as folder:
+        with atomic_folder(self.out / "model", "the model") as folder:
             save_model(self.model, self.tokenizer, folder)
         return self.out / "model"
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, DataError
-from paceline.files import check_place
+from paceline.files import check_writable
 from paceline.model.loading import resolve_device, weight_files
 from paceline.model.tensorfile import seal
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
@@ -157,7 +157,7 @@ class Trainer(ABC):
         self.step = 0
         self.history: list[dict[str, Any]] = []
         saved = self._read_checkpoint()
-        check_place(self.out / self.result, f"the {self.noun}")  # before the hours of training
+        check_writable(self.out / self.result, f"the {self.noun}")  # before the hours of training
         self.prepare()
         rates = config.lr, config.adam_lr, config.weight_decay
         self.optimizer = MasterOptimizer(self.learner, *rates, self.outer)

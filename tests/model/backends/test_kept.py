@@ -162,7 +162,7 @@ def test_a_full_disk_is_one_line(
 
     first = packed_of(folder)
     shutil.rmtree(cache)
-    monkeypatch.setattr(copies, "write_aside", full)
+    monkeypatch.setattr(copies, "atomic_write", full)
     assert equal(packed_of(folder), first) and not list(cache.glob("*"))
     assert len(said) == 1 and "No space left" in said[0]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.drafters import DFlash, DraftModel, DSpark, Eagle, Medusa, NGram, Suffix
-from paceline.files import filled
+from paceline.files import render_template
 from paceline.lab.export.speculation import FEWER_MATCHES, Export, eagle_of, outputs_of
 from paceline.model.gguf import gguf_file
 
@@ -200,7 +200,7 @@ def _openvino(export: Export) -> None:
         )
     file = "openvino_generate.py"
     values = {"target": repr(target), "draft": speculation, "settings": export.config}
-    export.files[file] = filled(Path(__file__).with_name("openvino.py.txt"), **values)
+    export.files[file] = render_template(Path(__file__).with_name("openvino.py.txt"), **values)
     export.command = ["python", export.in_folder(file), "Once upon a time"]
 
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
 from paceline.errors import ConfigError, DataError
-from paceline.files import check_place, replace_files, telling
+from paceline.files import check_writable, replace_files, write_errors
 from paceline.lab.profiling.limits import is_kernel
 from paceline.llm import LLM
 
@@ -166,7 +166,7 @@ def check_path(path: str | Path) -> None:
     Raises ConfigError."""
     if not str(path).endswith((".json", ".json.gz")):
         raise ConfigError(f"trace {str(path)!r}: end its name in .json or .json.gz")
-    check_place(path, "the trace", is_trace)
+    check_writable(path, "the trace", is_trace)
 
 
 def is_trace(file: Path) -> bool:
@@ -192,7 +192,7 @@ def profiled(
 
 def _export(recorder: Any, path: Path) -> None:
     """Write the trace, or leave what is there. Raises WriteError."""
-    with telling("the trace", path):
+    with write_errors("the trace", path):
         folder = path.parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".trace.", suffix=".partial", dir=folder) as made:

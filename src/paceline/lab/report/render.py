@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
 from paceline.errors import ConfigError
-from paceline.files import check_place, filled, replace_files, telling
+from paceline.files import check_writable, render_template, replace_files, write_errors
 from paceline.files.ownership import is_signed, signed
 from paceline.lab.report.document import Report, Table, is_number, show
 
@@ -25,7 +25,7 @@ def check_path(path: str | Path) -> None:
     measuring begins. Raises ConfigError."""
     if Path(path).suffix not in (".md", ".html"):
         raise ConfigError(f"report {str(path)!r}: end its name in .md or .html")
-    check_place(path, "the report", is_signed)
+    check_writable(path, "the report", is_signed)
 
 
 def write(report: Report, path: str | Path) -> None:
@@ -33,8 +33,10 @@ def write(report: Report, path: str | Path) -> None:
     check_path(path)
     path = Path(path)
     template = Path(__file__).with_name(f"report{path.suffix}")
-    text = filled(template, report=report, as_table=as_table, is_number=is_number, show=show)
-    with telling("the report", path):
+    text = render_template(
+        template, report=report, as_table=as_table, is_number=is_number, show=show
+    )
+    with write_errors("the report", path):
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_files({path: signed(text).encode("utf-8")}, "the report", is_signed)
 

@@ -26,7 +26,7 @@ from torch import nn
 from paceline.core.memory import parse_bytes
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError, WriteError
-from paceline.files import cache_folder, write_aside
+from paceline.files import atomic_write, cache_folder
 from paceline.kernels.library import PLAIN
 from paceline.model.backends.base import Adapted
 from paceline.model.backends.native.packing import Form, Packed, PackedLinear
@@ -178,7 +178,7 @@ def write(file: Path, made: Sequence[Packed]) -> None:
         forms = [packed.form._asdict() for packed in made if packed.form is not None]
         with (
             stage(f"keeping it in {file.parent}"),
-            write_aside(file, "the quantised form", _is_ours, durable=False) as stream,
+            atomic_write(file, "the quantised form", _is_ours, durable=False) as stream,
         ):
             stream.write(_MAGIC + json.dumps(forms).encode() + b"\n")
             for packed in made:
