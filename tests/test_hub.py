@@ -20,7 +20,7 @@ from paceline.errors import ConfigError, ModelLoadError
 from paceline.lab.doctor.models import read_files
 from paceline.model import names
 from paceline.model.loading import load_module, load_tokenizer, read_config
-from paceline.model.names import fetched
+from paceline.model.names import model_path
 from support.command_lines import paceline
 
 
@@ -69,7 +69,7 @@ def test_folders_and_hub_names_are_no_near_misses(
 @pytest.mark.parametrize("name", ["smolm2", "tinny", "gpt2", "owner/"])
 def test_no_hub_is_asked_for_names_without_an_owner(name: str) -> None:
     ways = (
-        lambda: fetched(name),
+        lambda: model_path(name),
         lambda: load_module(name, "float32", "cpu"),
         lambda: load_tokenizer(name),
         lambda: read_config(name, name),
@@ -97,7 +97,7 @@ def test_all_files_of_a_model_come_at_one_asking(
     name = "owner/model"
     load_module(name, "float32", "cpu", attention="sdpa")
     load_tokenizer(name)
-    assert read_config(name, fetched(name)).model_type == "llama"
+    assert read_config(name, model_path(name)).model_type == "llama"
     assert len(asked) == 1 and asked[0][0] == name
     assert "*.safetensors" in asked[0][1]
 
@@ -111,7 +111,7 @@ def test_a_hub_that_fails_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     for _ in range(3):
-        for way in (fetched, load_tokenizer):
+        for way in (model_path, load_tokenizer):
             with pytest.raises(ModelLoadError, match="the model hub cannot be reached"):
                 way("owner/model")
     assert asked == ["owner/model"]

@@ -23,7 +23,7 @@ from paceline.draft.heads.block import BlockDrafter
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.origin import Origin
 from paceline.lab.bench.prompts import load_prompts
-from paceline.model.names import fetched
+from paceline.model.names import model_path
 from paceline.model.tokenizer import template_digest
 from support.diagonal import diagonal
 
@@ -67,7 +67,7 @@ def timed(
 
 def damaged(name: str, folder: Path) -> Path:
     """A head whose weights have been mixed up, with its card."""
-    shutil.copytree(fetched(name), folder)
+    shutil.copytree(model_path(name), folder)
     config = json.loads((folder / "config.json").read_text())
     config.pop("paceline_weights", None)
     (folder / "config.json").write_text(json.dumps(config))

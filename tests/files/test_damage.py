@@ -19,7 +19,7 @@ from paceline.draft.spec import TargetShape
 from paceline.draft.suffix import Suffix, SuffixDrafter
 from paceline.lab.doctor import examine
 from paceline.model.loading import load_module, load_tokenizer
-from paceline.model.tensorfile import SUMS, as_bytes, read_table, seal, verify
+from paceline.model.tensorfile import SUMS, add_checksums, as_bytes, read_table, verify
 from support.damages import damages, flipped
 from support.random_heads import write_eagle
 from support.tiny_models import TinyPair
@@ -140,7 +140,7 @@ def test_numbers_that_are_none_are_refused_by_name(
 def test_sealing_changes_nothing_but_the_metadata(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     save_file(TENSORS, file, {"format": "pt", "other": "note"})
-    seal(file)
+    add_checksums(file)
     assert verify(file) is True
     assert all(torch.equal(load_file(file)[key], value) for key, value in TENSORS.items())
     assert all(
@@ -159,7 +159,7 @@ def sealed(tiny_pair: TinyPair, tmp_path: Path) -> Path:
     """A draft as ``paceline train`` writes it."""
     folder = tmp_path / "draft"
     shutil.copytree(tiny_pair.draft, folder)
-    seal(folder / "model.safetensors")
+    add_checksums(folder / "model.safetensors")
     return folder
 
 

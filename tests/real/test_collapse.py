@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline import LLM, SamplingParams
 from paceline.lab.bench.prompts import load_prompts
-from paceline.model.names import fetched
+from paceline.model.names import model_path
 from support.running_server import Running, serve, service_of
 
 TOKENS = 2000  # within which a collapse is found
@@ -24,7 +24,7 @@ CACHE = 100 << 20
 
 def without_features(folder: Path) -> Path:
     """The head with a fusion of zeros: it sees nothing of the target."""
-    shutil.copytree(fetched(HEAD), folder)
+    shutil.copytree(model_path(HEAD), folder)
     config = json.loads((folder / "config.json").read_text())
     config.pop("paceline_weights")
     (folder / "config.json").write_text(json.dumps(config))

@@ -37,9 +37,9 @@ from paceline.server.wire import (
     SetAdapter,
     StepEvents,
     Submit,
-    framed,
-    next_message,
+    encode_message,
     read_message,
+    read_message_async,
 )
 
 PARAMS = SamplingParams(
@@ -63,7 +63,7 @@ def test_requests_arrive_as_they_were_sent() -> None:
         SetAdapter(11, "sql", None),
         LoadModel(ServeConfig(draft=("ngram", "suffix"), draft_length=3, cors_origin=("*",))),
     ):
-        assert REQUESTS.decode(framed(message)[4:]) == message
+        assert REQUESTS.decode(encode_message(message)[4:]) == message
 
 
 def test_answers_arrive_as_they_were_sent() -> None:
@@ -72,7 +72,7 @@ def test_answers_arrive_as_they_were_sent() -> None:
     done = Completion("", "å🙂", [1, 2], logprobs, "stop", 2, [True, False], stats)
     event = StreamEvent(0, 2, "å🙂", [1], [True], done, logprobs)
     step = StepEvents([(1, event), (2, StreamEvent(0, 0, "", [], []))])
-    assert REPLIES.decode(framed(step)[4:]) == step
+    assert REPLIES.decode(encode_message(step)[4:]) == step
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_answers_arrive_as_they_were_sent() -> None:
 def test_errors_keep_what_clients_are_told(
     error: PacelineError, status: int, code: str | None
 ) -> None:
-    data = framed(Ended(1, as_api_error(error)))
+    data = encode_message(Ended(1, as_api_error(error)))
     decoded = REPLIES.decode(data[4:]).error
     assert (decoded.status, decoded.code, str(decoded)) == (status, code, str(error))
     assert vars(decoded) == vars(as_api_error(error))
@@ -103,17 +103,17 @@ def test_errors_keep_what_clients_are_told(
 
 def test_other_errors_keep_their_secrets() -> None:
     for error in (ValueError("a secret"), KeyError("a secret")):
-        decoded = REPLIES.decode(framed(Ended(1, as_api_error(error)))[4:]).error
+        decoded = REPLIES.decode(encode_message(Ended(1, as_api_error(error)))[4:]).error
         assert decoded.status == 500 and "secret" not in str(decoded)
     # A message may quote half a surrogate pair.
-    framed(Ended(1, as_api_error(ConfigError("'\ud800' is no text"))))
+    encode_message(Ended(1, as_api_error(ConfigError("'\ud800' is no text"))))
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 300), max_size=8), st.data())
 def test_messages_stay_whole_however_they_are_cut(sizes: list[int], data: st.DataObject) -> None:
     messages = [Scraped(number, "x" * size) for number, size in enumerate(sizes)]
-    stream = b"".join(map(framed, messages))
+    stream = b"".join(map(encode_message, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
 
     async def read() -> list[Any]:
@@ -121,7 +121,7 @@ def test_messages_stay_whole_however_they_are_cut(sizes: list[int], data: st.Dat
         for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
             asyncio.get_running_loop().call_soon(reader.feed_data, stream[start:end])
         asyncio.get_running_loop().call_soon(reader.feed_eof)
-        while (body := await next_message(reader)) is not None:
+        while (body := await read_message_async(reader)) is not None:
             received.append(REPLIES.decode(body))
         return received
 

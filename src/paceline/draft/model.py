@@ -23,7 +23,7 @@ from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
 from paceline.draft.vocabulary import Intersection, Match, SharedVocabulary, match_vocabularies
 from paceline.model.gguf import gguf_file
-from paceline.model.names import fetched
+from paceline.model.names import model_path
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
@@ -123,7 +123,7 @@ class DraftModel(TreeSpec):
         )
         if draft.note:
             info(f"the draft: {draft.note}")
-        folder = Path(fetched(self.path))
+        folder = Path(model_path(self.path))
         names_one = any((folder / name).is_file() for name in TOKENIZER_FILES)
         if not folder.is_dir() or gguf_file(str(folder)) or names_one:
             draft_tokenizer = load_tokenizer(self.path)

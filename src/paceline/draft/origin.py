@@ -20,7 +20,7 @@ from paceline.core.sequence import SEQUENCE_IDS, SequenceState
 from paceline.draft.base import Drafter
 from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared
 from paceline.errors import ModelLoadError
-from paceline.model.names import fetched
+from paceline.model.names import model_path
 from paceline.model.precision import usual_bits
 from paceline.model.tokenizer import template_digest
 
@@ -56,7 +56,7 @@ class Origin:
         if self.spec.holds == "nothing":
             return ""
         try:
-            return Path(fetched(self.spec.argument() or ""), "README.md").read_text("utf-8")
+            return Path(model_path(self.spec.argument() or ""), "README.md").read_text("utf-8")
         except (OSError, ValueError, ModelLoadError):
             return ""
 

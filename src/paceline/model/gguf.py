@@ -263,7 +263,7 @@ def _dequantisable(kind: str) -> bool:
     return True
 
 
-def mended(backend: Tokenizer, file: GgufFile) -> Tokenizer:
+def fixed_tokenizer(backend: Tokenizer, file: GgufFile) -> Tokenizer:
     """The tokenizer, splitting text as the file says, without tokens that the file does not hold:
     transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary."""
     from tokenizers import Tokenizer, pre_tokenizers

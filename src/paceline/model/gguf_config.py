@@ -54,7 +54,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192  # assumed by llama.cpp's converter
 
 
-def completed(config: Any, file: GgufFile) -> Any:
+def complete_config(config: Any, file: GgufFile) -> Any:
     """The config that transformers read from ``file``, with what it left out. Raises
     UnsupportedModelError that names a key whose meaning is not known here."""
     keys = _Keys(file)

@@ -16,9 +16,9 @@ from paceline.files import json_object
 from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
 from paceline.model.gguf import dequantising, gguf_file, read_gguf
-from paceline.model.gguf_config import completed
+from paceline.model.gguf_config import complete_config
 from paceline.model.gguf_weights import check_taken, keep_blocks
-from paceline.model.names import check_hub_name, fetched, first_line, hub_message, is_path
+from paceline.model.names import check_hub_name, first_line, hub_message, is_path, model_path
 from paceline.model.precision import (
     dense_tensors,
     library_of,
@@ -64,7 +64,7 @@ def load_module(
     target = resolve_device(device)
     number = resolve_dtype(dtype, target)
     attention = attention or ATTENTION
-    path = fetched(name)
+    path = model_path(name)
     gguf = gguf_file(path)
     register()
     if gguf is not None:
@@ -231,7 +231,7 @@ def read_config(name: str, path: str) -> Any:
         config = text_part(AutoConfig.from_pretrained(source, **options))
         if options:
             check_architecture(config)  # its message is the more useful one
-            config = completed(config, read_gguf(Path(source, options["gguf_file"])))
+            config = complete_config(config, read_gguf(Path(source, options["gguf_file"])))
         check_fields(name, quantization_of(config) or {})
         return config
     except PacelineError:
@@ -249,7 +249,7 @@ def read_config(name: str, path: str) -> Any:
 def plain_config(name: str, asked: str) -> Any:
     """The config of a model in safetensors that is not quantised; the option ``asked`` needs one.
     Raises ConfigError and ModelLoadError."""
-    path = fetched(name)
+    path = model_path(name)
     if gguf_file(path) is not None:
         raise ConfigError(f"{asked}: {name} is a GGUF file; give the model in safetensors")
     check_folder(name, Path(path))

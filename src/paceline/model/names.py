@@ -204,7 +204,7 @@ SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
 _OTHERS = ["*/*", "consolidated*"]  # the same weights in other layouts
 
 
-def fetched(name: str) -> str:
+def model_path(name: str) -> str:
     """The folder or GGUF file of a name; a hub name is downloaded first. Raises ModelLoadError."""
     path = located(name)
     if is_path(path):

@@ -28,7 +28,7 @@ from paceline.model.loading import (
     resolve_dtype,
     weight_files,
 )
-from paceline.model.names import fetched
+from paceline.model.names import model_path
 from paceline.model.quantised.convert import resident_parameter
 from paceline.model.tensorfile import read_table
 
@@ -133,7 +133,7 @@ def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, li
             f"{asked} on a processor: the weights are in its memory already; use disk for those "
             "that do not fit, or a device that has its own"
         )
-    config, files = plain_config(name, asked), weight_files(Path(fetched(name)))
+    config, files = plain_config(name, asked), weight_files(Path(model_path(name)))
     if not files:
         raise ModelLoadError(f"{asked}: folder {name} has no *.safetensors to read layers from")
     return config, files

@@ -38,7 +38,7 @@ from paceline.model.loading import (
     resolve_dtype,
     weight_files,
 )
-from paceline.model.names import fetched, first_line, stamps_of
+from paceline.model.names import first_line, model_path, stamps_of
 from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.segments import FULL, DeviceBatch, KeyValueStore, Pattern
@@ -149,7 +149,7 @@ class CausalModel:
                 return model
         on = resolve_device(device)
         asked, number = resolve_dtype(dtype, on), dtype_to_load(dtype, on, backend)
-        checkpoint = stamps_of(fetched(name_or_path), weight_files)
+        checkpoint = stamps_of(model_path(name_or_path), weight_files)
 
         def load(number: torch.dtype | None, backend: str) -> CausalModel:
             packed = quantize is None and backend != REFERENCE

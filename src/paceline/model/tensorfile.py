@@ -157,7 +157,7 @@ def fingerprint(sums: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(sums), sort_keys=True).encode()).hexdigest()
 
 
-def seal(file: Path) -> None:
+def add_checksums(file: Path) -> None:
     """Add checksums to a file of another library by writing it anew; nobody may read it yet."""
     from safetensors import safe_open
 

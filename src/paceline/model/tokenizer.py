@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from paceline.core.stages import stage
 from paceline.errors import ModelLoadError
-from paceline.model.gguf import gguf_file, mended, read_gguf
-from paceline.model.names import fetched, first_line
+from paceline.model.gguf import fixed_tokenizer, gguf_file, read_gguf
+from paceline.model.names import first_line, model_path
 
 if TYPE_CHECKING:
     from tokenizers.decoders import Decoder
@@ -30,7 +30,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer in a model's folder. Raises ModelLoadError if there is none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    path = fetched(name)
+    path = model_path(name)
     gguf = gguf_file(path)
     if gguf is not None:
         return _of_gguf(gguf)
@@ -74,7 +74,7 @@ def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
             f"the tokenizer of {path} cannot be read: {first_line(error)}; another file of the "
             "same model may hold one that can"
         ) from None
-    tokenizer._tokenizer = mended(tokenizer.backend_tokenizer, file)
+    tokenizer._tokenizer = fixed_tokenizer(tokenizer.backend_tokenizer, file)
     end = file.fields.get("tokenizer.ggml.eos_token_id")
     if end is not None and 0 <= int(end) < len(tokenizer):  # transformers 5.17 takes <s> for it
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(end))

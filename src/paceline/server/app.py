@@ -40,7 +40,7 @@ def create_app(
     may use it; ``local``: see ``wrong_host``. ``ended`` is called after each request."""
 
     @asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.client.start()
         yield
         await service.client.stop()
@@ -49,18 +49,18 @@ def create_app(
     app = FastAPI(
         title="Paceline",
         version=__version__,
-        lifespan=life,
+        lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         responses=RESPONSES,
     )
-    for room in (openai, responses, anthropic, tokens, adapters):
-        room.add_routes(app, service)
+    for api in (openai, responses, anthropic, tokens, adapters):
+        api.add_routes(app, service)
     _add_models(app, service)
     _add_state(app, service)
     _add_page(app)
-    for kind in (PacelineError, RecursionError, Exception):
-        app.add_exception_handler(kind, on_error)
+    for error in (PacelineError, RecursionError, Exception):
+        app.add_exception_handler(error, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     _protect(app, service.config, keys, local)
@@ -160,7 +160,7 @@ def _add_page(app: FastAPI) -> None:
     )
     template = Environment(autoescape=True).from_string(reference)
 
-    def shown(text: str) -> HTMLResponse:
+    def html(text: str) -> HTMLResponse:
         headers = {
             "Content-Security-Policy": policy(text),
             "X-Content-Type-Options": "nosniff",
@@ -171,11 +171,11 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> HTMLResponse:
-        return shown(text)
+        return html(text)
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> HTMLResponse:
-        return shown(template.render(api=app.openapi()))
+        return html(template.render(api=app.openapi()))
 
 
 def policy(page: str) -> str:

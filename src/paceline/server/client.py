@@ -314,7 +314,7 @@ class EngineClient:
         if self._writer is None or self._writer.is_closing():
             raise engine_lost()
         try:
-            data = wire.framed(message)
+            data = wire.encode_message(message)
         except (UnicodeEncodeError, OverflowError) as error:
             raise ConfigError(f"the request cannot be read: {error}") from None
         unsent = self._writer.transport.get_write_buffer_size()
@@ -325,7 +325,7 @@ class EngineClient:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Receive until the engine ends."""
         try:
-            while (body := await wire.next_message(reader)) is not None:
+            while (body := await wire.read_message_async(reader)) is not None:
                 self.receive(wire.REPLIES.decode(body))
         finally:
             self._started = False

@@ -48,7 +48,7 @@ class Link:
 
     def send(self, message: wire.WireMessage) -> None:
         """Waits while the other process does not read; the engine then waits, too."""
-        data = wire.framed(message)
+        data = wire.encode_message(message)
         try:
             with self._writing:
                 self._connection.sendall(data)

@@ -37,7 +37,7 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()],
             )
         with suppress(OSError):  # ``hello`` reports a process that has ended
-            self.connection.sendall(wire.framed(wire.LoadModel(config)))
+            self.connection.sendall(wire.encode_message(wire.LoadModel(config)))
 
     def hello(self) -> None:
         """Wait for the model. Raises its errors, and EngineLostError if the process ends."""

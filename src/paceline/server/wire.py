@@ -35,7 +35,7 @@ from paceline.server.failures import APIError
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
-_HEAD = struct.Struct("<I")
+_HEADER = struct.Struct("<I")
 
 
 class Facts(msgspec.Struct):
@@ -153,31 +153,31 @@ REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(
 )
 
 
-def framed(message: WireMessage) -> bytes:
+def encode_message(message: WireMessage) -> bytes:
     """Length and message. Raises msgspec's errors for what cannot be encoded."""
-    buffer = bytearray(_HEAD.size)
-    _ENCODER.encode_into(message, buffer, _HEAD.size)
-    _HEAD.pack_into(buffer, 0, len(buffer) - _HEAD.size)
+    buffer = bytearray(_HEADER.size)
+    _ENCODER.encode_into(message, buffer, _HEADER.size)
+    _HEADER.pack_into(buffer, 0, len(buffer) - _HEADER.size)
     return bytes(buffer)
 
 
 def read_message(connection: socket.socket) -> bytes | None:
     """Wait for a message; None once either side has closed."""
     try:
-        head = connection.recv(_HEAD.size, socket.MSG_WAITALL)
-        if len(head) < _HEAD.size:
+        header = connection.recv(_HEADER.size, socket.MSG_WAITALL)
+        if len(header) < _HEADER.size:
             return None
-        (length,) = _HEAD.unpack(head)
+        (length,) = _HEADER.unpack(header)
         body = connection.recv(length, socket.MSG_WAITALL)
     except OSError:  # another thread may have closed it
         return None
     return body if len(body) == length else None
 
 
-async def next_message(stream: asyncio.StreamReader) -> bytes | None:
+async def read_message_async(stream: asyncio.StreamReader) -> bytes | None:
     """``read_message`` on an event loop."""
     try:
-        (length,) = _HEAD.unpack(await stream.readexactly(_HEAD.size))
+        (length,) = _HEADER.unpack(await stream.readexactly(_HEADER.size))
         return await stream.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None

@@ -19,7 +19,7 @@ from paceline.core.stages import stage
 from paceline.errors import ConfigError, DataError
 from paceline.files import check_writable
 from paceline.model.loading import resolve_device, weight_files
-from paceline.model.tensorfile import seal
+from paceline.model.tensorfile import add_checksums
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
 from paceline.train.checkpoint import alone_in, previous, read_state, write_state
 from paceline.train.configs import TrainConfig
@@ -94,7 +94,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folde
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for file in weight_files(folder):
-        seal(file)
+        add_checksums(file)
 
 
 def learning_rate_scale(step: int, steps: int, warmup: int) -> float:

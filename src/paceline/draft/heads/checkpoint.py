@@ -24,7 +24,7 @@ from paceline.draft.spec import Target
 from paceline.errors import ModelLoadError
 from paceline.files import replace_in
 from paceline.model.loading import read_options
-from paceline.model.names import fetched, first_line
+from paceline.model.names import first_line, model_path
 from paceline.model.tensorfile import (
     as_bytes,
     check_finite,
@@ -120,7 +120,7 @@ def read_checkpoint(source: str | Checkpoint, files: Sequence[str], noun: str) -
     if isinstance(source, Checkpoint):
         return replace(source, noun=noun)
     name = source
-    folder = Path(fetched(name))
+    folder = Path(model_path(name))
     if not folder.is_dir():
         raise ModelLoadError(f"folder {name} does not exist; give the folder that holds the {noun}")
     config_file = folder / "config.json"
@@ -166,7 +166,7 @@ def weights_kind(names: Iterable[str]) -> tuple[str, str]:
 
 def refuse_head(name: str) -> None:
     """Raise ModelLoadError if the folder that is to hold a draft model holds a head."""
-    tables = [read_table(file) for file in Path(fetched(name)).glob("*.safetensors")]
+    tables = [read_table(file) for file in Path(model_path(name)).glob("*.safetensors")]
     what, kind = weights_kind(key for table in tables for key in table.entries)
     if kind:
         raise ModelLoadError(f"{name} is no language model but {what}; use --draft {kind}:{name}")

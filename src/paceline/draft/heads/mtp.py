@@ -38,7 +38,7 @@ from paceline.errors import ModelLoadError
 from paceline.model.backends.base import EagleStep
 from paceline.model.backends.reference.attention import STEP
 from paceline.model.loading import causal_class, quiet, weight_files
-from paceline.model.names import fetched, first_line
+from paceline.model.names import first_line, model_path
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import AttentionStep
 from paceline.model.probe import ATTENTION
@@ -103,7 +103,7 @@ class MtpWeight(NamedTuple):
 def mtp_weights(model: str, layers: int) -> Iterator[MtpWeight]:
     """The tensors of the first MTP layer in the files of a model with so many layers; none if it
     has none. Raises ModelLoadError for damaged files."""
-    tables = {file: read_table(file).entries for file in weight_files(Path(fetched(model)))}
+    tables = {file: read_table(file).entries for file in weight_files(Path(model_path(model)))}
     names = mtp_names(chain.from_iterable(tables.values()), layers)
     for file, entries in tables.items():
         for key, entry in entries.items():
