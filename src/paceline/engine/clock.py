@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 PHASES = ("draft", "target", "verify", "other")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_Method = Callable[Concatenate[Any, _P], _R]
-
-
-def phase(name: str) -> Callable[[_Method[_P, _R]], _Method[_P, _R]]:
-    """A method of an engine whose time belongs to a phase: ``self.clock.lap`` follows it."""
-
-    def wrapped(method: _Method[_P, _R]) -> _Method[_P, _R]:
-        @wraps(method)
-        def timed(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            result = method(self, *args, **kwargs)
-            self.clock.lap(name)
-            return result
-
-        return timed
-
-    return wrapped
 
 
 class PhaseClock:

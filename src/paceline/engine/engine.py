@@ -24,7 +24,7 @@ from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter, check_trees, runs_torch
 from paceline.draft.collapse import CollapseWatch
 from paceline.draft.text_index import Predictions
-from paceline.engine.clock import PhaseClock, phase
+from paceline.engine.clock import PhaseClock
 from paceline.engine.recovery import Failure, failed, log, recovered
 from paceline.engine.scheduler import Scheduler
 from paceline.errors import ConfigError
@@ -105,14 +105,24 @@ class Engine:
 
     def _step(self, planned: Callable[[], Plan]) -> None:
         """One step of what is ``planned``; its commits are then ``ready``."""
+        lap = self.clock.lap
         plan = self.plan(planned)
-        if plan.slices:
-            trees = self.draft(plan)
-            batch = self.batch(plan, trees)
-            out = self.forward(batch)
-            verdicts = self.verify(batch, out)  # the step's one device synchronisation
-            commits = self.commit(batch, verdicts, self.score(batch, out))
-            self.observe(plan, commits, out)
+        lap("other")
+        if not plan.slices:
+            return
+        trees = self.draft(plan)
+        lap("draft")
+        batch = self.batch(plan, trees)
+        lap("other")
+        out = self.forward(batch)
+        lap("target")
+        verdicts = self.verify(batch, out)  # the step's one device synchronisation
+        scores = self.score(batch, out)
+        lap("verify")
+        commits = self.commit(batch, verdicts, scores)
+        lap("other")
+        self.observe(plan, commits, out)
+        lap("draft")
 
     def max_nodes(self, length: int) -> int:
         """Most nodes of a draft of ``length`` levels; predictions are chains."""
@@ -155,7 +165,6 @@ class Engine:
 
     # -- the phases of a step, in their order --------------------------------------------------
 
-    @phase("other")
     def plan(self, planned: Callable[[], Plan]) -> Plan:
         """Who runs, and how long drafts may be. Drafting state of preempted sequences is
         dropped."""
@@ -165,7 +174,6 @@ class Engine:
             while self.scheduler.preempted:
                 self.forget(self.scheduler.preempted.pop())
 
-    @phase("draft")
     def draft(self, plan: Plan) -> list[TokenTree]:
         """A tree for every slice, empty for sequences for which drafting failed."""
         part = plan
@@ -182,7 +190,6 @@ class Engine:
         drafted = iter(trees)
         return [next(drafted) if item.drafts else self._empty for item in plan.slices]
 
-    @phase("other")
     def batch(self, plan: Plan, trees: Sequence[TokenTree]) -> Batch:
         """Pending tokens and tree nodes as rows of one forward, with logits only if they are
         read."""
@@ -195,19 +202,16 @@ class Engine:
         )
         return self.cache.batch_of(spans, self.drafter.features, not reads_logits)
 
-    @phase("target")
     def forward(self, batch: Batch) -> ModelOutput:
         """The target's only full forward."""
         with self._inferring(self.target.backend.runs_torch):
             return self.target(batch, self.cache)
 
-    @phase("verify")
     def verify(self, batch: Batch, out: ModelOutput) -> list[Verdict]:
         """Verdicts on the decoding sequences, in order."""
         decoding = [span for span in batch.spans if span.wants_logits]
         return self.verifier(out.logits, decoding, out.greedy)
 
-    @phase("verify")
     def score(self, batch: Batch, out: ModelOutput) -> dict[int, tuple[TokenLogprob, ...]]:
         """Log-probabilities of prompt tokens that this step has read, where asked for."""
         return {
@@ -220,7 +224,6 @@ class Engine:
             if span.scored
         }
 
-    @phase("other")
     def commit(
         self,
         batch: Batch,
@@ -304,7 +307,6 @@ class Engine:
             raise
         seq.cached = cached
 
-    @phase("draft")
     def observe(self, plan: Plan, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Show the drafter the commits."""
         pairs = zip(plan.slices, commits, strict=True)
