@@ -126,15 +126,15 @@ class AdaptiveController(Controller):
             elif seq.params.may_draft:
                 undecided.append(index)
                 options.append([none, *self._options(seq, batch, offered, that_may_pay=True)])
-        chosen, explores, self._needed = [none] * len(options), False, 0.0
+        chosen, worth, self._needed = [none] * len(options), 0.0, 0.0
         if options:
-            chosen, explores = self._select(batch, options, [seqs[index] for index in undecided])
+            chosen, worth = self._select(batch, options, [seqs[index] for index in undecided])
         gain = max((draft.gain / draft.seconds for draft in chosen), default=0.0)
         measures = self.cost.wants_plain(batch, gain * none.seconds)
         if measures:
-            chosen, explores = [none] * len(options), False
+            chosen, worth = [none] * len(options), 0.0
         made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
-        self._decided = BatchDecision(made, explores, measures, fixed)
+        self._decided = BatchDecision(made, worth, measures, fixed)
         for index, draft in zip(undecided, chosen, strict=True):
             draftable = ids[index] in offers or bool(self._models(seqs[index]))
             self._choices[index] = self._decision(draft, none, draftable)
@@ -146,7 +146,7 @@ class AdaptiveController(Controller):
     def _decision(self, draft: DraftOption, none: DraftOption, draftable: bool) -> Decision:
         if draft.length:
             speedup = draft.gain / draft.seconds * none.seconds
-            reason = "exploration" if self._decided.explores else ""
+            reason = "exploration" if self._decided.worth else ""
             return Decision(draft.length, draft.name, reason, speedup)
         if self._decided.measures:
             return Decision(0, None, MEASURING)
@@ -154,11 +154,11 @@ class AdaptiveController(Controller):
 
     def _holds(self, same: bool) -> int:
         """Steps for which a decision stands, where no lookup finds anything: 1, 2, 4."""
-        made, explores, measures, _ = self._decided
+        made, worth, measures, _ = self._decided
         if not made:
             return 1 if measures else _HOLD_PLAIN
         models = not any(self.cost.drafters[draft.name].costless for draft in made.values())
-        stays = same and models and not explores and self._step > _YOUNG
+        stays = same and models and not worth and self._step > _YOUNG
         return min(2 * self._hold, _HOLD) if stays else 1
 
     def _options(
@@ -224,24 +224,47 @@ class AdaptiveController(Controller):
 
     def _select(
         self, batch: int, options: Sequence[list[DraftOption]], seqs: Sequence[SequenceState]
-    ) -> tuple[list[DraftOption], bool]:
-        """The options with the most goodput; or, with true, drafts to learn from.
+    ) -> tuple[list[DraftOption], float]:
+        """The options with the most goodput; or drafts to learn from, and the seconds in which a
+        token of each sequence is gained otherwise.
         Start-up measures one sequence best: a model's first drafts for several are exploration."""
-        best = choose(self.cost, batch, options, self._fair)
+        best, plain = choose(self.cost, batch, options, self._fair), self.cost.rest(batch)
         self._needed = 0.0 if self.budget.seconds <= 0 else inf
         if self.budget.seconds > 0 and (more := longer(self.cost, batch, options, best)):
-            return more, True
+            return more, plain
         names = dict.fromkeys(draft.name for draft in best if draft.length)
-        used = [name for name in names if batch > 1 and not self.cost.drafters[name].costless]
+        used = [name for name in names if not self.cost.drafters[name].costless]
+        if batch == 1 and names:
+            self.budget.used(used)
+            other = self._beside(best[0], options[0], seqs[0])
+            return ([other], best[0].seconds / best[0].gain) if other else (best, 0.0)
         unseen = [name for name in used if not self.cost.longest_seen(name, batch)]
         models = dict.fromkeys(name for seq in seqs for name in self._models(seq))
         for name in (unseen if names else models) if self.budget.seconds > 0 else ():
             if drafts := self._exploration(name, batch, options, seqs):
-                return drafts, True
+                return drafts, plain
         if unseen:
             seen = [[d for d in ways if d.name not in unseen] or ways for ways in options]
             best = choose(self.cost, batch, seen, self._fair)
-        return best, False
+        return best, 0.0
+
+    def _beside(
+        self, best: DraftOption, ways: Sequence[DraftOption], seq: SequenceState
+    ) -> DraftOption | None:
+        """While one drafter is best: another's best draft, to learn from, if the budget pays what
+        is expected to be lost by it. Start-up may have taken it for too dear, or it was unlucky."""
+        for name in self._models(seq):
+            if name == best.name or not self.budget.is_due(name, self._step):
+                continue
+            drafts = [draft for draft in ways if draft.name == name]
+            drafts = drafts or self.drafts(seq, name, 1, lengths=(1,))
+            if drafts and self.budget.seconds > 0:
+                other = max(drafts, key=lambda draft: draft.gain / draft.seconds)
+                seconds = other.seconds - other.reading + other.first
+                if seconds - other.gain * best.seconds / best.gain <= self.budget.seconds:
+                    self.budget.explored(name, self._step)
+                    return other
+        return None
 
     def _exploration(
         self,

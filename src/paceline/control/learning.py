@@ -24,7 +24,8 @@ class BatchDecision(NamedTuple):
     """What was decided for the sequences of a step."""
 
     drafts: Mapping[int, DraftOption] = {}  # by sequence; of requests without a length of their own
-    explores: bool = False  # they are made to learn
+    # They are made to learn; else a token of each sequence would be gained in so many seconds.
+    worth: float = 0.0
     measures: bool = False  # nothing is drafted, so that a plain step is measured
     fixed: bool = False  # a request's own length is among them
 
@@ -59,7 +60,7 @@ class StepLearner:
         drafting: float | None,
     ) -> None:
         """Note a step, of which ``drafting`` seconds went into drafts (None: not known)."""
-        if decision.explores:
+        if decision.worth:
             self._budget.spend(self.aftermath(len(commits)))
         self._count += 1
         costs = self._cost.drafters
@@ -73,7 +74,7 @@ class StepLearner:
     def learn(self, at_once: bool = False) -> None:
         """From what was noted; unless ``at_once``, only if that is worth it by now."""
         last = self._steps[-1].decision if self._steps else BatchDecision()
-        if at_once or last.explores or last.measures or len(self._steps) >= _TOGETHER:
+        if at_once or last.worth or last.measures or len(self._steps) >= _TOGETHER:
             while self._steps:
                 self._learn(self._steps.pop(0))
 
@@ -120,10 +121,10 @@ class StepLearner:
         passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}
         nodes = sum(commit.drafted for commit in commits) / batch
         foreseen = cost.drafting(batch, passes)
-        if step.decision.explores:
+        if step.decision.worth:
             # One hiccup is not what was learnt: it counts with what was foreseen and half a step.
             most = cost.rest(batch, nodes) + foreseen + 0.5 * plain
-            gained = plain * min(len(commit.tokens) for commit in commits)
+            gained = step.decision.worth * min(len(commit.tokens) for commit in commits)
             self._budget.spend(min(step.seconds, most) - gained)
         if unread <= 4 * batch:
             cost.learn_drafts(batch, nodes, step.seconds, step.drafting, passes)
