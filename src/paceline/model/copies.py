@@ -16,7 +16,7 @@ from paceline.core.batch import Batch, ModelOutput
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.model.offload import make_resident
-from paceline.model.paged.segments import KeyValueStore
+from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import Scheme, copy_beside, quantise_module
 from paceline.model.quantised.weights import ROW_GROUP, LinearBase, is_plain
 from paceline.model.target import CausalModel
@@ -40,7 +40,7 @@ class LayerView:
         skipped = frozenset(range(model.num_layers)) - frozenset(self.layers)
         self.backend = model.backend.without(skipped)
 
-    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
+    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
         """One forward: ``logits`` of ``batch.logit_rows``, as CausalModel's."""
         return self.backend(batch, cache)
 

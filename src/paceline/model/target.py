@@ -41,7 +41,7 @@ from paceline.model.loading import (
 from paceline.model.names import first_line, model_path, stamps_of
 from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
 from paceline.model.paged.cache import LayerShape, PagedCache
-from paceline.model.paged.segments import FULL, DeviceBatch, KeyValueStore, Pattern
+from paceline.model.paged.segments import FULL, DeviceBatch, Pattern
 from paceline.model.paged.states import StatePart, StateStore, bytes_per_state
 from paceline.model.precision import dequantise, is_quantised, quantise_loaded, quantization_of
 from paceline.model.probe import (
@@ -221,7 +221,7 @@ class CausalModel:
         cached = str(self.cache_dtype).removeprefix("torch.")
         return weights if weights == cached else f"{weights}, cache {cached}"
 
-    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
+    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
         """One forward: ``logits`` of ``batch.logit_rows``, keys and values into ``batch.slots``.
         Raises ConfigError for ``batch.features`` of layers that the model does not have."""
         for layer in batch.features:

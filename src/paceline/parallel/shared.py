@@ -18,7 +18,6 @@ from paceline.errors import ConfigError
 from paceline.model.backends.base import REFERENCE, Backend
 from paceline.model.loading import resolve_device
 from paceline.model.paged.cache import PagedCache
-from paceline.model.paged.segments import KeyValueStore
 from paceline.model.target import CausalModel
 from paceline.parallel.group import BatchOrder, whole_parameters
 from paceline.parallel.processes import RankProcesses, check_shareable, load_part
@@ -64,13 +63,13 @@ class SharedForward(Backend):
         self.ranks, self.size = ranks, ranks.size
         self._model = copy.copy(model)  # runs this rank's part
         self._model.ranks = self
-        self._numbers: weakref.WeakKeyDictionary[KeyValueStore, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[PagedCache, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count()
         self._dropped: list[int] = []
         self._whole: dict[str, nn.Module] = {}
         self.close: Callable[[], None] = weakref.finalize(self, ranks.close)
 
-    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
+    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
         with self.ranks.together():
             order, numbers = BatchOrder.of(batch)
             self.ranks.group.broadcast("forward", self._number(cache), order)
@@ -116,9 +115,8 @@ class SharedForward(Backend):
     def when_lost(self, callback: Callable[[str], None]) -> None:
         self.ranks.when_lost(callback)
 
-    def _number(self, cache: KeyValueStore) -> int:
+    def _number(self, cache: PagedCache) -> int:
         """The number of a cache's counterparts, which are made if there are none."""
-        assert isinstance(cache, PagedCache)
         while self._dropped:
             self.ranks.group.broadcast("drop", self._dropped.pop())
         if cache not in self._numbers:

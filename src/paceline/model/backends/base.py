@@ -22,7 +22,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.files import FileStamp
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.cache import LayerShape, PagedCache
-from paceline.model.paged.segments import FULL, AttentionStep, KeyValueStore, Pattern
+from paceline.model.paged.segments import FULL, AttentionStep, Pattern
 
 NATIVE, REFERENCE = "native", "reference"
 
@@ -47,7 +47,7 @@ class Adapted(Protocol):
     @property
     def patterns(self) -> tuple[Pattern, ...]: ...
 
-    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput: ...
+    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput: ...
 
     def embedding(self, side: Literal["input", "output"]) -> Any: ...
 
@@ -104,7 +104,7 @@ class Growth(Protocol):
 
     def __call__(
         self,
-        cache: KeyValueStore,
+        cache: PagedCache,
         wanted: Sequence[WantedTree],
         logits: torch.Tensor,
         ids: torch.Tensor | None = None,
@@ -194,7 +194,7 @@ class Backend(ABC):
         return self.name
 
     @abstractmethod
-    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
+    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
         """One forward: ``logits [R, vocab]`` of ``batch.logit_rows``, keys and values of all rows
         into ``batch.slots`` of the cache, and ``batch.features``, which are known to exist."""
 

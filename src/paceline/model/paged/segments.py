@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from paceline.core.batch import Batch, Span
 from paceline.core.transfer import Staging
 from paceline.core.tree import ancestor_mask, depths_of
-from paceline.model.paged.states import StateStore
+from paceline.model.paged.cache import PagedCache
 
 _KEPT_ROWS, _KEPT_COLUMNS = 64, 4096  # masks are kept up to this size, 256 KB each
 
@@ -102,15 +101,6 @@ SHORT = 64  # spans of at most this many rows are folded; longer ones are prefil
 ALONE = 1024  # spans with more keys are attended one by one, in place and without padding
 
 
-class KeyValueStore(Protocol):
-    """What attention needs of a paged cache."""
-
-    block_size: int
-    states: StateStore | None
-
-    def kv(self, layer: int) -> tuple[Tensor, Tensor]: ...
-
-
 @dataclass
 class AttentionSegment:
     """Spans attended by one call: ``batch`` sequences of ``rows`` query rows and ``keys`` keys.
@@ -178,7 +168,7 @@ class AttentionStep:
     """One forward's spans over one cache. ``batch`` is on the device, ``layouts`` are by layer."""
 
     batch: DeviceBatch
-    cache: KeyValueStore
+    cache: PagedCache
     first_slot: int | None  # set when the batch writes consecutive slots
     layouts: tuple[AttentionLayout, ...]
 
@@ -186,7 +176,7 @@ class AttentionStep:
     def of(
         cls,
         batch: Batch,
-        cache: KeyValueStore,
+        cache: PagedCache,
         patterns: tuple[Pattern, ...],
         device: torch.device | None = None,
     ) -> AttentionStep:

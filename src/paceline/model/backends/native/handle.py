@@ -27,8 +27,8 @@ from paceline.model.backends.base import GrownTree, WantedTree
 from paceline.model.backends.counters import NativeWork, count_work, traced
 from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.packing import Packing
+from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.int8 import INT8
-from paceline.model.paged.segments import KeyValueStore
 
 _SPANS = ctypes.POINTER(CSpan)
 _ALL = 1 << 30  # more than any vocabulary has
@@ -96,7 +96,7 @@ class ModelHandle:
             self._close(self._handle)
 
     def forward(
-        self, name: str, batch: Batch, cache: KeyValueStore, skipped: Any = None, **fields: Any
+        self, name: str, batch: Batch, cache: PagedCache, skipped: Any = None, **fields: Any
     ) -> None:
         """One forward. ``fields``: more of CBatch; the caller keeps alive what they point to."""
         struct, _alive = self._struct(batch, cache, skipped, **fields)
@@ -108,7 +108,7 @@ class ModelHandle:
         self,
         name: str,
         skipped: Any,
-        cache: KeyValueStore,
+        cache: PagedCache,
         wanted: Sequence[WantedTree],
         logits: torch.Tensor,
         ids: torch.Tensor | None = None,
@@ -193,7 +193,7 @@ class ModelHandle:
         return trees, tables
 
     def _struct(
-        self, batch: Batch, cache: KeyValueStore, skipped: Any, **fields: Any
+        self, batch: Batch, cache: PagedCache, skipped: Any, **fields: Any
     ) -> tuple[Any, Any]:
         """A batch as the library reads it, and what it points to."""
         span_fields: list[int] = []
@@ -242,7 +242,7 @@ class ModelHandle:
         )
         return struct, (numbers, ropes, runs)
 
-    def _pointers(self, cache: KeyValueStore) -> Pointers:
+    def _pointers(self, cache: PagedCache) -> Pointers:
         """Pointers to each layer's keys and to its values, and whether they are in 8 bits."""
         pointers = self._caches.get(cache)
         if pointers is None:
@@ -256,7 +256,7 @@ class ModelHandle:
             )
         return pointers
 
-    def _work(self, spans: Spans, cache: KeyValueStore, wanted: int, skipped: Any) -> NativeWork:
+    def _work(self, spans: Spans, cache: PagedCache, wanted: int, skipped: Any) -> NativeWork:
         """Of a forward with ``wanted`` rows of logits, with rows spread evenly over experts."""
         layers = self._layers - sum(skipped or ())
         products = self._packing.reads(sum(rows for rows, _ in spans), wanted, skipped)

@@ -45,7 +45,6 @@ from paceline.model.backends.native.handle import ModelHandle, rows_of_logits
 from paceline.model.backends.native.packing import PackedLinear, Packing, pack_children
 from paceline.model.backends.native.recognise import STATIC_ROPE, DecoderShape, describe, scaled
 from paceline.model.paged.cache import PagedCache
-from paceline.model.paged.segments import KeyValueStore
 from paceline.model.quantised.convert import Experts, children
 
 _PARTIAL_BYTES = 32 << 20  # of attention (csrc/forward.cpp)
@@ -121,7 +120,7 @@ class NativeModel(Backend):
         width: int = 4 * self.hidden_size + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
         return 4 * rows * (width + shape.ffn) + _PARTIAL_BYTES
 
-    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
+    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
         wanted, logits, fields = rows_of_logits(batch), _LEFT_OUT, dict[str, Any]()
         if not batch.choices_only:
             logits = torch.empty(wanted, self.lm_head.outputs, dtype=self.dtype)

@@ -20,7 +20,7 @@ from paceline.model.backends.reference.attention import STEP
 from paceline.model.backends.reference.recurrent import over_states
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
-from paceline.model.paged.segments import AttentionStep, DeviceBatch, KeyValueStore, Pattern
+from paceline.model.paged.segments import AttentionStep, DeviceBatch, Pattern
 from paceline.model.paged.states import StatePart
 from paceline.model.quantised.convert import copy_beside
 
@@ -48,7 +48,7 @@ class TorchBackend(Backend):
         # Layers that return tuples, and of how many parts; None: unknown yet.
         self._in_tuples: dict[int, int] | None = None
 
-    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
+    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
         step = AttentionStep.of(batch, cache, self.patterns, self.hf.device)
         for layer in set(batch.features) - self._hooked:
             self._hook(layer)

@@ -24,7 +24,7 @@ from paceline.core.bound import bound
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.reference.adapters import ROWS, with_adapters
 from paceline.model.backends.reference.recurrences import at_once, stand_in
-from paceline.model.paged.segments import KeyValueStore
+from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.states import StateLevel, StatePart, StateStep, StateStore
 
 _RUNNING: ContextVar[tuple[StateStore, StateStep] | None] = ContextVar("states", default=None)
@@ -202,7 +202,7 @@ def adapt_mixers(hf: Any, layers: int) -> list[list[StatePart]]:
     return parts
 
 
-def over_states(batch: Batch, cache: KeyValueStore) -> AbstractContextManager[None]:
+def over_states(batch: Batch, cache: PagedCache) -> AbstractContextManager[None]:
     """A context in which the mixers run this batch."""
     if cache.states is None:
         return nullcontext()
