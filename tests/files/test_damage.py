@@ -226,13 +226,17 @@ def test_any_damage_to_a_models_folder(sealed: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("num_hidden_layers", 2**31), ("intermediate_size", 2**40), ("vocab_size", 2**62)],
+    [
+        *[("num_hidden_layers", 2**31), ("intermediate_size", 2**40), ("vocab_size", 2**62)],
+        *[("num_hidden_layers", 0), ("intermediate_size", -1), ("hidden_size", 0)],
+    ],
 )
 def test_sizes_that_the_weights_cannot_have(sealed: Path, key: str, value: int) -> None:
     """Transformers would make such a model before it looks at the weights."""
     file = sealed / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(ModelLoadError, match=f"{value} for {key}, more than its weights hold"):
+    why = "more than its weights hold" if value > 0 else "which is no size"
+    with pytest.raises(ModelLoadError, match=f"{value} for {key}, {why}; copy its files again"):
         load_module(str(sealed), "float32", "cpu")
 
 

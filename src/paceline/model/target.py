@@ -127,10 +127,10 @@ class CausalModel:
 
         dtype "auto": bfloat16 where the native kernels run and on CPUs with bf16 instructions,
         float32 on others, the checkpoint's own on CUDA. ``check_values`` refuses weights that are
-        NaN or infinite. ``quantize`` "int8" or "int4" rounds the weights on a CPU; "none"
-        dequantises a quantised file, which else stays quantised where the kernels run.
-        ``backend``: see backends/base.py. ``offload`` "cpu" or "disk" leaves layers there that do
-        not fit into ``weights_memory`` bytes.
+        NaN or infinite, but for offloaded ones. ``quantize`` "int8" or "int4" rounds the weights on
+        a CPU; "none" dequantises a quantised file, which else stays quantised where the kernels
+        run. ``backend``: see backends/base.py. ``offload`` "cpu" or "disk" leaves layers there that
+        do not fit into ``weights_memory`` bytes.
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError."""
         limit_threads()

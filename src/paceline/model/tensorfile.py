@@ -107,11 +107,11 @@ def check_sizes(name: str, config: Any, tensors: int, numbers: int) -> None:
     text = config.get_text_config(decoder=True)
     most = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), numbers)
     for key, limit in (most | {"num_hidden_layers": tensors}).items():
-        value = getattr(text, key, 0)
-        if tensors and isinstance(value, int) and value > limit:
-            raise ModelLoadError(
-                f"{name} states {value} for {key}, more than its weights hold; copy its files again"
-            )
+        value = getattr(text, key, None)
+        least = int(key != "intermediate_size")  # 0: layers without an MLP
+        if tensors and isinstance(value, int) and not least <= value <= limit:
+            what = "more than its weights hold" if value > 0 else "which is no size"
+            raise ModelLoadError(f"{name} states {value} for {key}, {what}; copy its files again")
 
 
 def _digest(content: mmap, entry: Entry) -> str:
