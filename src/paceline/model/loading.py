@@ -122,10 +122,12 @@ def resolve_device(device: Device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-    except RuntimeError:
-        resolved = torch.device("meta")
-    if resolved.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {str(device)!r} is not known; use auto, cpu, cuda or cuda:N")
+        if resolved.type != "cuda":  # a type may be known, but not be here
+            torch.zeros(1, device=resolved).item()
+    except (RuntimeError, AssertionError):
+        raise ConfigError(
+            f"device {str(device)!r} is not known; use auto, cpu, cuda or cuda:N"
+        ) from None
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device {resolved} asked for, but PyTorch sees {torch.cuda.device_count()} CUDA "
