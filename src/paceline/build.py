@@ -140,7 +140,7 @@ def cache_blocks(
     state_bytes: int = 0,
 ) -> int:
     """Blocks of the cache. A drafter's cache, of ``draft_bytes`` a token, has as many; it may keep
-    features of ``feature_bytes`` a token (draft/heads/eagle.py). ``state_bytes``: of all states.
+    features of ``feature_bytes`` a token (draft/heads/features.py). ``state_bytes``: of all states.
 
     Without ``kv_cache_memory``: a full batch of full contexts at most. Raises CacheMemoryError if
     not even two blocks fit.

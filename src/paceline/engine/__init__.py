@@ -1,1 +1,1 @@
-"""The decoding loop, its scheduler, its draft-length controller and its text output."""
+"""The decoding loop, its scheduler and clock, and what follows a failed step."""

@@ -1,1 +1,1 @@
-"""Heads on the hidden states of the target: EAGLE, Medusa, and their checkpoints."""
+"""Heads on the hidden states of the target: EAGLE, MTP, Medusa, block drafters; checkpoints."""
