@@ -335,6 +335,8 @@ def test_parameters_out_of_range(changes: dict[str, object], word: str) -> None:
             "kv_cache_dtype is 'int4'; use one of auto, int8",
         ),
         ({"device": "abacus"}, ConfigError, "device"),
+        ({"seed": -1}, ConfigError, "seed is -1; it must be at least 0"),
+        ({"seed": 2**64}, ConfigError, "seed is 18446744073709551616; it can be at most"),
     ],
 )
 def test_bad_options_of_the_engine(

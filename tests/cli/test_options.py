@@ -57,6 +57,12 @@ def test_texts_without_a_meaning(kind: str, text: str) -> None:
         entry_of("it", tuple[int, ...], setting(None, "", kind=kind)).read(text, "--it")
 
 
+def test_a_time_is_a_finite_number() -> None:
+    refused = paceline("bench", "--seconds", "inf", COLUMNS="200")
+    assert refused.exit_code == 2 and "--seconds is inf; it must be" in refused.stderr
+    assert paceline("bench", "--seconds", "nan").exit_code == 2
+
+
 def test_logit_bias_pairs() -> None:
     assert parse_logit_bias(["3=-1.5", "7=2"]) == {3: -1.5, 7: 2.0}
     for bad in ("3", "x=1", "3=y", "="):

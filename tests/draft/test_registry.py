@@ -125,6 +125,13 @@ def test_an_option_by_its_former_name(
     assert parse_draft("early_exit:layers=3").layers == 3  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="quantize is 'int4'; use one of int8, none"):
         parse_draft("eagle3:path,quantize=int4")
+    # Not by another name, for the values are others.
+    for text, words in (
+        ("int8=off", "no option int8; it knows: .*quantize"),
+        ("quantize=off", "'off'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_draft(f"eagle3:path,{text}")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +151,8 @@ def test_an_option_by_its_former_name(
         ("eagle:x,feature_layers=two", "feature_layers='two' is not like 2x16x29"),
         ("quantized:int3", "quantize is 'int3'; use one of int8, int4"),
         ("model:x,vocab=words", "vocab is 'words'; use one of auto, intersection, string"),
-        ("dspark:x,stop=nan", "stop is nan; it must be at least 0"),
+        ("dspark:x,stop=nan", "stop=nan is not a number"),
+        ("dspark:x,stop=inf", "stop=inf is not a number"),
         ("datastore:x,min=17", "min is 17; it must be at least 5 and at most 16"),
         ("tree:x,width=0", "width is 0; it must be at least 1"),
         ("recycling:share=perhaps", "share='perhaps' is neither on nor off"),
@@ -170,6 +178,15 @@ def test_every_option_of_a_tree_is_checked_in_python_too() -> None:
     for wrong in ({"nodes": -1}, {"width": 0}, {"branching": (2, 0)}):
         with pytest.raises(ConfigError):
             DraftModel("x", **wrong)  # type: ignore[arg-type]
+    whole: tuple[dict[str, Any], ...] = ({"nodes": True}, {"nodes": 2.5}, {"width": "3"})
+    for wrong in whole:
+        with pytest.raises(ConfigError, match="is not a whole number"):
+            DraftModel("x", **wrong)
+    with pytest.raises(ConfigError, match="branching=2 is not like 2x2x1"):
+        DraftModel("x", branching=2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="global='off' is neither on nor off"):
+        Suffix(shared="off")  # type: ignore[arg-type]
+    assert DraftModel("x", branching=[2, 1]).branching == [2, 1]  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="join drafters"):
         Hybrid()
 

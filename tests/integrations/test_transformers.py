@@ -264,6 +264,9 @@ class Doubled(LogitsProcessor):
         ({"draft_length": 100}, "draft_length"),
         ({"backend": "fast"}, "backend"),
         ({"rule": "typical"}, "use one of auto, token"),
+        ({"seed": -1}, "seed is -1; it must be a whole number from 0"),
+        ({"seed": True, "do_sample": True}, "seed is True"),
+        ({"seed": 2**63, "do_sample": True}, "seed is 9223372036854775808"),
     ],
     ids=str,
 )

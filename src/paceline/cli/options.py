@@ -217,7 +217,7 @@ def _parameter_of(entry: TableEntry, among_many: bool = False) -> inspect.Parame
 
 def _value(entry: TableEntry, given: Any) -> Any:
     """What Typer found, as the table holds it; a text that cannot be read is a usage error."""
-    if entry.key.kind and given is not None:
+    if given is not None and (entry.key.kind or isinstance(given, float)):  # perhaps a NaN
         try:
             return entry.read(given, entry.flag)
         except ConfigError as error:

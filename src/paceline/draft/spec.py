@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import lru_cache
 from inspect import get_annotations
 from operator import ge, gt, le, lt
 from types import NoneType
@@ -18,6 +19,7 @@ import torch
 
 from paceline.core.costs import TargetCosts
 from paceline.core.keywords import announce, our_name
+from paceline.core.params import is_finite, is_whole
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.trees.levels import Levels
 from paceline.draft.trees.policy import Policy, paying_chance
@@ -144,6 +146,14 @@ def reduced(size: int, target: Target) -> list[Note]:
 
 _BOUNDS = {"least": (ge, "at least"), "above": (gt, "above"), "most": (le, "at most")}
 _BOUNDS |= {"below": (lt, "below")}
+# What a value of an option's type is, and what another one is.
+_ANY: tuple[Callable[[Any], bool], str] = (lambda value: True, "")
+_TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda value: isinstance(value, bool), "neither on nor off"),
+    int: (is_whole, "not a whole number"),
+    float: (is_finite, "not a number"),
+    tuple: (lambda v: isinstance(v, (tuple, list)) and all(map(is_whole, v)), "not like {like}"),
+}
 
 
 def option(default: Any = MISSING, **metadata: Any) -> Any:
@@ -181,6 +191,9 @@ class DraftSpec(ABC):
             value, metadata = getattr(self, item.name), item.metadata
             if value is None:
                 continue
+            fits, wrong = _TYPES.get(self._kind(item) if item.kw_only else None, _ANY)
+            if not fits(value):
+                raise self.refuse(f"{_key(item)}={value!r} is {wrong.format(**metadata)}")
             bounds = [(*_BOUNDS[key], metadata[key]) for key in _BOUNDS if key in metadata]
             problem = f"use one of {', '.join(metadata.get('choices', ()))}"
             if not all(keeps(value, bound) for keeps, _, bound in bounds):
@@ -249,25 +262,25 @@ class DraftSpec(ABC):
     @classmethod
     def _value(cls, of: Field[Any], text: str) -> Any:
         """An option's value. Raises ConfigError."""
-        # Not get_type_hints: that of Python 3.10 refuses the mark KW_ONLY.
-        annotations = (get_annotations(home, eval_str=True) for home in cls.__mro__)
-        hint = next(hints[of.name] for hints in annotations if of.name in hints)
-        if NoneType in get_args(hint):
-            (hint,) = set(get_args(hint)) - {NoneType}
-        words: dict[Any, str] = {
-            bool: "neither on nor off",
-            int: "not a whole number",
-            float: "not a number",
-            tuple: f"not like {of.metadata.get('like')}",
-        }
-        kind = get_origin(hint) or hint
+        kind = cls._kind(of)
         try:
             if kind is bool:
                 return {"on": True, "off": False}[text]
             return tuple(map(int, text.split("x"))) if kind is tuple else kind(text)
         except (ValueError, KeyError):
-            what = f"{_key(of)}={text!r} is {words[kind]}"
+            what = f"{_key(of)}={text!r} is {_TYPES[kind][1].format(**of.metadata)}"
             raise ConfigError(f"draft {cls.kind!r}: {what}") from None
+
+    @classmethod
+    @lru_cache
+    def _kind(cls, of: Field[Any]) -> Any:
+        """The type of an option: bool, int, float, str, or tuple of whole numbers."""
+        # Not get_type_hints: that of Python 3.10 refuses the mark KW_ONLY.
+        annotations = (get_annotations(home, eval_str=True) for home in cls.__mro__)
+        hint = next(hints[of.name] for hints in annotations if of.name in hints)
+        if NoneType in get_args(hint):
+            (hint,) = set(get_args(hint)) - {NoneType}
+        return get_origin(hint) or hint
 
     def changed_options(self) -> dict[str, str]:
         """The options that differ from their defaults, as text."""

@@ -303,7 +303,12 @@ class EngineSettings(LoadSettings):
         True, "Requests that begin alike share what is cached.", but=("command", "server")
     )
     seed: int | None = _engine(
-        None, "Seed of requests that bring none.", but=("command", "server"), shown="random"
+        None,
+        "Seed of requests that bring none.",
+        low=0,
+        high=2**63 - 1,
+        but=("command", "server"),
+        shown="random",
     )
 
 

@@ -203,11 +203,12 @@ def generate(
         kv_cache_memory=kv_cache_memory,
         draft_quantize=draft_quantize,
     )
-    seeds = [_seed(terms, seed, rule, number) for number in range(len(prompts))]
+    params = replace(terms.params, seed=seed)
+    seeds = [_seed(params, rule, number) for number in range(len(prompts))]
     with engine_over(model, draft, options, target_tokenizer) as engine:
         engine.verifier.reseed(_drawn_seed())
         rows = [
-            _row(engine, replace(terms.params, seed=row_seed), terms, input_ids, number, prompt)
+            _row(engine, replace(params, seed=row_seed), terms, input_ids, number, prompt)
             for number, (prompt, row_seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         pad = _pad_token(generation_config)
@@ -237,12 +238,12 @@ def _drawn_seed() -> int:
     return int(torch.randint(2**62, ()))
 
 
-def _seed(terms: Terms, seed: int | None, rule: str, number: int) -> int | None:
+def _seed(params: SamplingParams, rule: str, number: int) -> int | None:
     """The seed of a row; None where its randomness is the engine's."""
-    if terms.params.greedy:
+    if params.greedy:
         return None
-    if seed is not None:
-        return (seed + number) % 2**63
+    if params.seed is not None:
+        return (params.seed + number) % 2**63
     return _drawn_seed() if rule in ("auto", "coupled") else None
 
 
