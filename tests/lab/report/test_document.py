@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import xml.etree.ElementTree as ET
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,6 +67,32 @@ def test_a_note_is_as_wide_as_the_screen_below_a_narrow_table() -> None:
     lines = [line.strip() for line in out.getvalue().splitlines()]
     assert note in lines and lines.count("Of six") == 1
     assert sum("long_name_0" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_word_breaks_on_a_narrow_screen(width: int) -> None:
+    """Columns of long texts share what is left; the widest word of each fits."""
+    found = "drafts 3,072 of the target's 4,096 tokens"
+    consequence = "Tokens outside the draft vocabulary are never drafted: right for other names."
+    cure = "Nothing to do unless your text is of another kind than the training data."
+    row = ["note", "draft 3 (eagle3)", found, consequence, cure]
+    out = io.StringIO()
+    headings = ["", "about", "found", "consequence", "cure"]
+    print_table(Table(headings, [row]), Console(file=out, width=width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    shown = Counter(word for line in lines[1:] for word in line.split())
+    for word, count in Counter(" ".join([*headings, *row]).split()).items():
+        assert shown[word] == count, word
+
+
+def test_a_word_without_room_goes_on_below() -> None:
+    out, path = io.StringIO(), "/a/path/" + 20 * "folder/"
+    print_table(Table(["file", "size"], [[path, 3]]), Console(file=out, width=60))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60 and path in "".join(
+        line.split("3")[0].strip() for line in lines
+    )
 
 
 def test_markdown(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
@@ -17,7 +17,7 @@ from paceline.files.ownership import is_signed, signed
 from paceline.lab.report.document import Report, Table, is_number, show
 
 _SHORT = 24  # characters of a column that stays on one line
-_UNLIMITED = 10_000  # characters: wider than any table
+_GAP = 2  # characters between columns, and half of it at the edges
 
 
 def check_path(path: str | Path) -> None:
@@ -59,47 +59,61 @@ def print_report(report: Report, console: Console, details: bool = True) -> None
 
 def print_table(table: Table, console: Console) -> None:
     """With its title above and its note below, both as wide as the console. A table that is too
-    wide is printed in parts, each with the columns that tell the rows apart; no heading breaks."""
+    wide is printed in parts, each with the columns that tell the rows apart; no word breaks that
+    has room on a line."""
     columns, rows = range(len(table.columns)), table.rows
     keys = next((n for n in columns if len({tuple(row[:n]) for row in rows}) == len(rows)), 1) or 1
-    part, parts = [*columns[:keys]], list[RichTable]()
-    unlimited = console.options.update_width(_UNLIMITED)
-
-    def printable(chosen: Sequence[int]) -> RichTable:
-        cells = [[row[i] for i in chosen] for row in rows]
-        return rich_table(Table([table.columns[i] for i in chosen], cells))
-
+    part, parts = [*columns[:keys]], list[list[int]]()
     for column in columns[keys:]:
-        least = Measurement.get(console, unlimited, printable([*part, column])).minimum
+        least = sum(_needs(table, i)[0] + _GAP for i in (*part, column))
         if len(part) > keys and least > console.width:
-            parts.append(printable(part))
+            parts.append(part)
             part = part[:keys]
         part.append(column)
     if table.title:
         console.print(RichText(table.title, style="italic"))
-    for shown in (*parts, printable(part)):
-        console.print(shown)
+    for chosen in (*parts, part):
+        cells = [[row[i] for i in chosen] for row in rows]
+        console.print(_rich_table(Table([table.columns[i] for i in chosen], cells), console.width))
     if table.note:
         console.print(RichText(table.note, style="dim italic"))
 
 
-def rich_table(table: Table) -> RichTable:
+def _rich_table(table: Table, width: int) -> RichTable:
     """A table's columns; numbers stand to the right."""
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, (heading, numbers) in enumerate(zip(table.columns, _of_numbers(table), strict=True)):
-        cells = [show(cell) for cell in (heading, *(row[index] for row in table.rows))]
-        widest = max(len(line) for cell in cells for line in cell.split("\n"))
-        short = widest <= _SHORT
+    needs = [_needs(table, index) for index in range(len(table.columns))]
+    widths = _widths(needs, width - _GAP * len(needs))
+    columns = zip(table.columns, _of_numbers(table), widths, strict=True)
+    for heading, numbers, wide in columns:
         shown.add_column(
-            heading,
-            justify="right" if numbers else "left",
-            overflow="fold",
-            no_wrap=short,
-            min_width=widest if short else None,
+            heading, justify="right" if numbers else "left", overflow="fold", width=wide
         )
     for row in table.rows:
         shown.add_row(*(RichText(show(cell)) for cell in row))
     return shown
+
+
+def _needs(table: Table, index: int) -> tuple[int, int]:
+    """Characters of a column: of its longest word (a short column stays on one line), and of its
+    longest line."""
+    cells = [table.columns[index], *(show(row[index]) for row in table.rows)]
+    lines = [line for cell in cells for line in cell.split("\n")]
+    most = max(1, *map(cell_len, lines))
+    words = [cell_len(word) for line in lines for word in line.split()]
+    return (most if most <= _SHORT else max(words)), most
+
+
+def _widths(needs: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """Of columns that share ``room`` characters: words stay whole where they can, and what is left
+    goes to the columns with the longest lines for their widths."""
+    widths, columns = [least for least, _ in needs], range(len(needs))
+    while sum(widths) > room and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+    for _ in range(room - sum(widths)):
+        fullest = max(columns, key=lambda i: needs[i][1] / widths[i])
+        widths[fullest] += needs[fullest][1] > widths[fullest]
+    return widths
 
 
 def _of_numbers(table: Table) -> list[bool]:
