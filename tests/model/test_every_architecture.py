@@ -55,7 +55,9 @@ _REFUSED = {
         "big_bird bloom blt codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj "
         "megatron-bert mpt openai-gpt reformer rembert roformer trocr xglm xlm xlnet"
     ),
-    "did not go through the attention interface": "hrm_text minimax mllama recurrent_gemma",
+    "did not go through the attention interface": "hrm_text minimax mllama",
+    # Where transformers (up to 5.20) lists its layers, they are refused before it runs.
+    "did not go through the attention interface|has recurrent layers": "recurrent_gemma",
     "more than once through the attention interface": "diffllama zamba2",
     "a recurrence that returns more than hidden states": "zaya",
     "gives attention a position_bias": "inkling2_text inkling_text",
