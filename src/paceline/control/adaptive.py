@@ -29,7 +29,7 @@ from paceline.control.following import LookupFollower, Offers
 from paceline.control.learning import BatchDecision, StepLearner
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import LookupDrafter
+from paceline.draft.base import LookupDrafter, Offer
 from paceline.draft.collapse import CollapseWatch
 
 _HOLD = 4  # steps for which models' drafts of the same batch keep their lengths
@@ -77,7 +77,7 @@ class AdaptiveController(Controller):
         self._step += 1
         ids = [seq.seq_id for seq in seqs]
         began = perf_counter()
-        offers = self._lookups.worthwhile(seqs, self._members, self._step, ids == self._ids)
+        offers = self._lookups.lookup(seqs, self._members, self._step, ids == self._ids)
         asked = perf_counter()
         stands = ids == self._ids and self._step < self._until and self._have_room(seqs)
         if offers or not stands:
@@ -170,14 +170,11 @@ class AdaptiveController(Controller):
         forced = seq.constraint.forced() or () if seq.constraint else ()
         for name in self._members(seq):
             if (offer := offers.get(name)) is not None:
-                most = min(offer.levels, self.cost.drafters[name].longest)
-                lengths = [*(n for n in _LENGTHS if n < most), most]
-                certain, kind = offer.certain, kind_of(offer.confidence)
-                options += self.drafts(seq, name, batch, lengths, certain, kind, offer.nodes)
+                options += self.drafts(seq, name, batch, offer.certain, offer)
             elif name not in self._lookups.drafters:
                 certain = len(forced) * (len(forced) <= self.cost.drafters[name].takes_forced)
                 if certain or not that_may_pay or self.cost.may_pay(name, batch, sampled=sampled):
-                    options += self.drafts(seq, name, batch, certain=certain)
+                    options += self.drafts(seq, name, batch, certain)
         return options
 
     def drafts(
@@ -185,34 +182,37 @@ class AdaptiveController(Controller):
         seq: SequenceState,
         name: Hashable,
         batch: int,
-        lengths: Sequence[int] | None = None,
         certain: int = 0,
-        kind: Hashable = None,
-        by_length: Sequence[float] = (),
+        offer: Offer | None = None,
+        longest: int | None = None,
     ) -> list[DraftOption]:
-        """What a drafter may draft for a sequence, of all lengths by default; acceptance is learnt
-        by ``kind``, behind ``certain`` levels. ``by_length``: nodes of a lookup's offer.
-        Reading that must come first is written off over the tokens to come."""
+        """What a drafter may draft for a sequence, of at most ``longest`` levels: of a lookup what
+        its ``offer`` has. Nothing is learnt of the first ``certain`` levels. Reading that must come
+        first is written off over the tokens to come."""
         cost, costs, left = self.cost, self.cost.drafters[name], seq.remaining
-        most = min(costs.longest, left - 1)
+        most = min(longest or costs.longest, left - 1)
+        most = min(most, offer.levels) if offer else most
         if batch > 1:  # at most twice as long as those before
             most = min(most, max(1, 2 * cost.longest_seen(name, batch)))
-        every = range(1, 1 + most) if batch == 1 else _LENGTHS
-        lengths = [n for n in lengths or every if n <= most]
-        if not lengths:
+        if most < 1:
             return []
+        lengths: Sequence[int] = range(1, 1 + most)
+        if batch > 1 or offer:
+            lengths = [*(n for n in _LENGTHS if n < most), most]
+        kind = kind_of(offer.confidence) if offer else None
         sampled = is_sampled(seq.params)
-        rates = cost.acceptance.rates(seq.seq_id, name, kind, sampled, lengths[-1])
-        expected = expected_tokens(([1.0] * certain + rates)[: lengths[-1]])
+        rates = cost.acceptance.rates(seq.seq_id, name, kind, sampled, most)
+        expected = expected_tokens(([1.0] * certain + rates)[:most])
         gains = [min(gain, left) for gain in expected]  # what comes after the last token is no gain
         unread = len(seq.tokens) - 1 - self.learner.tokens_read(seq)[name] if costs.reads else 0
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0
         first += 0.0 if costs.costless else self.learner.aftermath(batch) / batch
-        fill, nodes, tokens = 1.0, by_length or (), min(left, _HORIZON)
-        if by_length:
-            table = [cost.rest(batch, by_length[n]) / batch for n in lengths]
+        tokens = min(left, _HORIZON)
+        nodes: Sequence[float] = offer.nodes if offer else cost.nodes(name, batch)
+        fill = 1.0 if offer else cost.fill[name]
+        if offer:
+            table = [cost.rest(batch, nodes[n]) / batch for n in lengths]
         else:
-            fill, nodes = cost.fill[name], cost.nodes(name, batch)
             priced = cost.priced(name, batch, expected, sampled, certain > 0)
             table = [priced[n] for n in lengths]
         options = list[DraftOption]()
@@ -257,7 +257,7 @@ class AdaptiveController(Controller):
             if name == best.name or not self.budget.is_due(name, self._step):
                 continue
             drafts = [draft for draft in ways if draft.name == name]
-            drafts = drafts or self.drafts(seq, name, 1, lengths=(1,))
+            drafts = drafts or self.drafts(seq, name, 1, longest=1)
             if drafts and self.budget.seconds > 0:
                 other = max(drafts, key=lambda draft: draft.gain / draft.seconds)
                 seconds = other.seconds - other.reading + other.first
@@ -282,7 +282,7 @@ class AdaptiveController(Controller):
                 continue
             first = next((draft for draft in ways if draft.name == name), None)
             if first is None and name in self._models(seq):
-                (first,) = self.drafts(seq, name, batch, lengths=(1,))
+                (first,) = self.drafts(seq, name, batch, longest=1)
             if first is not None:
                 drafts[index] = first
         if not drafts:

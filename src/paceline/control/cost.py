@@ -197,7 +197,7 @@ class CostModel:
                 nodes, passes = (
                     interp(levels, range(len(full)), full).tolist() for full in (nodes, passes)
                 )
-            # What a lookup finds is rarely a full tree.
+            # What a lookup finds is rarely a full tree, and a level of it mostly a node.
             fill = self.fill[name]
             verified = range(len(nodes)) if drafter.costless else [fill * n for n in nodes]
             verify = [self.verify(batch, count) for count in verified]
@@ -252,14 +252,9 @@ class CostModel:
         key = name, batch, kind, sampled
         if key not in self._pays:
             gains = self.acceptance.everyone(name, kind, sampled).tokens()
-            costs, plain = self.drafters[name], self.rest(batch)
-            lengths = range(1, min(1 + costs.longest, len(gains)))
-            if costs.costless:  # a level of what is found is mostly a node
-                pays = any(gains[n] * plain > self.rest(batch, n) for n in lengths)
-            else:
-                table = self.table(name, batch)
-                pays = any(gains[n] * table[0] > table[n] for n in lengths)
-            self._pays[key] = pays
+            plain, *table = self.table(name, batch)
+            drafts = zip(gains[1:], table, strict=False)
+            self._pays[key] = any(gain * plain > seconds for gain, seconds in drafts)
         return self._pays[key]
 
     # -- learning ----------------------------------------------------------------------------------

@@ -57,32 +57,6 @@ class LookupFollower:
         self._asking, self._wait = 1e-3, _RARELY  # seconds of asking once, of late; steps
         self._followed: dict[int, dict[Hashable, _Followed]] = {}
 
-    def worthwhile(
-        self, seqs: Sequence[SequenceState], members: Members, step: int, same: bool
-    ) -> dict[int, Offers] | None:
-        """What is found that might pay, of the ``members`` that may draft for each; None: not
-        asked. Where drafts of lookups have won less than asking took, they are asked less often.
-        ``same``: the sequences are those of the last step."""
-        rarely = same and self._balance < 0 and step % self._wait
-        rarely = rarely and all(seq.constraint is None for seq in seqs)  # what is forced pays
-        if rarely or not self.drafters:
-            return None
-        worth: dict[int, Offers] = {}
-        offered = self.lookup(seqs, members)
-        for seq in seqs:
-            pay = {
-                name: offer
-                for name, offer in offered.get(seq.seq_id, {}).items()
-                if self._may_pay(name, offer, seq, len(seqs))
-            }
-            if pay:
-                worth[seq.seq_id] = pay
-        return worth
-
-    def _may_pay(self, name: Hashable, offer: Offer, seq: SequenceState, batch: int) -> bool:
-        kind, sampled = kind_of(offer.confidence), is_sampled(seq.params)
-        return offer.certain > 0 or self._cost.may_pay(name, batch, kind, sampled)
-
     def spend(self, seconds: float, batch: int) -> None:
         """To ask, and to decide on what was found, took so long."""
         plain = self._cost.rest(batch)
@@ -103,9 +77,16 @@ class LookupFollower:
             self._add(sum(len(c.tokens) - seconds / plain for c in drafted) / len(commits))
 
     def lookup(
-        self, seqs: Sequence[SequenceState], members: Members
-    ) -> dict[int, dict[Hashable, Offer]]:
-        """What is found for each sequence, whose offers so far are followed first."""
+        self, seqs: Sequence[SequenceState], members: Members, step: int, same: bool
+    ) -> dict[int, dict[Hashable, Offer]] | None:
+        """What is found that might pay, of the ``members`` that may draft for each; None: not
+        asked. Where drafts of lookups have won less than asking took, they are asked less often.
+        ``same``: the sequences are those of the last step. Offers so far are followed first."""
+        if not self.drafters:
+            return None
+        rarely = same and self._balance < 0 and step % self._wait
+        if rarely and all(seq.constraint is None for seq in seqs):  # what is forced pays
+            return None
         offers: dict[int, dict[Hashable, Offer]] = {}
         by_name: dict[Hashable, list[Slice]] = {name: [] for name in self.drafters}
         for seq in seqs:
@@ -118,10 +99,12 @@ class LookupFollower:
         for name, slices in by_name.items():
             for seq, offer in zip(seqs, self.drafters[name].lookup(slices), strict=True):
                 if offer is not None:
-                    offers.setdefault(seq.seq_id, {})[name] = offer
                     followed = self._followed.setdefault(seq.seq_id, {})
                     if name not in followed:
                         followed[name] = _Followed(offer, seq)
+                    kind, sampled = kind_of(offer.confidence), is_sampled(seq.params)
+                    if offer.certain or self._cost.may_pay(name, len(seqs), kind, sampled):
+                        offers.setdefault(seq.seq_id, {})[name] = offer
         return offers
 
     def _go_on(self, seq_id: int) -> None:
