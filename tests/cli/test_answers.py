@@ -118,6 +118,8 @@ def test_so_many_prompts_and_none_that_are_too_long(tmp_path: Path) -> None:
     assert {job.number for job in few} <= {job.number for job in jobs}
     with pytest.raises(DataError, match=r"no prompt that can be answered: line 1: it has \d+ tok"):
         prompts_of(sources, TOKENIZER, PromptSelection(max_prompt_len=2))
+    with pytest.raises(DataError, match="no prompt that can be answered: it is empty; give"):
+        prompts_of(prompts(tmp_path), TOKENIZER, PromptSelection())
 
 
 def test_questions_of_several_turns_are_asked_to_the_end(tmp_path: Path) -> None:

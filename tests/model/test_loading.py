@@ -80,7 +80,7 @@ def test_auto_dtype_and_device() -> None:
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(ConfigError, match="int3"):
         resolve_dtype("int3", cpu)
-    for unknown in ("teapot", "xpu", "meta"):  # torch knows two of them
+    for unknown in ("teapot", "xpu", "hpu", "meta"):  # torch knows three of them
         with pytest.raises(ConfigError, match=f"'{unknown}' is not known; use auto, cpu"):
             resolve_device(unknown)
     with pytest.raises(ConfigError, match="CUDA devices"):

@@ -124,7 +124,7 @@ def resolve_device(device: Device) -> torch.device:
         resolved = torch.device(device)
         if resolved.type != "cuda":  # a type may be known, but not be here
             torch.zeros(1, device=resolved).item()
-    except (RuntimeError, AssertionError):
+    except (RuntimeError, AssertionError, ImportError):
         raise ConfigError(
             f"device {str(device)!r} is not known; use auto, cpu, cuda or cuda:N"
         ) from None

@@ -93,7 +93,8 @@ def prompts_of_file(
             prompts.append(prompt)
             doing.advance()
     if not prompts:
-        raise DataError(f"{source.path} has no prompt that can be answered: {records.named}")
+        why = records.named if records.refused else "it is empty; give conversations or texts"
+        raise DataError(f"{source.path} has no prompt that can be answered: {why}")
     records.report(len(prompts))
     return prompts
 
