@@ -177,11 +177,11 @@ class Scheduler:
         for other in self.running:
             earlier = other.seq_id < seq.seq_id
             if earlier and other.num_pending > size and other.adapter is seq.adapter:
-                alike = _common_length(other.tokens, seq.tokens, size)
+                shared = _common_length(other.tokens, seq.tokens, size)
                 # At least the last token must be computed.
-                alike = min(alike, len(seq.tokens) - 1) // size * size
-                if other.cached < alike:
-                    return alike
+                shared = min(shared, len(seq.tokens) - 1) // size * size
+                if other.cached < shared:
+                    return shared
         return 0
 
     def _blocks_of(self, seq: SequenceState) -> int:

@@ -166,13 +166,13 @@ class MedusaDrafter:
         levels = max(self._shape(item.draft_length).depth for item in ready)
         logits = self.heads(features, levels)
         trees: dict[int, TokenTree] = {}
-        alike = [i for i, item in enumerate(ready) if not needs_paths((item.seq,))]
-        if alike:
-            whole = len(alike) == len(ready)
-            part = logits if whole else logits[to_device(alike, logits.device)]
-            trees |= self._crossed([ready[i] for i in alike], part)
+        independent = [i for i, item in enumerate(ready) if not needs_paths((item.seq,))]
+        if independent:
+            whole = len(independent) == len(ready)
+            part = logits if whole else logits[to_device(independent, logits.device)]
+            trees |= self._crossed([ready[i] for i in independent], part)
         for i, item in enumerate(ready):
-            if i not in alike:
+            if i not in independent:
                 trees[item.seq.seq_id] = self._grown(item, logits[i])
         return [trees.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
