@@ -1,1 +1,1 @@
-"""Plain types shared by every stage: trees, sequences, batches, verdicts. Torch and stdlib only."""
+"""Plain types that all stages share: trees, sequences, batches, verdicts. Torch, numpy, stdlib."""

@@ -120,7 +120,7 @@ class Starter:
     def __init__(self, llm: LLM, **options: Any) -> None:
         self._llm = llm
         self._options = {"seed": 0, "prefix_sharing": False, **options}
-        self.unequal: dict[str, dict[str, str]] = {}  # of other engines, see served.py
+        self.unequal: dict[str, dict[str, str]] = {}  # of other engines, by method
 
     def open(
         self, method: Method, clients: int, max_draft_length: int | None = None
