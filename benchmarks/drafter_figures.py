@@ -167,7 +167,10 @@ def as_report(records: Sequence[Record]) -> Report:
 
 
 _MACHINE = "{processor}, {threads} threads, torch {torch}, transformers {transformers}"
-_NOTE = "By plain decoding; in brackets the worst set, or batch."
+_NOTE = (
+    "By plain decoding; in brackets the worst set, or batch. Greedy and seeded cells compare the "
+    "same texts; sampled ones, of one request at a time, other texts of that distribution."
+)
 _BEST = "The best of plain decoding and the chosen lengths, in all and within each set."
 _OF_BEST = (
     Column("cell", "cell"),

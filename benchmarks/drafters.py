@@ -1,9 +1,11 @@
 """Every drafter beside plain decoding, cell by cell, each from a fresh state.
 
 A cell is a batch size and a way to sample: `greedy`, `sampled` (temperature 1, no seeds) or
-`seeded`. For each, plain decoding and the drafters are built anew over one loaded target (a
-controller, drafter and cache without any history) and decode the same prompts, a batch at a time,
-in turns of a tenth of a second, each on a clock of its own, prefill included. Three passes:
+`seeded`. Several requests are seeded where `sampled` is asked for: unseeded answers differ in
+length, and a batch takes as long as its longest. For each cell, plain decoding and the drafters are
+built anew over one loaded target (a controller, drafter and cache without any history) and decode
+the same prompts, a batch at a time, in turns of a tenth of a second, each on a clock of its own,
+prefill included. Three passes:
 
 - `first`: the first requests of a process, `--prompts` of them, spread over the sets
 - `later`: `--later` other prompts, after all of those (24 answers of 96 tokens: 2,300 tokens)
@@ -199,7 +201,11 @@ class Bench:
         print(f"[{time.perf_counter() - self.began:5.0f} s] {line}", file=sys.stderr, flush=True)
 
     def cells(self) -> list[Cell]:
-        cells = [Cell(batch, mode) for batch in self.args.batches for mode in self.args.modes]
+        every = ((batch, mode) for batch in self.args.batches for mode in self.args.modes)
+        cells = dict.fromkeys(
+            Cell(batch, "seeded" if mode == "sampled" and batch > 1 else mode)
+            for batch, mode in every
+        )
         return [cell for cell in cells if fnmatch(cell.key, self.args.cells)]
 
     def done(self, cell: Cell) -> int:

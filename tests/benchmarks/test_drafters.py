@@ -144,6 +144,25 @@ def test_the_whole_script_and_going_on(
     assert code == 0 and file.read_text().count("\n") == 2  # nothing was left to do
 
 
+def test_batches_at_temperature_1_write_the_same_texts(
+    pair: tuple[str, str], tmp_path: Path, start: Start
+) -> None:
+    file, table = tmp_path / "cells.jsonl", tmp_path / "table.md"
+    more = ["--spec", f"draft=model:{pair[1]}", "--drafters", "ngram", "--batches", "1,2"]
+    more += ["--json", str(file), "--report", str(table)]
+    arguments = line(pair[0], *more, "--modes", "greedy,sampled,seeded", "--fixed", "2")
+    keys = [cell.key for cell in drafters.Bench(drafters.parse(arguments), tmp_path).cells()]
+    assert keys == ["b1/greedy", "b1/sampled", "b1/seeded", "b2/greedy", "b2/seeded"]
+    code, _, found = start(drafters, *line(pair[0], *more, "--modes", "sampled", "--fixed", "2"))
+    assert code == 0
+    assert [[*cells] for cells in found.values()] == [["b1/sampled", "b2/seeded"]]
+    _, batch = map(json.loads, file.read_text().splitlines())
+    for wave in batch["waves"]:
+        drafted = wave["by"]["draft@2"]["drafted"]
+        assert drafted > 0 and all(own["same"] == 2 for own in wave["by"].values())
+    assert "compare the same texts" in table.read_text()
+
+
 def test_the_time_is_up_before_a_cell_begins(
     pair: tuple[str, str], tmp_path: Path, start: Start
 ) -> None:
