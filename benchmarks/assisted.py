@@ -1,7 +1,7 @@
 """Our decoding inside transformers beside its own: plain, assisted by a draft model, prompt lookup.
 
     python benchmarks/assisted.py [MODEL] [--draft SPEC ...] [--assistant FOLDER] [--dtype bfloat16]
-        [--tokens 64] [--rounds 3] [--json]
+        [--max-tokens 64] [--rounds 3] [--json]
 
 Each way answers the shipped prompts one by one, greedily; ways take turns, beginning with another
 one each round. A figure is tokens by the sum of each prompt's median seconds, whose range over the
@@ -77,8 +77,8 @@ def main() -> None:
     parser.add_argument("--draft", action="append", help="of ours; may be repeated")
     parser.add_argument("--assistant", help="folder of a draft model for both")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-tokens", "--tokens", type=int, default=64)
+    parser.add_argument("--num-prompts", "--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -92,10 +92,12 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(resolve(options.model))
     texts = [prompt.text for prompt in load_prompts(None, list(SHIPPED.values()), 2)]
-    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts[: options.prompts]]
+    prompts = [
+        tokenizer(text, return_tensors="pt").input_ids for text in texts[: options.num_prompts]
+    ]
     models = [load(options.model) for _ in range(1 + len(drafts))]
     assistant = load(options.assistant) if options.assistant else None
-    ways = ways_of(models, assistant, drafts, options.tokens)
+    ways = ways_of(models, assistant, drafts, options.max_tokens)
     figures = measure(ways, prompts, options.rounds)
     if options.json:
         finish({"model": options.model, "dtype": options.dtype, "ways": figures}, None)

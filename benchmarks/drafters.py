@@ -7,13 +7,13 @@ built anew over one loaded target (a controller, drafter and cache without any h
 the same prompts, a batch at a time, in turns of a tenth of a second, each on a clock of its own,
 prefill included. Three passes:
 
-- `first`: the first requests of a process, `--prompts` of them, spread over the sets
+- `first`: the first requests of a process, `--num-prompts` of them, spread over the sets
 - `later`: `--later` other prompts, after all of those (24 answers of 96 tokens: 2,300 tokens)
 - `again`: the first `--again` prompts once more
 
 With `--fixed` every drafter also decodes at chosen lengths, and the adaptive one is held against
 the best of them and plain decoding. `--form` is how the target's weights are held, one a process;
-`--target FOLDER --weights NAME` measures another checkpoint of the same shape under that name.
+`--model FOLDER --weights NAME` measures another checkpoint of the same shape under that name.
 
     python benchmarks/drafters.py --quick
     python benchmarks/drafters.py --pair smollm2 --form int8 --json runs/cells.jsonl --seconds 200
@@ -113,7 +113,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="tiny, few prompts of it: some minutes")
     add("--pair", "--pairs", default="tiny", help=f"tiny, inflated, {real.NAME}, or a folder")
-    add("--target", help=f"folder, of the shape of {real.TARGET} or paceline/tiny")
+    add(
+        "--model",
+        "--target",
+        dest="target",
+        help=f"folder, of the shape of {real.TARGET} or paceline/tiny",
+    )
     add("--weights", default="pulled", help="what to call the target's weights in the tables")
     add("--presets", default="target,draft", help="sizes of the inflated pair")
     real.add_weights(parser)
@@ -123,15 +128,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--drafters", "--only", help="names of rows, comma-separated; default: all there are")
     add("--spec", action="append", default=[], metavar="NAME=SPEC", help="one more drafter")
     add("--fixed", type=numbers, default=[], help="chosen lengths beside the adaptive one, 0,2,4")
-    add("--batches", type=numbers, default=[1])
+    add("--concurrency", "--batches", dest="batches", type=numbers, default=[1])
     add("--modes", default="greedy,sampled")
     add("--cells", default="*", help="only those that match, such as 'b1/*' or 'b*/greedy'")
     add("--sets", "--suites", help="comma-separated; default: see README.md")
     add("--prompts-dir", default=str(default_folder()))
-    add("--prompts", type=int, help="of the first pass; default 24, quick: 10")
+    add(
+        "--num-prompts",
+        "--prompts",
+        dest="prompts",
+        type=int,
+        help="at first; default 24, quick: 10",
+    )
     add("--later", type=int, help="other prompts behind them; default 8, quick: 0")
     add("--again", type=int, help="of the first pass once more; default 8, quick: 5")
-    add("--tokens", "--max-tokens", type=int, help="of an answer; default 96, quick: 48")
+    add("--max-tokens", "--tokens", dest="tokens", type=int, help="default 96, quick: 48")
     add("--rounds", type=int, default=1, help="how often a cell is measured, calls included")
     add("--seconds", type=float, help="begin no cell that would end later than that")
     add("--wait", type=float, default=60.0, help="seconds to wait for a quiet machine, a cell")
@@ -153,7 +164,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if unknown := set(args.modes) - {*MODES}:
         parser.error(f"no mode {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
     if min([*args.batches, args.prompts, args.tokens, args.rounds]) < 1:
-        parser.error("--batches, --prompts, --tokens and --rounds must be at least 1")
+        parser.error("--concurrency, --num-prompts, --max-tokens and --rounds must be at least 1")
     if min([0, *args.fixed, args.later, args.again]) < 0:
         parser.error("--fixed, --later and --again must be at least 0")
     if any("=" not in spec for spec in args.spec):

@@ -3,7 +3,7 @@
     python benchmarks/native.py [MODEL] [--dtype bfloat16] [--quantize int4] [--rounds 5] [--json]
     python benchmarks/native.py --wide 3      # random weights, shaped as 3 layers of an 8B model
     python benchmarks/native.py [MODEL] --kv-cache-dtype int8 --context 4096 [--rows 1 8]
-    python benchmarks/native.py --context 2000 --sequences 16 --rows 1
+    python benchmarks/native.py --context 2000 --concurrency 16 --rows 1
     python benchmarks/native.py --roofline    # what products of few rows could cost
 
 Each figure is the median over rounds of the milliseconds of one forward of a chain behind
@@ -184,7 +184,9 @@ def main() -> None:
     parser.add_argument("--quantize", choices=("int8", "int4"))
     parser.add_argument("--kv-cache-dtype", choices=("int8",), help="beside the model's own")
     parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--sequences", type=int, default=1, help="as many together, each with rows")
+    parser.add_argument(
+        "--concurrency", "--sequences", type=int, default=1, help="as many together, each with rows"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--prompt", type=int, default=0, help="time prompts of so many tokens")
     parser.add_argument("--rounds", type=int, default=7)
@@ -201,8 +203,8 @@ def main() -> None:
         other = native if kind else load(backend="reference")
     name = kind or "reference"
     lengths = (options.prompt,) if options.prompt else tuple(options.rows)
-    blocks = options.sequences * (-(-(options.context + max(lengths)) // 16) + 1)
-    more = bool(options.prompt), options.sequences
+    blocks = options.concurrency * (-(-(options.context + max(lengths)) // 16) + 1)
+    more = bool(options.prompt), options.concurrency
     runs = {
         name: (other, filled(other, blocks, kind or "auto")),
         "native": (native, filled(native, blocks, "auto")),
@@ -231,7 +233,7 @@ def main() -> None:
             f"{rows:5} {first[rows]:10.2f} {own[rows]:8.2f} {own[rows] / first[rows]:10.2f} "
             f"{first[rows] / first[lengths[0]]:9.2f} {own[rows] / own[lengths[0]]:7.2f}"
         )
-    if not options.prompt and options.sequences == 1:
+    if not options.prompt and options.concurrency == 1:
         rate = size / medians["native"][1] * 1e3
         print(
             f"one row: {size / 1e6:.0f} MB, {rate / 1e9:.1f} GB/s, {rate / best:.0%} of a sum's "

@@ -10,7 +10,7 @@ The draft length is fixed: the costs that "auto" measures at start-up would be t
 page cache.
 
     python benchmarks/offload.py
-    python benchmarks/offload.py --drafts none,ngram --tokens 96 --memory 128M --json offload.json
+    python benchmarks/offload.py --draft none,ngram --max-tokens 96 --memory 128M --json offload.json
 
 The last line of the output is one JSON object.
 """
@@ -133,9 +133,11 @@ def decode(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="paceline/smollm2")
-    parser.add_argument("--drafts", default=DRAFTS, help="Specs, parted by commas.")
-    parser.add_argument("--length", type=int, default=6, help="Tokens drafted a step.")
-    parser.add_argument("--tokens", type=int, default=48, help="Of each answer.")
+    parser.add_argument("--draft", "--drafts", default=DRAFTS, help="Specs, parted by commas.")
+    parser.add_argument(
+        "--draft-length", "--length", type=int, default=6, help="Tokens drafted a step."
+    )
+    parser.add_argument("--max-tokens", "--tokens", type=int, default=48, help="Of each answer.")
     parser.add_argument("--chats", type=int, default=len(CHATS), help="How many.")
     parser.add_argument("--layers", type=int, help="Random weights: so many layers of an 8B model.")
     parser.add_argument("--memory", default="1M", help="For layers that stay in memory.")
@@ -151,8 +153,8 @@ def main() -> None:
         dtype = "bfloat16" if options.layers else "float32"
         plain = LLM(str(model), draft="none", dtype=dtype, offload="disk", weights_memory=kept)
         files = weight_files(model)
-        drafts = ["none", *(draft for draft in options.drafts.split(",") if draft != "none")]
-        how = options.tokens, options.length, options.chats
+        drafts = ["none", *(draft for draft in options.draft.split(",") if draft != "none")]
+        how = options.max_tokens, options.draft_length, options.chats
         rows, texts = zip(*(decode(plain, draft, files, *how) for draft in drafts), strict=True)
     for row, text in zip(rows, texts, strict=True):
         row["by_plain"] = round(row["tokens_per_second"] / rows[0]["tokens_per_second"], 2)
@@ -161,7 +163,9 @@ def main() -> None:
     print(*plain.notes, sep="\n")
     columns = [Column(key, key.replace("_", " "), shown=str) for key in rows[0]]
     print_table(table_of(rows, columns), Console())
-    finish({"machine": machine_of(plain), "length": options.length, "rows": rows}, options.json)
+    finish(
+        {"machine": machine_of(plain), "length": options.draft_length, "rows": rows}, options.json
+    )
 
 
 if __name__ == "__main__":

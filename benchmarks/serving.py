@@ -9,7 +9,7 @@ request streams and writes exactly `--max-tokens` tokens, greedily.
     python benchmarks/serving.py
     python benchmarks/serving.py --quick --json serving.json
     python benchmarks/serving.py --processes both --concurrency 16
-    python benchmarks/serving.py --target paceline/smollm2 --draft auto --concurrency 1,4,16
+    python benchmarks/serving.py --model paceline/smollm2 --draft auto --concurrency 1,4,16
 
 Throughput rounds read streams as raw bytes. Latencies come from one more round in which every chunk
 says which tokens it holds: time to first token is from sending a request to its first chunk with
@@ -108,7 +108,7 @@ class Work:
 def work_of(args: argparse.Namespace) -> Work:
     """What is served: prompts of eight kinds, and the models."""
     texts = [prompt.text for prompt in load_prompts(per_category=2 if args.quick else 4)]
-    return Work(texts, args.max_tokens, args.target, args.draft)
+    return Work(texts, args.max_tokens, args.model, args.draft)
 
 
 # -- over HTTP ---------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--max-tokens", type=int)
     add("--concurrency", type=numbers, default=[1, 4, 16], help="as in 1,4,16")
     add("--threads", type=int, default=1, help="of the model, here and in servers")
-    add("--target", default="paceline/tiny")
+    add("--model", "--target", default="paceline/tiny")
     add("--draft", default="paceline/tiny-draft", help="any spec")
     add("--processes", choices=tuple(KINDS), default="two", help="of the server")
     add("--json", help="file to write the JSON object to")

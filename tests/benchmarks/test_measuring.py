@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,18 @@ def test_records_go_on_behind_a_line_that_was_cut_off(
 def test_who_else_uses_the_machine_is_said() -> None:
     cores = OtherLoad().cores()
     assert cores is None or cores >= 0
+
+
+FORMER = "--target", "--tokens", "--prompts", "--length", "--drafts", "--sequences", "--batches"
+
+
+def test_options_have_the_names_of_the_commands() -> None:
+    """Former names stand behind ours; a text of perplexity.py has --tokens, and no answer."""
+    folder = Path(__file__).resolve().parents[2] / "benchmarks"
+    firsts = {
+        (file.name, name)
+        for file in folder.glob("*.py")
+        for name in re.findall(r'\badd(?:_argument)?\(\s*"(--[a-z-]+)"', file.read_text())
+    }
+    assert ("native.py", "--concurrency") in firsts
+    assert {one for one in firsts if one[1] in FORMER} == {("perplexity.py", "--tokens")}
