@@ -73,7 +73,7 @@ def measure(ways: dict[str, Way], prompts: list[torch.Tensor], rounds: int) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default=default_model().model)
+    parser.add_argument("model", nargs="?", default=default_model()[0])
     parser.add_argument("--draft", action="append", help="of ours; may be repeated")
     parser.add_argument("--assistant", help="folder of a draft model for both")
     parser.add_argument("--dtype", default="bfloat16")

@@ -10,7 +10,7 @@ The draft length is fixed: the costs that "auto" measures at start-up would be t
 page cache.
 
     python benchmarks/offload.py
-    python benchmarks/offload.py --draft none,ngram --max-tokens 96 --memory 128M --json offload.json
+    python benchmarks/offload.py --draft none,ngram --max-tokens 96 --memory 128M
 
 The last line of the output is one JSON object.
 """

@@ -82,7 +82,7 @@ def target_folder(given: str | None, perturb: bool = False) -> Path:
             raise SystemExit(f"error: {error}") from None
         raise SystemExit(
             f"error: {TARGET} is not here; fetch it with `paceline pull {NAME}`, "
-            "or name its folder with --target"
+            "or name its folder with --model"
         ) from None
 
 

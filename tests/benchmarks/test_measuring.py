@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from measuring import (
     read_records,
     rotated,
 )
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+SCRIPTS = [file for file in sorted(FOLDER.glob("*.py")) if "parse_args(" in file.read_text()]
 
 
 def test_all_run_in_every_round_and_another_one_begins() -> None:
@@ -56,15 +60,24 @@ def test_who_else_uses_the_machine_is_said() -> None:
     assert cores is None or cores >= 0
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_script_says_what_it_takes(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [script.name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        import_module(script.stem).main()
+    assert ended.value.code in (0, None) and "--help" in capsys.readouterr().out
+
+
 FORMER = "--target", "--tokens", "--prompts", "--length", "--drafts", "--sequences", "--batches"
 
 
 def test_options_have_the_names_of_the_commands() -> None:
     """Former names stand behind ours; a text of perplexity.py has --tokens, and no answer."""
-    folder = Path(__file__).resolve().parents[2] / "benchmarks"
     firsts = {
         (file.name, name)
-        for file in folder.glob("*.py")
+        for file in FOLDER.glob("*.py")
         for name in re.findall(r'\badd(?:_argument)?\(\s*"(--[a-z-]+)"', file.read_text())
     }
     assert ("native.py", "--concurrency") in firsts
