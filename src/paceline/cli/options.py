@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, is_dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -68,14 +67,6 @@ def switches_take_nothing(params: Sequence[Any]) -> None:
             item.metavar = ""
 
 
-def _once(option: Any, process: Callable[[Any, Any], None], value: Any, state: Any) -> None:
-    """Take an option's value as Typer does, but no other one after the first."""
-    first = state.opts.get(option.dest)
-    process(value, state)
-    if first is not None and state.opts[option.dest] != first:
-        raise typer.BadParameter(f"{option.obj.opts[0]} has two values; give it once")
-
-
 class Command(TyperCommand):
     """A command that also takes the names of other places and engines (core/keywords.py): a model
     by position or by --model, --drafter for --draft, --tensor-parallel-size ..."""
@@ -102,13 +93,6 @@ class Command(TyperCommand):
             if name.startswith("--") and name != ours:
                 print(f"note: {name} is {ours} here", file=sys.stderr)
         return super().parse_args(ctx, words + args[end:])
-
-    def make_parser(self, ctx: Any) -> Any:
-        parser: Any = super().make_parser(ctx)
-        for option in {*parser._long_opt.values(), *parser._short_opt.values()}:
-            if option.action.startswith("store"):
-                option.process = partial(_once, option, option.process)
-        return parser
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         switches_take_nothing(self.get_params(ctx))
@@ -233,7 +217,7 @@ def _parameter_of(entry: TableEntry, among_many: bool = False) -> inspect.Parame
 
 def _value(entry: TableEntry, given: Any) -> Any:
     """What Typer found, as the table holds it; a text that cannot be read is a usage error."""
-    if given is not None and (entry.key.kind or isinstance(given, float)):  # perhaps inf
+    if given is not None and (entry.key.kind or isinstance(given, float)):  # perhaps a NaN
         try:
             return entry.read(given, entry.flag)
         except ConfigError as error:
