@@ -32,10 +32,9 @@ _APART = 4  # positions from one that is drafted from to the next, where each ha
 _BLOCK = 16
 _SURE, _FEWEST = 3.5, 48  # standard errors from which layers are wrong, and positions
 _UNLIKELY, _FEW = 1.5, 24  # and from which those that it reads are right
-_HEALTHY = 0.3  # share of first tokens that are right, from which nothing else is looked for
-# The same by what the card states, at so many positions: of sampled text fewer are right. Collapsed
-# ones have a tenth of it (collapse.py).
-_SOUND, _MANY = 0.25, 192
+# Share of first tokens that are right, by what the card states, from which nothing else is looked
+# for. Collapsed ones have a tenth of that (collapse.py); of sampled text fewer are right.
+_SOUND = 0.25
 _FOREIGN = 0.25  # share of tokens, or of letters, from which a text is of another kind
 
 
@@ -114,10 +113,11 @@ class Origin:
         return outcomes, ""
 
     def _is_healthy(self) -> bool:
-        """Whether enough first tokens were right in the examined texts."""
+        """Whether rather surely enough first tokens were right in the examined texts."""
         right = self.gains.get(0, (0,))
-        least = _SOUND * (self.stated or 1.0) if len(right) >= _MANY else _HEALTHY
-        return fmean(right) > min(least, _HEALTHY)
+        share = fmean(right)
+        error = (share * (1 - share) / len(right)) ** 0.5
+        return share - _UNLIKELY * error > _SOUND * (self.stated or 1.0)
 
     def _errors(self, shift: int, fewest: int) -> float:
         """By how many standard errors the texts' tokens are likelier with other layers; 0 with no
