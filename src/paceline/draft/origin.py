@@ -31,10 +31,11 @@ _TEXT, _READ = 128, 24  # last tokens of a text on which layers are compared, an
 _APART = 4  # positions from one that is drafted from to the next, where each has its own rows
 _BLOCK = 16
 _SURE, _FEWEST = 3.5, 48  # standard errors from which layers are wrong, and positions
-_UNLIKELY, _FEW = 1.5, 24  # and from which those that it reads are right
+# The same, from which those that it reads are right: others would show by then.
+_UNLIKELY, _FEW = 1.0, 64
 # Share of first tokens that are right, by what the card states, from which nothing else is looked
 # for. Collapsed ones have a tenth of that (collapse.py); of sampled text fewer are right.
-_SOUND = 0.25
+_SOUND, _RATHER = 0.25, 1.5  # and standard errors from which that is not chance
 _FOREIGN = 0.25  # share of tokens, or of letters, from which a text is of another kind
 
 
@@ -117,7 +118,7 @@ class Origin:
         right = self.gains.get(0, (0,))
         share = fmean(right)
         error = (share * (1 - share) / len(right)) ** 0.5
-        return share - _UNLIKELY * error > _SOUND * (self.stated or 1.0)
+        return share - _RATHER * error > _SOUND * (self.stated or 1.0)
 
     def _errors(self, shift: int, fewest: int) -> float:
         """By how many standard errors the texts' tokens are likelier with other layers; 0 with no
