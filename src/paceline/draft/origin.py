@@ -118,7 +118,7 @@ class Origin:
         right = self.gains.get(0, (0,))
         share = fmean(right)
         error = (share * (1 - share) / len(right)) ** 0.5
-        return share - _RATHER * error > _SOUND * (self.stated or 1.0)
+        return bool(share - _RATHER * error > _SOUND * (self.stated or 1.0))
 
     def _errors(self, shift: int, fewest: int) -> float:
         """By how many standard errors the texts' tokens are likelier with other layers; 0 with no
