@@ -15,7 +15,7 @@ import torch
 from paceline import LLM, SamplingParams, register_backend
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.model.backends.base import Adapted, Backend
-from paceline.model.paged.segments import KeyValueStore
+from paceline.model.paged.cache import PagedCache
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -50,7 +50,7 @@ class NumpyLlama(Backend):
         ]
         self._skipped: frozenset[int] = frozenset()
 
-    def __call__(self, batch: Batch, cache: KeyValueStore) -> ModelOutput:
+    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
         ids = np.array(batch.input_ids)
         for first, tokens in batch.nodes:  # drafted tokens that lie in tensors
             ids[first : first + len(tokens)] = tokens.numpy()
