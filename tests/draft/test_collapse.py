@@ -16,6 +16,7 @@ from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.collapse import CollapseWatch, Watched
+from paceline.draft.origin import Origin
 
 KEY = ("head", None, 0)
 
@@ -173,3 +174,18 @@ def test_a_hybrid_leaves_it_out_and_tries_it_again() -> None:
     assert drafter("head").drafter == "head"  # asked for by its name
     watch.tokens += 100
     assert drafter("auto").drafter == "head"
+
+
+def test_a_head_that_is_rather_surely_sound_is_examined_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By what its card states: each text more takes a forward of the target."""
+    monkeypatch.setattr(Origin, "stated", 0.63)
+
+    def is_sound(right: int, positions: int) -> bool:
+        outcomes = [1.0] * right + [0.0] * (positions - right)
+        return Origin(None, None, None, {0: outcomes})._is_healthy()  # type: ignore[arg-type]
+
+    assert is_sound(13, 48)
+    assert not is_sound(2, 7)  # the same share, but that may be chance
+    assert not is_sound(8, 48)

@@ -253,12 +253,12 @@ class AdaptiveController(Controller):
     ) -> DraftOption | None:
         """While one drafter is best: another's best draft, to learn from, if the budget pays what
         is expected to be lost by it. Start-up may have taken it for too dear, or it was unlucky."""
-        for name in self._models(seq):
+        for name in self._models(seq) if self.budget.seconds > 0 else ():
             if name == best.name or not self.budget.is_due(name, self._step):
                 continue
             drafts = [draft for draft in ways if draft.name == name]
             drafts = drafts or self.drafts(seq, name, 1, longest=1)
-            if drafts and self.budget.seconds > 0:
+            if drafts:
                 other = max(drafts, key=lambda draft: draft.gain / draft.seconds)
                 seconds = other.seconds - other.reading + other.first
                 if seconds - other.gain * best.seconds / best.gain <= self.budget.seconds:
