@@ -23,7 +23,7 @@ from paceline.server.failures import APIError, busy, draining, engine_lost, too_
 
 if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
-    from paceline.request.completion import Completion, StreamEvent
+    from paceline.request.completion import StreamEvent
     from paceline.server.config import ServeConfig
 
 SCRAPE_SECONDS = 5.0
@@ -70,7 +70,6 @@ class Ticket:
         self.count = len(prompts) * params.n
         self.prompt_tokens = sum(map(len, prompts))
         self.written = 0  # tokens so far
-        self.done: list[Completion] = []
         self.accepted = False
         self.open = self.count  # sequences that are not complete
         self.error: Exception | None = None  # what ended it
@@ -103,7 +102,6 @@ class Ticket:
         """The handler runs once all events of a step have been added."""
         if event.completion is not None:
             self.open -= 1
-            self.done.append(event.completion)
         self.written += len(event.token_ids or (event.completion or event).token_ids)
         self._events.append(event)
         self._changed.set()
