@@ -92,7 +92,7 @@ def test_few_samples_are_not_enough_however_well_they_fit(
     certifier, _ = ended_after(llm, prompts, 17.9, effort=effort)
     certificate = certifier.certificate()
     (prefix,) = certifier.evidence.prefixes
-    assert len(prefix.drawn) == len(prefix.plain) == 102
+    assert len(prefix.drawn) == 102
     assert certificate.record()["budget"]["prefixes"] == 0, "it has not all its samples"
     assert certificate.facts["smallest_bias"] > 0.2
     assert f"only a bias of {certificate.facts['smallest_bias']:.0%} or more" in certificate.verdict
@@ -126,14 +126,10 @@ def test_texts_that_no_setting_finished_certify_nothing(complete: Certifier) -> 
     assert certificate.verdict.startswith("NOT ENOUGH: whole texts compared: 0, not 2")
 
 
-def test_no_whole_prefix_and_no_rule_certify_nothing(complete: Certifier) -> None:
+def test_no_whole_prefix_certifies_nothing(complete: Certifier) -> None:
     """It said CERTIFIED beside "0 of 4 prefixes" and "0 of 8000 samples"."""
     certifier = complete
-    exact, prefixes = [*certifier.evidence.exact], [*certifier.evidence.prefixes]
-    certifier.evidence.exact.clear()
-    assert "the rule was not enumerated" in certifier.certificate().verdict
-    certifier.evidence.exact += exact
-    for prefix in prefixes:
+    for prefix in certifier.evidence.prefixes:
         del prefix.drawn[-1]
     assert "0 prefixes have all their samples, not 1" in certifier.certificate().verdict
     certifier.evidence.prefixes.clear()
@@ -143,10 +139,10 @@ def test_no_whole_prefix_and_no_rule_certify_nothing(complete: Certifier) -> Non
 
 
 def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts: Named) -> None:
-    certifier, said = ended_after(llm, prompts, 50)
-    assert said[0].startswith("greedy") and any("speculative sampling" in what for what in said)
+    certifier, said = ended_after(llm, prompts, 34)
+    assert said[0].startswith("greedy") and any(": sampling" in what for what in said)
     certificate = certifier.certificate()
-    assert certifier.budget.spent <= 50
+    assert certifier.budget.spent <= 34
     assert certificate.lossless and not certificate.facts["complete"], certificate.verdict
     record = certificate.record()
     # The second prefix would have had a few samples only: it was not begun.

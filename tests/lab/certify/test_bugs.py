@@ -18,7 +18,6 @@ from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.run import Certifier
 from paceline.llm import LLM
-from paceline.verify.rules import RuleProbabilities, aligned
 from paceline.verify.verifier import Decisions, Verifier
 
 Named = Sequence[tuple[str, Sequence[int]]]
@@ -88,22 +87,10 @@ def test_a_drafter_that_lies(llm: LLM, prompts: Named, change, params: SamplingP
     llm.engine.drafter = Altered(llm.engine.drafter, change)
     faulty = parts(outcome(llm, prompts, params))
     assert {"drafter", "sampling"} <= faulty
-    assert not faulty & {"greedy", "seeded", "rule", "plain sampling"}
+    assert not faulty & {"greedy", "seeded"}
 
 
 # -- the rule -------------------------------------------------------------------------------------
-
-
-class NoResidual(Verifier):
-    """Refused drafts are replaced by a draw from p itself."""
-
-    def rule_probabilities(
-        self, distributions: torch.Tensor, checks: Sequence[Span]
-    ) -> RuleProbabilities | None:
-        probs = super().rule_probabilities(distributions, checks)
-        if probs is None:
-            return None
-        return RuleProbabilities(probs.accept, aligned(distributions, probs.stop)[0])
 
 
 class Lenient(Verifier):
@@ -130,23 +117,14 @@ class NoBonus(Verifier):
         ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"), [(NoResidual, {"rule"}), (Lenient, {"rule", "sampling"})]
-)
-def test_a_wrong_rule(llm: LLM, prompts: Named, kind: type[Verifier], expected: set[str]) -> None:
-    """A missing residual is too small a bias for so few samples; the enumeration sees any."""
-    llm.engine.verifier = kind("auto", torch.Generator())
-    faulty = parts(outcome(llm, prompts, COOL))
-    assert expected <= faulty <= {"rule", "sampling"}
+def test_a_wrong_rule(llm: LLM, prompts: Named) -> None:
+    llm.engine.verifier = Lenient("auto", torch.Generator())
+    assert parts(outcome(llm, prompts, COOL)) == {"sampling"}
 
 
 def test_a_missing_bonus_token(llm: LLM, prompts: Named) -> None:
     llm.engine.verifier = NoBonus("auto", torch.Generator())
-    certificate = outcome(llm, prompts)
-    assert parts(certificate)
-    assert any(check.distance == 1.0 for check in certificate.rows("exact")) or any(
-        "failed with" in problem.what for problem in certificate.problems
-    )
+    assert parts(outcome(llm, prompts))
 
 
 def test_an_ignored_seed(llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree
-from paceline.lab.certify.steps import DrawCounts, Recorder
+from paceline.lab.certify.draws import DrawCounts, Recorder
 
 DISTRIBUTION = torch.softmax(torch.arange(8) / 2.0, -1)
 

@@ -70,14 +70,13 @@ class AnswerToken(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerChoice:
-    """One choice of a completion; without ``tokens`` where the server gives no logprobs. ``read``
-    and ``written``: tokens of the prompt and of all choices, None if it does not count."""
+    """One choice of a completion; without ``tokens`` where the server gives no logprobs. ``read``:
+    tokens of the prompt, None if the server does not count."""
 
     text: str
     reason: str | None
     tokens: tuple[AnswerToken, ...] = ()
     read: int | None = None
-    written: int | None = None
 
     @classmethod
     def of(cls, choice: Mapping[str, Any]) -> AnswerChoice:
@@ -107,8 +106,8 @@ def choices_of(answer: Mapping[str, Any]) -> list[AnswerChoice]:
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices:
         raise ServerFailedError("an answer has no choices")
-    read, written = (counted(answer, kind) for kind in ("prompt", "completion"))
-    return [replace(AnswerChoice.of(choice), read=read, written=written) for choice in choices]
+    read = counted(answer, "prompt")
+    return [replace(AnswerChoice.of(choice), read=read) for choice in choices]
 
 
 def counted(answer: Mapping[str, Any], kind: str) -> int | None:
@@ -204,7 +203,6 @@ class Part:
     name: str
     unit: str
     check: Callable[[Asking, Part, str], Iterator[str]]
-    rounds: int = 0
     checked: int = 0
     requests: int = 0
     ties: int = 0
@@ -218,21 +216,10 @@ class Part:
         if what not in self.notes:
             self.notes.append(what)
 
-    def compare(
-        self, text: AnswerChoice, due: AnswerChoice, penalties: Mapping[str, float] | None = None
-    ) -> Iterator[str]:
-        """Two greedy texts of one request."""
-        divergence, tie = parting(text, due, penalties) or ("", False)
-        self.ties += tie
-        if divergence and not tie:
-            yield divergence
 
-
-def parting(
-    text: AnswerChoice, due: AnswerChoice, penalties: Mapping[str, float] | None = None
-) -> tuple[str, bool] | None:
-    """Where two greedy texts part, and whether rounding explains it, by the scores of ``due``,
-    which may or may not hold the ``penalties``; None if they are the same."""
+def parting(text: AnswerChoice, due: AnswerChoice) -> tuple[str, bool] | None:
+    """Where two greedy texts part, and whether rounding explains it, by the scores of ``due``; None
+    if they are the same."""
     if text.text == due.text:
         return None
     at = first_difference(text.spelt, due.spelt)
@@ -243,16 +230,5 @@ def parting(
     written, wanted = text.spelt[at], due.spelt[at]
     _, logprob, listed = due.tokens[at]
     # At least so many, where what was written is not listed.
-    difference = logprob - listed.get(written, min(listed.values())) if listed else math.inf
-    least = difference
-    if penalties is not None:
-        lost = [_penalty(due.spelt[:at], token, penalties) for token in (wanted, written)]
-        least = min(abs(difference), abs(difference - lost[0] + lost[1]))
-    what = f"token {at} is {written!r}, {wanted!r} is due: {difference:.2f} nats likelier"
-    return what, least <= TIE
-
-
-def _penalty(before: Sequence[str], token: str, penalties: Mapping[str, float]) -> float:
-    count = before.count(token)
-    presence = penalties.get("presence_penalty", 0.0) if count else 0.0
-    return count * penalties.get("frequency_penalty", 0.0) + presence
+    gap = logprob - listed.get(written, min(listed.values())) if listed else math.inf
+    return f"token {at} is {written!r}, {wanted!r} is due: {gap:.2f} nats likelier", gap <= TIE

@@ -9,12 +9,12 @@ from typing import Any
 
 from paceline.lab.certify.chisquare import ChiSquare, holm
 from paceline.lab.certify.decoding import Difference, Start, String
-from paceline.lab.certify.steps import DrawCounts, ExactCheck
+from paceline.lab.certify.draws import DrawCounts
 from paceline.lab.report.document import NOTES, Column, Report, Text, record_of, table_of
 
 # The least that the word CERTIFIED stands for, however little was asked for.
 LEAST_TEXTS = 2  # compared in every setting
-LEAST_PREFIXES = 1  # with all their samples, and the rule enumerated there
+LEAST_PREFIXES = 1  # with all their samples
 POWER = 0.9
 MOST_BIAS = 0.25  # that may have gone unseen
 _MOST_DIVERGENCES = 12  # in a report
@@ -37,7 +37,7 @@ TESTS = ResultTable(
     "Distribution of sampled text",
     (
         Column("prefix", "prefix"),
-        Column("draft_length", "draft", shown=lambda length: str(length or "plain")),
+        Column("draft_length", "draft"),
         Column("what", "test"),
         Column("samples", "samples"),
         Column("statistic", "chi2", "outcome.statistic", "{:.1f}".format),
@@ -61,7 +61,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class DistributionTest:
-    """One test: ``what`` against what, where, and at which draft length (0 is plain decoding).
+    """One test: ``what`` against what, where, and at which draft length.
     ``part`` is at fault if it fails. ``rounding``: see TESTS. Of a test in its family:
     ``adjusted_p_value`` after Holm's correction, ``smallest_bias`` (total variation) that it finds
     with probability ``POWER``."""
@@ -212,14 +212,11 @@ class TextCheck:
 
 @dataclass
 class Prefix:
-    """Where continuations are drawn, and those drawn there: with drafts of ``length``, plainly.
-    ``portions`` were begun of either kind: no two get the same random numbers."""
+    """Where continuations are drawn, and those drawn there, with drafts of ``length``."""
 
     start: Start
     length: int
     drawn: list[String] = field(default_factory=list)
-    plain: list[String] = field(default_factory=list)
-    portions: int = 0
     drafted: int = 0
 
 
@@ -233,7 +230,6 @@ class Evidence:
     done: list[str] = field(default_factory=list)
     checks: list[TextCheck] = field(default_factory=list)
     prefixes: list[Prefix] = field(default_factory=list)
-    exact: list[ExactCheck] = field(default_factory=list)
     draws: DrawCounts = field(default_factory=DrawCounts)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -254,7 +250,6 @@ class Evidence:
         rows = sorted(listed, key=lambda item: (item.is_tie, item.text))
         yield replace(_DIVERGENCES, rows=rows[:_MOST_DIVERGENCES])
         yield replace(TESTS, rows=tests)
-        yield replace(_EXACT, rows=tuple(self.exact))
 
 
 def _class(difference: Difference) -> str:
@@ -298,21 +293,4 @@ _TEXTS = ResultTable(
         Column("bugs", "BUGS", None, len, _records),
     ),
     _NOTES["texts"],
-)
-_EXACT = ResultTable(
-    "exact",
-    "The rule, enumerated",
-    (
-        Column("prefix", "prefix"),
-        Column("", "draft", "", lambda c: f"{c.nodes} nodes, {c.draw.replace('_', ' ')}"),
-        Column("draw"),
-        Column("nodes"),
-        Column("tokens", "tokens"),
-        Column("vocabulary", "vocabulary"),
-        Column("whole", "all of it"),
-        Column("outcomes", "outcomes"),
-        Column("distance", "distance", shown="{:.1e}".format),
-        Column("passed"),
-    ),
-    _NOTES["exact"],
 )

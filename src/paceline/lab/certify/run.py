@@ -1,4 +1,4 @@
-"""Certifies one LLM: its texts, samples beside the target's distributions, and the rule itself."""
+"""Certifies one LLM: its texts, and samples beside the target's distributions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import cast
 import torch
 
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import DraftCounts
 from paceline.draft.base import Drafter
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
@@ -25,10 +24,9 @@ from paceline.lab.certify.certificate import (
     as_family,
     too_little,
 )
-from paceline.lab.certify.chisquare import ChiSquare, goodness, homogeneity
-from paceline.lab.certify.decoding import Scorer, Start, String, decode
+from paceline.lab.certify.chisquare import ChiSquare, goodness
+from paceline.lab.certify.decoding import Scorer, String, decode
 from paceline.lab.certify.effort import FEWEST, Effort
-from paceline.lab.certify.steps import enumerate_step
 from paceline.lab.certify.subject import OnProgress, Subject
 from paceline.llm import LLM
 from paceline.model.target import CausalModel
@@ -39,11 +37,10 @@ _LEAST_EXPECTED = 5.0  # samples in a cell, the usual rule for chi-square
 _MOST_HEADS = 128  # beginnings whose next tokens are tested: those that occur most
 # Next tokens are counted by how likely they were: first, second, third, fourth or fifth, ...
 _RANKS = torch.tensor([0, 1, 2, 4, 8, 16, 64])
-# Either sample may differ from the scored distribution by what two batch shapes differ by.
+# A sample may differ from the scored distribution by what two batch shapes differ by.
 _MARGIN = 2.0
 PORTIONS = 10  # in which the samples of a prefix are drawn
 _BEYOND_BLOCK = 4  # tokens of a prefix that no full cache block shares: cheap to read again
-_FURTHER = 16  # tokens behind a prefix in which the rule may be enumerated
 _RANK = 0.75  # not the very most undecided prefix: sure ones have likelier second tokens
 
 
@@ -81,24 +78,21 @@ class Cells:
 
 
 def judge(model: CausalModel, prefix: Prefix) -> list[DistributionTest]:
-    """Tests of what was drawn with drafts and plainly; none where nothing is left to chance."""
-    scorer, tests = Scorer(model, prefix.start), list[DistributionTest]()
-    plain = Counter(string[0] for string in prefix.plain)
+    """Tests of what was drawn; none where nothing is left to chance."""
+    scorer, strings = Scorer(model, prefix.start), prefix.drawn
     (probs,), (moved,) = scorer.at_once([()]), scorer.stepwise([()])
-    cells = Cells.of(probs, moved, min(len(prefix.drawn), len(prefix.plain)))
-    for length, strings in ((prefix.length, prefix.drawn), (0, prefix.plain)):
-        first = Counter(string[0] for string in strings)
-        fits = {"first token / distribution": (cells.fit(first), cells)}
-        if length:
-            same = homogeneity(cells.counts(first), cells.counts(plain), cells.slack)
-            fits["first token / plain"] = same, cells
-        fits["next tokens / distribution"] = _next_tokens(scorer, strings)
-        part, where = "sampling" if length else "plain sampling", (prefix.start.name, length)
-        for what, (outcome, used) in fits.items():
-            if outcome.df > 0:
-                about = len(strings), outcome, *where, used.rounding
-                tests.append(DistributionTest(part, what, *about))
-    return tests
+    cells = Cells.of(probs, moved, len(strings))
+    first = cells.fit(Counter(string[0] for string in strings))
+    fits = {
+        "first token / distribution": (first, cells),
+        "next tokens / distribution": _next_tokens(scorer, strings),
+    }
+    where = prefix.start.name, prefix.length
+    return [
+        DistributionTest("sampling", what, len(strings), outcome, *where, used.rounding)
+        for what, (outcome, used) in fits.items()
+        if outcome.df > 0
+    ]
 
 
 def _next_tokens(scorer: Scorer, strings: Sequence[String]) -> tuple[ChiSquare, Cells]:
@@ -161,7 +155,7 @@ class Certifier(Subject):
         """How often ``run`` calls ``advance`` at most."""
         of_text, batches = 1 + len(self.alone), len(_groups(self.texts))
         comparing = len(self.kinds) * (self.texts * of_text + batches)
-        return comparing + self.prefixes * (2 * PORTIONS + 2)
+        return comparing + self.prefixes * (PORTIONS + 1)
 
     def run(self, advance: OnProgress = lambda what: None) -> None:
         """Test as much as the budget allows: round by round a few more texts under all settings,
@@ -181,32 +175,25 @@ class Certifier(Subject):
         self._ended = True
 
     def sample(self, number: int, samples: int) -> None:
-        """Bring prefix ``number`` to so many samples, then enumerate the rule there."""
+        """Bring prefix ``number`` to so many samples."""
         prefixes = self.evidence.prefixes
         if number >= len(prefixes):
             run = partial(self._choose_prefix, number)
             self.do("sampling", "prefix", 1, "choosing a prefix", run)
         if number >= len(prefixes):
             return  # no text has been decoded to look in
-        prefix, name = prefixes[number], prefixes[number].start.name
-        while min(len(prefix.drawn), len(prefix.plain)) < samples:
-            plainly = len(prefix.plain) <= len(prefix.drawn)
-            strings, kind = (prefix.plain, "plain") if plainly else (prefix.drawn, "speculative")
-            have = len(strings)
+        prefix = prefixes[number]
+        while (have := len(prefix.drawn)) < samples:
             size = min(-(-self.effort.samples // PORTIONS), samples - have)
-            run = partial(self._draw, prefix, number, size, plainly)
-            self.do("sampling", kind, size, f"{name}: {kind} sampling", run)
-            if len(strings) == have:
+            run = partial(self._draw, prefix, number, size)
+            self.do("sampling", "sample", size, f"{prefix.start.name}: sampling", run)
+            if len(prefix.drawn) == have:
                 break  # there was no time for it, or it failed
-        run = partial(self._enumerate, prefix)
-        self.do("rule", "rule", 1, f"{name}: the rule, enumerated", run, f"rule/{number}")
 
     def samples_fit(self, number: int, samples: int) -> bool:
         """Whether all of it will be done in time: a few samples would only be a weak spot."""
-        budget, known = self.budget, self.evidence.prefixes[number : number + 1]
-        missing = samples - sum(len(prefix.drawn) for prefix in known)
-        kinds = {"plain": missing, "speculative": missing, "rule": 1}
-        return sum((budget.estimate(kind) or 0.0) * n for kind, n in kinds.items()) < budget.left
+        missing = samples - sum(len(p.drawn) for p in self.evidence.prefixes[number : number + 1])
+        return (self.budget.estimate("sample") or 0.0) * missing < self.budget.left
 
     def _choose_prefix(self, number: int) -> None:
         """The beginning of a greedy text after which the target is undecided, by its entropy; a few
@@ -226,57 +213,22 @@ class Certifier(Subject):
         length = longest if number % 2 else min(2, longest)
         evidence.prefixes.append(Prefix(replace(start, output=head), length))
 
-    def _draw(self, prefix: Prefix, number: int, size: int, plainly: bool) -> None:
-        engine, start = self.plain if plainly else self.llm.engine, prefix.start
-        seed_parts = (self.effort.seed, number, prefix.portions, plainly)
+    def _draw(self, prefix: Prefix, number: int, size: int) -> None:
+        """So many more samples, of ``DEPTH`` tokens each, and what was drafted for them."""
+        engine, start = self.llm.engine, prefix.start
+        seed_parts = (self.effort.seed, number, len(prefix.drawn))
         digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
         engine.verifier.reseed(int.from_bytes(digest, "little"))
-        prefix.portions += 1
-        texts = self._continued(start, 0 if plainly else prefix.length, size, DEPTH, plainly)
-        strings = prefix.plain if plainly else prefix.drawn
-        strings += [tokens[len(start.output) :] for tokens, _ in texts]
-        prefix.drafted += sum(counts.drafted for _, counts in texts)
-
-    def _continued(
-        self, start: Start, length: int, samples: int, enough: int, plainly: bool = False
-    ) -> list[tuple[String, DraftCounts]]:
-        """So many samples of ``enough`` tokens each; drafts of ``length`` are recorded."""
-        max_tokens = len(start.output) + max(DEPTH, enough) + length + 1
-        starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * samples
-        engine = self.llm.engine
+        given = len(start.output)
+        max_tokens = given + DEPTH + prefix.length + 1
+        starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * size
         drafter, engine.drafter = engine.drafter, cast(Drafter, self.recorder)
         try:
-            return decode(self.plain if plainly else engine, starts, length, enough)
+            texts = decode(engine, starts, prefix.length, DEPTH)
         finally:
             engine.drafter = drafter
-
-    def _enumerate(self, prefix: Prefix) -> None:
-        """The step at this prefix, by enumeration, over each kind of tree that was proposed."""
-        evidence, recorder, start = self.evidence, self.recorder, prefix.start
-        length, omitted = min(2, self.lengths[-1]), f"{start.name}: rule not enumerated:"
-        # A lookup may find nothing at the prefix itself, but further on in what was drawn from it.
-        for samples, enough in ((128, 1), (16, _FURTHER)):
-            recorder.watch(start.tokens)
-            self._continued(start, length, samples, enough)
-            if recorder.trees:
-                break
-        else:
-            evidence.notes.append(f"{omitted} nothing was drafted there")
-        trees, distributions = list(recorder.trees.values()), recorder.distributions
-        start = replace(start, output=(recorder.watched or ())[len(start.prompt) :])
-        recorder.watch(None)
-        target = Scorer(self.llm.target, start).at_once
-        for tree in trees[:2]:
-            verifier = self.llm.engine.verifier
-            if (check := enumerate_step(verifier, tree, distributions, target, start.name)) is None:
-                many = f"a tree of {len(tree)} nodes has too many outcomes"
-                evidence.notes.append(f"{omitted} {many}")
-                continue
-            evidence.exact.append(check)
-            if not check.passed:
-                apart = f"{check.distance:.2g} from the target's (total variation, enumerated)"
-                what = f"{start.name}: a step's distribution is {apart}"
-                evidence.problems.append(Problem("rule", what))
+        prefix.drawn += [tokens[given:] for tokens, _ in texts]
+        prefix.drafted += sum(counts.drafted for _, counts in texts)
 
     def certificate(self) -> Certificate:
         """The verdict on the evidence so far."""
@@ -292,7 +244,7 @@ class Certifier(Subject):
         if self.params.greedy:
             notes.append("sampling was not tested: the temperature is 0")
         # Total variation from the target's distribution that would have shown at every prefix.
-        scored = [test for test in tests if test.draft_length and "distribution" in test.what]
+        scored = [test for test in tests if test.part == "sampling"]
         bias = max((test.smallest_bias for test in scored), default=1.0)
         draft = ", ".join(llm.drafters) or llm.engine.drafter.name
         return Certificate(
@@ -319,7 +271,7 @@ class Certifier(Subject):
     def _tests(self) -> list[DistributionTest]:
         tests: list[DistributionTest] = []
         for prefix in self.evidence.prefixes:
-            if min(len(prefix.drawn), len(prefix.plain)) >= FEWEST:
+            if len(prefix.drawn) >= FEWEST:
                 with self.guarded("sampling"):
                     tests += judge(self.llm.target, prefix)
         draws = self.evidence.draws
@@ -346,8 +298,6 @@ class Certifier(Subject):
         whole = sum(len(prefix.drawn) >= self.effort.samples for prefix in evidence.prefixes)
         if sampled and whole < LEAST_PREFIXES:
             lacks.append(f"{whole} prefixes have all their samples, not {LEAST_PREFIXES}")
-        if sampled and not evidence.exact:
-            lacks.append("the rule was not enumerated")
         return lacks
 
     def _completed(self, bias: float | None) -> str:
@@ -373,9 +323,6 @@ class Certifier(Subject):
             parts.append(f"no bias in {len(tests)} distribution tests, {sees}")
         if not self.prefixes:
             parts.append("greedy decoding only, no samples were drawn")
-        if self.evidence.exact:
-            distance = max(check.distance for check in self.evidence.exact)
-            parts.append(f"the rule is exact to {distance:.0e}")
         return "; ".join(parts)
 
 

@@ -19,8 +19,8 @@ from paceline.lab.bench.prompts import tokens_needed
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import Evidence, Problem, TextCheck, TextDivergence
 from paceline.lab.certify.decoding import Start, String, decode, explain
+from paceline.lab.certify.draws import Recorder
 from paceline.lab.certify.effort import Effort
-from paceline.lab.certify.steps import Recorder
 from paceline.llm import LLM
 
 Pair = tuple[Start, String]  # and plain decoding's output
@@ -58,7 +58,6 @@ class Subject:
         self.prompts = _checked(llm, prompts, self.effort)
         self.plain = llm.beside(
             max_batch_size=llm.engine.scheduler.config.max_batch_size,
-            seed=self.effort.seed + 1,
             max_model_len=tokens_needed(llm, map(itemgetter(1), prompts), self.effort.max_tokens),
         ).engine
         asked = params or SamplingParams(temperature=1.0)
