@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Concatenate, ParamSpec
 
-from paceline.core.params import SamplingParams, shown
-from paceline.errors import ConfigError
+from paceline.core.params import SamplingParams
 from paceline.llm import LLM, Lora, Prompt
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.request import Request, any_events, completions_of
@@ -26,14 +24,6 @@ def _as_llm(
     return wraps(LLM.__init__, ("__annotations__",))
 
 
-@dataclass
-class _Call:
-    """The requests of one call, empty until they are prepared."""
-
-    requests: Sequence[Request] = ()
-    aborted: bool = False
-
-
 class AsyncLLM:
     """``LLM`` with ``await``: requests of all coroutines share steps.
 
@@ -45,13 +35,12 @@ class AsyncLLM:
     @_as_llm(LLM.__init__)
     def __init__(self, *args: object, **settings: object) -> None:
         self.llm = LLM(*args, **settings)  # type: ignore[arg-type]
-        self._calls: dict[str, _Call] = {}  # by name
 
     @classmethod
     def over(cls, llm: LLM) -> AsyncLLM:
         """Over an existing LLM."""
         made = cls.__new__(cls)
-        made.llm, made._calls = llm, {}
+        made.llm = llm
         return made
 
     async def __aenter__(self) -> AsyncLLM:
@@ -61,28 +50,18 @@ class AsyncLLM:
         await self.close()
 
     async def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params = None,
-        *,
-        lora: Lora = None,
-        request_id: str | None = None,
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Lora = None
     ) -> list[Completion]:
-        """As ``LLM.generate``. ``request_id``: a name for ``abort``; ConfigError if in use."""
-        async with self._running(prompts, params, request_id, False, lora) as requests:
+        """As ``LLM.generate``."""
+        async with self._running(prompts, params, False, lora) as requests:
             await self._until(lambda: all(request.completion for request in requests))
         return completions_of(requests)
 
     async def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params = None,
-        *,
-        lora: Lora = None,
-        request_id: str | None = None,
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Lora = None
     ) -> AsyncIterator[StreamEvent]:
         """As ``LLM.stream``, with ``async for``; its first event raises errors of the arguments."""
-        async with self._running(prompts, params, request_id, True, lora) as requests:
+        async with self._running(prompts, params, True, lora) as requests:
             while any(request.completion is None or request.events for request in requests):
                 await self._until(partial(any_events, requests))
                 for request in requests:
@@ -90,27 +69,14 @@ class AsyncLLM:
                         yield request.events.popleft()
 
     async def chat(
-        self,
-        messages: Conversations,
-        params: SamplingParams | None = None,
-        *,
-        lora: Lora = None,
-        request_id: str | None = None,
+        self, messages: Conversations, params: SamplingParams | None = None, *, lora: Lora = None
     ) -> list[Completion]:
         """As ``LLM.chat``."""
         prompts: list[Prompt] = [
             await asyncio.to_thread(self.llm.render_chat, item)
             for item in as_conversations(messages)
         ]
-        return await self.generate(prompts, params, lora=lora, request_id=request_id)
-
-    async def abort(self, request_id: str) -> None:
-        """End a call by its name: it returns what it has, with ``finish_reason`` "abort". Unknown
-        names are ignored."""
-        call = self._calls.get(request_id)
-        if call is not None:
-            call.aborted = True
-            self.llm.owner.abort(call.requests)
+        return await self.generate(prompts, params, lora=lora)
 
     async def close(self) -> None:
         """As ``LLM.close``; calls that are under way raise PacelineError."""
@@ -118,29 +84,16 @@ class AsyncLLM:
 
     @asynccontextmanager
     async def _running(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params,
-        request_id: str | None,
-        streams: bool,
-        lora: Lora = None,
+        self, prompts: Prompt | Sequence[Prompt], params: Params, streams: bool, lora: Lora
     ) -> AsyncIterator[list[Request]]:
-        call = _Call()
-        name = f"call {id(call)}" if request_id is None else request_id
-        if self._calls.setdefault(name, call) is not call:
-            raise ConfigError(f"request_id {shown(name)} is in use; give each call its own")
         owner = self.llm.owner
+        # On a thread: long prompts and grammars would block the event loop.
+        made = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams, lora)
         try:
-            # On a thread: long prompts and grammars would block the event loop.
-            made = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams, lora)
             owner.enqueue(made)
-            call.requests = made
-            if call.aborted:
-                owner.abort(made)
             yield made
         finally:
-            del self._calls[name]
-            owner.release(call.requests)
+            owner.release(made)
 
     async def _until(self, done: Callable[[], bool]) -> None:
         """Have steps taken until ``done()``. Raises EngineLostError, PacelineError."""

@@ -246,7 +246,6 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     arguments += ["--default-top-p", "0.9", "--default-top-k", "20", "--default-min-p", "0.1"]
     arguments += ["--default-repetition-penalty", "1.1"]
     arguments += ["--drafting", "throughput", "--log-decisions"]
-    arguments += ["--max-n", "2", "--max-logprobs", "3", "--max-prompts", "4"]
     arguments += ["--api-key-file", str(keys_file), "--cors-origin", "https://chat.example"]
     used = {a[2:].replace("-", "_") for a in arguments if a.startswith("--")} | {"model"}
     assert used == {entry.name for entry in keys()}

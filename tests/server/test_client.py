@@ -51,7 +51,7 @@ def test_what_is_cancelled_is_told_to_an_engine_that_is_behind(
         submitted = asyncio.create_task(clients.submit([[1, 2]], params))
         await asyncio.sleep(0.01)
         engine.read()
-        engine.theirs.sendall(wire.encode_message(wire.Accepted(1)))
+        engine.theirs.sendall(wire.encode_message(wire.Done(1)))
         ticket = await submitted
         late = asyncio.create_task(clients.submit([[5] * 500_000], params))
         await asyncio.sleep(0.01)

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.server.api import protocol
-from paceline.server.api.protocol import MAX_PROMPTS
 from paceline.server.config import SECTIONS, ServeConfig, configure, keys, read_file, to_toml
 from support.heard_stages import heard
 
@@ -57,9 +55,6 @@ drain_seconds = 2.5
 max_queue = 7
 deadline = 0
 max_request_bytes = 1000
-max_n = 2
-max_logprobs = 3
-max_prompts = 4
 [security]
 api_key_file = "keys"
 cors_origin = ["https://chat.example"]
@@ -84,9 +79,9 @@ def test_the_file_says_everything(tmp_path: Path) -> None:
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "[limits]\nmax_queue = 1\nmax_n = 2\n")
+    path = write(tmp_path, "[limits]\nmax_queue = 1\ndeadline = 2\n")
     config = configure({"max_queue": 5, "draft": ["ngram"], "threads": None}, path)
-    assert (config.max_queue, config.max_n, config.draft) == (5, 2, ("ngram",))
+    assert (config.max_queue, config.deadline, config.draft) == (5, 2, ("ngram",))
 
 
 def test_printed_configuration_reads_back(tmp_path: Path) -> None:
@@ -97,14 +92,6 @@ def test_printed_configuration_reads_back(tmp_path: Path) -> None:
 
 def test_every_section_is_used() -> None:
     assert {entry.key.section for entry in keys()} == set(SECTIONS)
-
-
-def test_limits_are_the_protocol_s() -> None:
-    """What an operator may allow is what the protocol can take."""
-    high = {entry.name: entry.key.high for entry in keys()}
-    assert high["max_n"] == protocol.MAX_CHOICES == ServeConfig().max_n
-    assert high["max_logprobs"] == protocol.MAX_LOGPROBS == ServeConfig().max_logprobs
-    assert high["max_prompts"] == MAX_PROMPTS == ServeConfig().max_prompts
 
 
 @pytest.mark.parametrize(
@@ -126,7 +113,7 @@ def test_limits_are_the_protocol_s() -> None:
         ('[limits]\nmax_queue = "5"', "[limits] max_queue is '5'; it must be a whole number"),
         ("[limits]\nmax_queue = true", "it must be a whole number"),
         ("[limits]\nmax_queue = -1", "it must be at least 0"),
-        ("[limits]\nmax_n = 17", "it can be at most 16"),
+        ("[server]\nport = 65536", "it can be at most 65535"),
         ("[limits]\ndeadline = nan", "it must be at least 0"),
         ("[limits]\ndeadline = inf", "it must be a number"),
         ("[server]\nport = 70000", "it can be at most 65535"),

@@ -36,27 +36,14 @@ def test_content_types(server: Running, kind: str) -> None:
     assert ask(server.url, "/v1/completions", BODY, given).status == 200
 
 
-@pytest.mark.parametrize(
-    ("encoding", "pack"),
-    [("gzip", gzip.compress), ("identity", bytes)],
-)
-def test_encodings(small: Running, encoding: str, pack: Any) -> None:
-    plain = ask(small.url, "/v1/completions", BODY).json["choices"]
-    given = {"Content-Encoding": encoding}
-    packed = ask(small.url, "/v1/completions", pack(json.dumps(BODY).encode()), given)
-    assert packed.json["choices"] == plain
-
-
-def test_encodings_that_are_none(small: Running) -> None:
-    data = json.dumps(BODY).encode()
-    for encoding, body, status, words in (
-        ("br", data, 415, "'br'"),
-        ("gzip", data, 400, "cannot be unpacked"),
-        ("gzip", gzip.compress(data)[:-12], 400, "cut short"),
-        ("gzip", gzip.compress(b" " * 100 * LIMIT), 413, "larger than"),
-    ):
-        refused = ask(small.url, "/v1/completions", body, {"Content-Encoding": encoding})
-        assert refused.status == status and words in refused.error["message"]
+def test_encodings(server: Running) -> None:
+    packed = gzip.compress(json.dumps(BODY).encode())
+    for encoding in ("gzip", "br"):
+        given = {"Content-Encoding": encoding}
+        refused = ask(server.url, "/v1/completions", packed, given)
+        assert refused.status == 415 and repr(encoding) in refused.error["message"]
+    given = {"Content-Encoding": "identity"}
+    assert ask(server.url, "/v1/completions", BODY, given).status == 200
 
 
 def test_paths_and_methods(server: Running) -> None:

@@ -149,16 +149,19 @@ def test_draining(small: Running) -> None:
     assert status == 503 and body["error"]["code"] == "shutting_down"
 
 
+ANSWERED = {wire.Done, wire.StepEvents}
+
+
 def answer_to_one_token(llm: LLM, ready: threading.Event) -> tuple[EngineLoop, wire.WireMessage]:
-    """A loop that has run from ``ready`` on, and what it says of a request after accepting it."""
+    """A loop that has run from ``ready`` on, and what it says of a request beside accepting it."""
     posted: queue.Queue[wire.WireMessage] = queue.Queue()
     loop = EngineLoop(llm, posted.put)
     loop.handle(wire.Submit(1, [[1, 2, 3]], SamplingParams(max_tokens=1), True))
     assert ready.wait(20)
     loop.start()
     try:
-        assert posted.get(timeout=20) == wire.Accepted(1)
-        return loop, posted.get(timeout=20)
+        first = posted.get(timeout=20)
+        return loop, posted.get(timeout=20) if first == wire.Done(1) else first
     finally:
         loop.stop()
 
@@ -224,21 +227,20 @@ def test_what_takes_long_to_prepare_holds_up_no_other_request(
     loop.handle(wire.Submit(2, [[1, 2, 3]], SamplingParams(max_tokens=1), False))
     loop.start()
     try:
-        assert posted.get(timeout=20) == wire.Accepted(2)
-        assert isinstance(posted.get(timeout=20), wire.StepEvents)
+        others = [posted.get(timeout=20) for _ in range(2)]
+        assert wire.Done(2) in others and {type(one) for one in others} == ANSWERED
         ready.set()
-        first = posted.get(timeout=20)
-        answer = posted.get(timeout=20) if slow == "receipt" else None
+        said = [posted.get(timeout=20) for _ in range(2 if slow == "receipt" else 1)]
     finally:
         ready.set()
         loop.stop()
     if slow == "adapter":
-        assert first == wire.Scraped(1, "")
+        assert said == [wire.Done(1)]
     elif slow == "grammar":
-        assert isinstance(first, wire.Ended) and "took long" in str(first.error)
+        assert isinstance(said[0], wire.Ended) and "took long" in str(said[0].error)
     else:
-        assert first == wire.Accepted(1) and isinstance(answer, wire.StepEvents)
-        ((_, event),) = answer.events
+        assert wire.Done(1) in said and {type(one) for one in said} == ANSWERED
+        ((_, event),) = next(one for one in said if isinstance(one, wire.StepEvents)).events
         assert event.completion is not None and event.completion.receipt is not None
         assert event.completion.receipt["weights"] == "hash"
 

@@ -10,7 +10,6 @@ import pytest
 
 from paceline.server.api.responses import (
     MAX_BYTES,
-    MAX_RESPONSES,
     KeptResponse,
     ResponseStore,
 )
@@ -261,43 +260,26 @@ def test_what_has_no_effect_is_noted(server: Running) -> None:
     assert answer.json["metadata"] == {"a": "b"}
 
 
-def test_an_id_of_the_client_is_an_alias(server: Running) -> None:
-    """It overwrites no other answer, and is found beside the server's own id."""
-    first = respond(server, request_id="mine", metadata={"n": "1"}).json
-    second = respond(server, request_id=first["id"], metadata={"n": "2"}).json
-    third = respond(server, request_id="mine", metadata={"n": "3"}).json
-    assert len({"mine", first["id"], second["id"], third["id"]}) == 4
-
-    def read(name: str) -> Any:
-        return ask(server.url, f"/v1/responses/{name}").json["metadata"]["n"]
-
-    assert [read(name) for name in (first["id"], second["id"], "mine")] == ["1", "2", "3"]
-    assert respond(server, previous_response_id="mine").status == 200
-    assert ask(server.url, "/v1/responses/mine", method="DELETE").json["id"] == third["id"]
-    assert ask(server.url, "/v1/responses/mine").status == 404
-    assert read(first["id"]) == "1"
-
-
-def made(
-    name: str, text: str = "", said: Any = (), alias: str | None = None, **fields: Any
-) -> KeptResponse:
-    shown = {"id": name, "output": [{"id": f"msg_{name}", "text": text}], **fields}
-    return KeptResponse([{"role": "user", "content": "x"}, *said], shown, alias)
+def made(name: str, text: str = "", said: Any = (), **fields: Any) -> KeptResponse:
+    item = {"id": f"msg_{name}_0", "text": text}
+    shown = {"id": f"resp_{name}", "output": [item], **fields}
+    return KeptResponse([{"role": "user", "content": "x"}, *said], shown)
 
 
 def test_the_store_is_bounded() -> None:
     store = ResponseStore()
-    for number in range(MAX_RESPONSES + 5):
-        store.keep("", made(f"resp_{number}", alias="mine"))
-    assert len(store) == MAX_RESPONSES
-    assert store.get("", "resp_4") is None and store.item("", "msg_resp_4") is None
-    assert store.get("", "resp_5") == made("resp_5", alias="mine")
-    assert store.item("", "msg_resp_5") == {"id": "msg_resp_5", "text": ""}
-    store.keep("", made("beyond all bounds", "x" * (MAX_BYTES + 1)))
-    assert len(store) == MAX_RESPONSES
+    store.keep("", made("beyond", "x" * (MAX_BYTES + 1)))
+    assert not store.sizes
     for number in range(3):
-        store.keep("", made(f"huge_{number}", "x" * (MAX_BYTES * 4 // 10)))
-    assert len(store) == 2 and store.get("", "huge_2") is not None
+        store.keep("", made(f"huge{number}", "x" * (MAX_BYTES * 4 // 10)))
+    assert store.get("", "resp_huge0") is None and store.item("", "msg_huge0_0") is None
+    store.keep("", made("small", "y"))
+    assert store.get("", "resp_huge1") is not None  # and is the latest now
+    assert store.item("", "msg_small_0") == {"id": "msg_small_0", "text": "y"}
+    assert store.item("", "msg_small_1") is None and store.item("", "nothing") is None
+    store.keep("", made("huge3", "x" * (MAX_BYTES * 4 // 10)))
+    assert store.get("", "resp_huge2") is None and store.get("", "resp_huge1") is not None
+    assert store.sizes[""] <= MAX_BYTES
 
 
 @pytest.mark.parametrize(
@@ -311,26 +293,27 @@ def test_the_store_is_bounded() -> None:
 )
 def test_the_store_counts_all_that_it_keeps_and_gives_it_back(fields: dict[str, Any]) -> None:
     store = ResponseStore()
-    store.keep("", made("resp_0"))
-    little = store.size
+    store.keep("", made("0"))
+    little = store.sizes[""]
     for number in range(1, 10):
-        store.keep("", made(f"resp_{number}", alias="mine", **fields))
-    assert store.size > little + 9 * 1000
-    assert store.get("", "mine") == made("resp_9", alias="mine", **fields)
+        store.keep("", made(f"{number}", **fields))
+    assert store.sizes[""] > little + 9 * 1000
+    assert store.get("", "resp_9") == made("9", **fields)
     for number in range(1, 10):
         store.drop("", f"resp_{number}")
-    assert store.size == little and store.get("", "mine") is None
+    assert store.sizes[""] == little and store.get("", "resp_9") is None
 
 
 def test_one_owner_cannot_take_the_store_from_the_others() -> None:
-    """Whoever keeps most gives way, by number and by size, even as the one who asked last."""
+    """Whoever keeps most gives way, even as the one who asked last."""
     store = ResponseStore()
-    store.keep("quiet", made("resp_quiet", alias="mine"))
-    for number in range(2 * MAX_RESPONSES):
-        store.keep("busy", made(f"resp_{number}", alias="mine"))
+    store.keep("quiet", made("quiet"))
+    for number in range(100):
+        store.keep("busy", made(f"busy{number}", "x" * (MAX_BYTES // 50)))
     for number in range(4):
-        store.keep("large", made(f"large_{number}", "x" * (MAX_BYTES * 4 // 10)))
-    assert store.get("quiet", "resp_quiet") == store.get("quiet", "mine")
-    assert store.get("large", "large_3") is not None and store.get("large", "large_1") is None
-    assert store.get("busy", "resp_0") is None
-    assert store.get("busy", "resp_quiet") is None and store.item("busy", "msg_resp_quiet") is None
+        store.keep("large", made(f"large{number}", "x" * (MAX_BYTES * 4 // 10)))
+    assert store.get("quiet", "resp_quiet") is not None
+    assert store.get("large", "resp_large3") is not None
+    assert store.get("large", "resp_large1") is None
+    assert store.get("busy", "resp_busy0") is None and store.get("busy", "resp_busy99") is not None
+    assert store.get("busy", "resp_quiet") is None and store.item("busy", "msg_quiet_0") is None

@@ -130,18 +130,6 @@ def test_completions(server: Running) -> None:
         assert offsets == [sum(lengths[:position]) for position in range(len(lengths))]
 
 
-@pytest.mark.parametrize("more", [{}, {"tools": [STRICT], "tool_choice": "required"}])
-def test_the_scores_of_a_chats_prompt(server: Running, more: dict[str, Any]) -> None:
-    """Also where the first step has nothing to show: a forced call is shown from its name on."""
-    asked = [{"role": "user", "content": "1 + 1?"}]
-    body = {"model": MODEL, "messages": asked, "max_tokens": 30, "prompt_logprobs": 0, **more}
-    whole = ask(server.url, "/v1/chat/completions", body).json["prompt_logprobs"]
-    chunks = ask(server.url, "/v1/chat/completions", {**body, "stream": True}).chunks
-    scores = [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk]
-    assert [len(given) for given in scores] == [len(whole)]
-    assert [given and set(given) for given in scores[0]] == [one and set(one) for one in whole]
-
-
 def test_responses(server: Running) -> None:
     """Of text that is held back, as it may begin a stop string, the probabilities come with it."""
     body = {

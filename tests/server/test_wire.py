@@ -31,9 +31,9 @@ from paceline.server.failures import (
 from paceline.server.wire import (
     REPLIES,
     REQUESTS,
+    Done,
     Ended,
     LoadModel,
-    Scraped,
     SetAdapter,
     StepEvents,
     Submit,
@@ -112,7 +112,7 @@ def test_other_errors_keep_their_secrets() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 300), max_size=8), st.data())
 def test_messages_stay_whole_however_they_are_cut(sizes: list[int], data: st.DataObject) -> None:
-    messages = [Scraped(number, "x" * size) for number, size in enumerate(sizes)]
+    messages = [Done(number, "x" * size) for number, size in enumerate(sizes)]
     stream = b"".join(map(encode_message, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
 

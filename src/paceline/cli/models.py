@@ -64,7 +64,7 @@ def _described(entry: Pullable) -> str:
         f"{entry.name}: {entry.what} ({entry.licence})\n"
         f"  {sizes}; {'is here' if pulled(entry) else 'not pulled yet'}\n"
         f"  {entry.source}: {entry.location}\n"
-        f"  SHA-256 of the weights {entry.weights_sha256 or 'as the hub states it'}"
+        f"  SHA-256 of the weights {entry.weights_sha256}"
     )
 
 

@@ -67,14 +67,12 @@ class Engine:
         self.scheduler.add(seq)
         seq.queued = time.perf_counter()
 
-    def abort(self, seq_id: int) -> list[Commit]:
-        """Drop a sequence and free its blocks; unknown ids are ignored. Returns its commits of an
-        interrupted step, which no step returns any more."""
+    def abort(self, seq_id: int) -> None:
+        """Drop a sequence, and its commits of an interrupted step, and free its blocks; unknown ids
+        are ignored."""
         if self.scheduler.remove(seq_id):
             self.forget(seq_id)
-        left = [commit for commit in self.ready if commit.seq_id == seq_id]
         self.ready = [commit for commit in self.ready if commit.seq_id != seq_id]
-        return left
 
     def forget(self, seq_id: int) -> None:
         """Drop the drafting state of a sequence: it has ended, or starts over."""

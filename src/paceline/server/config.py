@@ -74,11 +74,6 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
     max_request_bytes: int = _limits(
         4 * 2**20, "Size of a request; then 413.", kind="size", shown="4M"
     )
-    max_n: int = _limits(16, "Most choices (n) of a request.", low=1, high=16)
-    max_logprobs: int = _limits(
-        20, "Most logprobs of a token that may be asked for.", low=0, high=20
-    )
-    max_prompts: int = _limits(64, "Most prompts of one completion request.", low=1, high=64)
 
     api_key_file: str | None = _security(
         None,

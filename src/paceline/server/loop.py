@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,7 @@ class EngineJob:
     ``arrived``: by time.perf_counter. ``outcome``: why it is cancelled."""
 
     def __init__(self, submit: wire.Submit) -> None:
-        self.ticket = submit.ticket
+        self.ticket = submit.number
         self.count = len(submit.prompts) * submit.params.n
         self.arrived = time.perf_counter()
         self.requests: list[Request] = []
@@ -117,31 +118,34 @@ class EngineLoop:
     def handle(self, message: wire.WireMessage) -> None:
         """Called on one thread only."""
         if isinstance(message, wire.Submit):
-            job = self._jobs[message.ticket] = EngineJob(message)
+            job = self._jobs[message.number] = EngineJob(message)
             plain = self._preparing if message.params.grammar is None else self._compiling
             pool = self._reading if message.params.receipt else plain
-            pool.submit(self._prepare, message, job)
+            pool.submit(self._answer, message.number, partial(self._prepare, message, job))
         elif isinstance(message, wire.Cancel):
-            cancelled = self._jobs.get(message.ticket)
+            cancelled = self._jobs.get(message.number)
             if cancelled is not None:
                 cancelled.outcome = message.outcome
         elif isinstance(message, wire.Scrape):
-            self._post(wire.Scraped(message.number, self.metrics.render()))
+            self._answer(message.number, self.metrics.render)
         elif isinstance(message, wire.SetAdapter):
             pool = self._preparing if message.folder is None else self._reading
-            pool.submit(self._set_adapter, message)
+            pool.submit(self._answer, message.number, partial(self._set_adapter, message))
 
-    def _set_adapter(self, message: wire.SetAdapter) -> None:
+    def _answer(self, number: int, work: Callable[[], str | None]) -> None:
+        """Do what was asked and say so, or why it failed."""
         try:
-            if message.folder is None:
-                self.llm.adapters.unload(message.name)
-            else:
-                self.llm.adapters.load(message.name, message.folder, replace=True)
-            self._post(wire.Scraped(message.number, ""))
+            self._post(wire.Done(number, work() or ""))
         except Exception as error:
             if not isinstance(error, PacelineError):
-                log.exception("an adapter could not be loaded", exc_info=error)
-            self._post(wire.Ended(message.number, as_api_error(error)))
+                log.exception("a request could not be prepared", exc_info=error)
+            self._post(wire.Ended(number, as_api_error(error)))
+
+    def _set_adapter(self, message: wire.SetAdapter) -> None:
+        if message.folder is None:
+            self.llm.adapters.unload(message.name)
+        else:
+            self.llm.adapters.load(message.name, message.folder, replace=True)
 
     def _prepare(self, submit: wire.Submit, job: EngineJob) -> None:
         try:
@@ -153,7 +157,6 @@ class EngineLoop:
             for request in requests:
                 request.whole_characters = True
                 request.seq.queued = job.arrived
-            self._post(wire.Accepted(submit.ticket))  # before the events of the first step
             self.llm.enqueue(requests)
             self.metrics.queued(requests)
             # Setting ``requests`` makes the job visible.
@@ -161,11 +164,9 @@ class EngineLoop:
             self._wakes.put(None)
             if self._closed.locked():
                 raise engine_lost()
-        except Exception as error:
-            if not isinstance(error, PacelineError):
-                log.exception("a request could not be prepared", exc_info=error)
+        except Exception:
             self._forget(job)
-            self._post(wire.Ended(submit.ticket, as_api_error(error)))
+            raise
 
     def stop(self) -> None:
         """End the thread; cancel unfinished requests and tell their clients."""

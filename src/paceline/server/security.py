@@ -10,7 +10,6 @@ import hmac
 import os
 import re
 import stat
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -155,7 +154,12 @@ def wrong_type(scope: Scope) -> APIError | None:
     """An error unless a body is declared as JSON: pages of other origins can send other types."""
     if scope["method"] != "POST":
         return None
-    kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+    headers = Headers(scope=scope)
+    packed = headers.get("content-encoding", "").strip().lower()
+    if packed not in ("", "identity"):
+        message = f"the content encoding is {packed[:40]!r}; send the body as it is"
+        return APIError(message, 415, code="unsupported_encoding")
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return None
     shown = f"the content type is {kind[:80]!r}" if kind else "there is no content type"
@@ -167,9 +171,8 @@ def wrong_type(scope: Scope) -> APIError | None:
 class Gate:
     """Runs the ``checks``, reads the whole body and normalises path and method.
 
-    A slash at the end of a path is dropped; HEAD becomes GET. Bodies above ``limit`` bytes, packed
-    or not, are refused before they are parsed, whatever their Content-Length says. gzip is
-    unpacked.
+    A slash at the end of a path is dropped; HEAD becomes GET. Bodies above ``limit`` bytes are
+    refused before they are parsed, whatever their Content-Length says.
     """
 
     def __init__(
@@ -189,8 +192,7 @@ class Gate:
             for check in self._checks:
                 if (refused := check(scope)) is not None:
                     raise refused
-            request = Request(scope, receive)
-            body = self._unpacked(await self._read(request), request.headers)
+            body = await self._read(Request(scope, receive))
         except ClientDisconnect:
             return
         except APIError as error:
@@ -203,48 +205,25 @@ class Gate:
 
         await self._app(scope, replay, send)
 
-    def _too_large(self) -> APIError:
-        return APIError(
-            f"the request is larger than {self._limit} bytes",
-            413,
-            code="request_too_large",
-            headers={"Connection": "close"},
-        )
-
-    def _unpacked(self, body: bytes, headers: Headers) -> bytes:
-        """Raises APIError for what cannot be unpacked, or is too large unpacked."""
-        name = headers.get("content-encoding", "").strip().lower()
-        if name in ("", "identity"):
-            return body
-        if name not in ("gzip", "x-gzip"):
-            message = f"the content encoding is {name[:40]!r}; send gzip, or as it is"
-            raise APIError(message, 415, code="unsupported_encoding")
-        unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        try:
-            unpacked = unpacker.decompress(body, self._limit + 1)
-        except zlib.error:
-            raise APIError("the body cannot be unpacked", code="invalid_encoding") from None
-        if len(unpacked) > self._limit:
-            raise self._too_large()
-        if not unpacker.eof:
-            raise APIError("the packed body is cut short", code="invalid_encoding")
-        return unpacked
-
     async def _read(self, request: Request) -> bytes:
         """The body. Raises APIError if it is too large, ClientDisconnect if the client has gone."""
-        # The declared size; the HTTP parser has checked that it is a number.
-        size = int(request.headers.get("content-length") or 0)
+        # The HTTP parser has checked that it is a number.
+        declared = int(request.headers.get("content-length") or 0)
         # Closing while the client sends resets the connection, and the client never sees the
         # answer: so read on for a while.
-        if size > 8 * self._limit:
-            raise self._too_large()
-        body, size = bytearray(), 0
-        async for part in request.stream():
-            size += len(part)
-            if size <= self._limit:
-                body += part
-            elif size > 8 * self._limit:
-                break
-        if size > self._limit:
-            raise self._too_large()
+        body, size, most = bytearray(), 0, 8 * self._limit
+        if declared <= most:
+            async for part in request.stream():
+                size += len(part)
+                if size <= self._limit:
+                    body += part
+                elif size > most:
+                    break
+        if max(size, declared) > self._limit:
+            raise APIError(
+                f"the request is larger than {self._limit} bytes",
+                413,
+                code="request_too_large",
+                headers={"Connection": "close"},
+            )
         return bytes(body)

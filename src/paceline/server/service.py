@@ -78,20 +78,10 @@ class Service:
         deadline: float | None,
         streams: bool,
     ) -> Ticket:
-        """Within the configured limits. Raises APIError and what ``EngineClient.submit`` does."""
-        config = self.config
-        for param, asked, limit in (
-            ("n", params.n, config.max_n),
-            ("logprobs", params.logprobs or 0, config.max_logprobs),
-            ("prompt", len(prompts), config.max_prompts),
-        ):
-            if asked > limit:
-                raise APIError(
-                    f"{param}: {asked} asked for, but this server allows {limit}", param=param
-                )
+        """Raises what ``EngineClient.submit`` does."""
         ticket = await self.client.submit(prompts, params, deadline, streams)
         attach(ticket)
-        if config.log_prompts:  # every id has been checked
+        if self.config.log_prompts:  # every id has been checked
             for prompt in prompts:
                 log.info("prompt %s", json.dumps(self.tokenizer.decode(prompt)))
         return ticket

@@ -3,14 +3,13 @@
     HTTP                                        engine
     LoadModel(config) ------------------------>           (two processes only)
            <-------------------------------------- Hello(facts) | Lost(reason)
-    Submit(ticket, prompts, params, ...) ----->
-           <-------------------------------------- Accepted(ticket) | Ended(ticket, error)
+    Submit(number, prompts, params, ...) ----->
+           <-------------------------------------- Done(number, "") | Ended(number, error)
            <-------------------------------- StepEvents(events), one a step for all tickets
-           <-------------------------------------- Ended(ticket, error)
-    Cancel(ticket, outcome), Scrape(number) -->
-           <-------------------------------------- Scraped(number, text)
-    SetAdapter(number, name, folder) --------->
-           <-------------------------------------- Scraped(number, "") | Ended(number, error)
+           <-------------------------------------- Ended(number, error)
+    Cancel(number, outcome) ------------------>
+    Scrape(number), SetAdapter(number, ...) -->
+           <-------------------------------------- Done(number, text) | Ended(number, error)
            <-------------------------------------- Lost(reason)
 
 A message is four bytes of length and MessagePack. Nothing is unpickled.
@@ -81,7 +80,7 @@ class LoadModel(WireMessage):
 class Submit(WireMessage):
     """``n`` answers for each prompt, step by step if it ``streams``."""
 
-    ticket: int
+    number: int  # of the ticket
     prompts: list[list[int]]
     params: SamplingParams
     streams: bool
@@ -90,7 +89,7 @@ class Submit(WireMessage):
 class Cancel(WireMessage):
     """``outcome``: "cancelled" or "deadline"."""
 
-    ticket: int
+    number: int
     outcome: str
 
 
@@ -110,8 +109,11 @@ class Hello(WireMessage):
     facts: Facts
 
 
-class Accepted(WireMessage):
-    ticket: int
+class Done(WireMessage):
+    """What was asked has been done; a ticket is accepted."""
+
+    number: int
+    text: str = ""
 
 
 class StepEvents(WireMessage):
@@ -122,15 +124,10 @@ class StepEvents(WireMessage):
 
 
 class Ended(WireMessage):
-    """A ticket ends with an error."""
+    """A ticket ends with an error, or something else that was asked."""
 
-    ticket: int
-    error: APIError
-
-
-class Scraped(WireMessage):
     number: int
-    text: str
+    error: APIError
 
 
 class Lost(WireMessage):
@@ -140,7 +137,7 @@ class Lost(WireMessage):
 
 
 EngineCommand = LoadModel | Submit | Cancel | Scrape | SetAdapter
-Reply = Hello | Accepted | StepEvents | Ended | Scraped | Lost
+Reply = Hello | Done | StepEvents | Ended | Lost
 
 
 # An ``APIError``, the only type that msgspec does not know, is sent as its arguments.

@@ -43,13 +43,9 @@ _MOST_DIGITS = 12  # of a token id
 # Fields of requests that are parameters of the same name.
 _SAME_NAMED = (
     *("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
-    *("ignore_eos", "prompt_logprobs", "priority", "n", "receipt"),
+    *("ignore_eos", "priority", "n", "receipt"),
 )
-# Fields that give the text a form.
-_FORMS = (
-    *("response_format", "structured_outputs"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
+_FORMS = ("response_format", "structured_outputs")  # fields that give the text a form
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,7 @@ class Dialogue:
         if not tools:
             return AnswerStream()
         if choice in (None, "auto"):
-            parallel = self.body.parallel_tool_calls is not False and not self.body.functions
-            return PossibleCall(tools, parallel)
+            return PossibleCall(tools, self.body.parallel_tool_calls is not False)
         return ForcedCall(list(self.body.callable_tools))
 
 
@@ -167,15 +162,16 @@ def _checked(tokenizer: Tokenizer, variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _message(message: ChatMessage, knows_tools: bool, knows_thoughts: bool) -> dict[str, Any]:
-    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    role = "system" if message.role == "developer" else message.role
     shown: dict[str, Any] = {"role": role, "content": message.text()}
     if message.name is not None:
         shown["name"] = message.name
     if message.reasoning_content is not None and knows_thoughts:
         shown["reasoning_content"] = message.reasoning_content
+    calls = message.tool_calls or []
     functions = [
         {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
-        for call in message.calls
+        for call in calls
     ]
     if knows_tools:
         if message.tool_call_id is not None:
@@ -183,7 +179,7 @@ def _message(message: ChatMessage, knows_tools: bool, knows_thoughts: bool) -> d
         if functions:
             shown["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": function}
-                for call, function in zip(message.calls, functions, strict=True)
+                for call, function in zip(calls, functions, strict=True)
             ]
         return shown
     if role == "tool":  # unknown to templates without tools
@@ -290,15 +286,13 @@ def _grammar(request: Generation) -> Grammar | None:
     """The grammar that one of several fields asks for. Raises APIError if two do."""
     asked, form = request.structured_outputs or StructuredOutputs(), request.response_format
     schema = None if form is None or form.json_schema is None else form.json_schema.schema_
-    choices = [choice for choice in (asked.choice, request.guided_choice) if choice is not None]
-    regexes = [asked.regex, request.guided_regex]
-    regexes += ["|".join(map(re.escape, choice)) for choice in choices]
+    choice = None if asked.choice is None else "|".join(map(re.escape, asked.choice))
     objects = [asked.json_object, form is not None and form.type == "json_object"]
     grammars = [
         *(Grammar.json() for wanted in objects if wanted),
-        *(_json(s) for s in (asked.json_, request.guided_json, schema) if s is not None),
-        *(Grammar("regex", regex) for regex in regexes if regex is not None),
-        *(Grammar("lark", g) for g in (asked.grammar, request.guided_grammar) if g is not None),
+        *(_json(schema) for schema in (asked.json_, schema) if schema is not None),
+        *(Grammar("regex", regex) for regex in (asked.regex, choice) if regex is not None),
+        *(Grammar("lark", grammar) for grammar in (asked.grammar,) if grammar is not None),
     ]
     if len(grammars) > 1:
         raise APIError(

@@ -25,20 +25,6 @@ def agreement(tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequen
     return min(count, len(prediction))
 
 
-def prompt_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
-    """A prompt token and its alternatives by id, in vLLM's form; only alternatives have a rank."""
-    ranked: dict[int, tuple[float, int | None]] = {entry.token_id: (entry.logprob, None)}
-    ranked |= {token: (value, index) for index, (token, value) in enumerate(entry.top, 1)}
-    return {
-        str(token): {
-            "logprob": finite(value),
-            "rank": rank,
-            "decoded_token": _shown(Spelling.of(tokenizer).bytes_of(token)),
-        }
-        for token, (value, rank) in ranked.items()
-    }
-
-
 def only_ends(tokenizer: Tokenizer, token: int, reason: str | None) -> bool:
     """Whether a last token only ended the text and is not part of it."""
     return reason == "stop" and Spelling.of(tokenizer).name(token, skip_special=True) is None

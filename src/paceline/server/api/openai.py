@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,19 +20,16 @@ from paceline.server.api.choices import (
     Origins,
     agreement,
     finish_reason,
-    prompt_entry,
     token_records,
     visible_logprobs,
 )
 from paceline.server.api.protocol import (
-    MAX_PROMPTS,
     ChatRequest,
     CompletionRequest,
     Generation,
     Speculation,
     StreamOptions,
 )
-from paceline.server.api.tokens import infill
 from paceline.server.api.tools import AnswerStream, Delta, deltas_of, message_of
 from paceline.server.client import Ticket
 from paceline.server.failures import APIError
@@ -55,10 +50,10 @@ class OpenAIAnswer(Answer):
         names: tuple[str, str],
     ) -> None:
         """``visible``: special tokens are part of the text. ``names``: of the id, and the kind."""
-        self._ticket, self._generation = ticket, body
+        self._params, self._generation = ticket.params, body
+        self._drafter = ticket.params.drafter or next(iter(service.facts.drafters), "none")
         self._usage_asked = body.stream_options or StreamOptions()
         self._tokenizer, self._prompts, self._visible = service.tokenizer, prompts, visible
-        self._n = ticket.count // len(prompts)
         self._speculation = body.speculation or Speculation()
         self._header = {
             "id": f"{names[0]}-{body.request_id or uuid.uuid4().hex}",
@@ -73,7 +68,7 @@ class OpenAIAnswer(Answer):
 
     def _index(self, event: StreamEvent) -> int:
         """The choice that an event belongs to; counts its tokens and keeps its completion."""
-        index = event.request * self._n + event.index
+        index = event.request * self._generation.n + event.index
         self._written += len(event.token_ids)
         if event.completion is not None:
             self._done[index] = event.completion
@@ -84,7 +79,7 @@ class OpenAIAnswer(Answer):
         fields: dict[str, Any] = {}
         if self._speculation.tokens:
             if index not in self._origins:
-                prompt = self._prompts[index // self._n]
+                prompt = self._prompt(index)
                 self._origins[index] = Origins(self._tokenizer, prompt, self._visible)
             fields["tokens"] = self._origins[index].records(event)
         if self._generation.return_token_ids:
@@ -93,30 +88,28 @@ class OpenAIAnswer(Answer):
             fields["receipt"] = event.completion.receipt
         return fields
 
-    def _prompt_scores(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
-        """``prompt_logprobs`` in vLLM's form, where the request asks for them."""
-        if self._generation.prompt_logprobs is None:
-            return {}
-        shown = [prompt_entry(self._tokenizer, entry) for entry in entries or ()]
-        return {"prompt_logprobs": [None, *shown]}
+    def _prompt(self, index: int) -> list[int]:
+        """Token ids of the prompt of a choice."""
+        return self._prompts[index // self._generation.n]
 
     # -- the whole -----------------------------------------------------------------------------
 
     def whole(self, events: Sequence[StreamEvent]) -> Chunk:
-        return {**self._header, **self._choices(events), **self._totals(counts=True)}
+        choices = [self._choice(self._index(event), event) for event in events]
+        return {**self._header, "choices": choices, **self._totals(counts=True)}
 
     @abstractmethod
-    def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
-        """``choices``, and further fields of a whole answer."""
+    def _choice(self, index: int, event: StreamEvent) -> dict[str, Any]:
+        """A whole choice."""
 
     def _totals(self, counts: bool) -> Chunk:
         """``speculation`` and, with ``counts``, ``usage``."""
         completions = [self._done[index] for index in sorted(self._done)]
         totals: Chunk = {}
         if self._speculation.stats:
-            drafter = {"drafter": self._ticket.drafter}
             totals["speculation"] = [
-                drafter | {name: getattr(done.stats, name) for name in _SHOWN_STATS}
+                {"drafter": self._drafter}
+                | {name: getattr(done.stats, name) for name in _SHOWN_STATS}
                 for done in completions
             ]
         if counts:
@@ -126,9 +119,9 @@ class OpenAIAnswer(Answer):
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """A prompt counts once, however many completions it has."""
         usage = self._counts(sum(len(done.token_ids) for done in completions))
-        cached = sum(done.stats.cached_tokens for done in completions[:: self._n])
+        cached = sum(done.stats.cached_tokens for done in completions[:: self._generation.n])
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        expected = self._ticket.params.prediction
+        expected = self._params.prediction
         if expected:
             agreed = sum(agreement(x.token_ids, x.draft_mask, expected) for x in completions)
             usage["completion_tokens_details"] = {
@@ -138,7 +131,7 @@ class OpenAIAnswer(Answer):
         return usage
 
     def _counts(self, written: int) -> dict[str, Any]:
-        read = self._ticket.prompt_tokens
+        read = sum(map(len, self._prompts))
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     # -- streaming -----------------------------------------------------------------------------
@@ -168,8 +161,6 @@ async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[
     )
     if not prompt or not ids:
         raise APIError(EMPTY_PROMPT, param="prompt")
-    if body.suffix:
-        return await asyncio.to_thread(infill, service.tokenizer, ids, body.suffix)
     return ids
 
 
@@ -189,19 +180,12 @@ def add_routes(app: FastAPI, service: Service) -> None:
 async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, list[list[int]]]:
     """Submit it; also the token ids of its prompts. Raises APIError and what ``submit`` does."""
     adapter = service.check_model(body.model)
-    if not 0 < len(body.prompt) <= MAX_PROMPTS:
-        problem = f"{len(body.prompt)} prompts in one request; send 1 to {MAX_PROMPTS}"
-        raise APIError(problem, param="prompt")
     prompts = [await _prompt(service, body, prompt) for prompt in body.prompt]
     remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
     limit = remaining if body.max_tokens is None else max(1, body.max_tokens)
-    logprobs = body.logprobs
-    if logprobs is None and body.best_of not in (None, body.n):
-        logprobs = 0
-    params = sampling_params(body, service.facts, limit, logprobs)
-    params = replace(params, n=body.best_of or body.n, lora=adapter)
-    if body.echo and body.logprobs is not None:
-        params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+    params = sampling_params(body, service.facts, limit, body.logprobs)
+    scored = body.logprobs if body.echo else None
+    params = replace(params, prompt_logprobs=scored, lora=adapter)
     return await service.submit(prompts, params, body.deadline, body.stream), prompts
 
 
@@ -216,34 +200,23 @@ class CompletionAnswer(OpenAIAnswer):
         self._body = body
         self._columns: dict[int, LogprobColumns] = {}
 
-    def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
-        choices = list(map(self._choice, events))
-        if self._n > self._body.n:  # best_of: the highest mean log-probability
-            groups = [range(first, first + self._n) for first in range(0, len(events), self._n)]
-            logprobs = [[x.logprob for x in event.logprobs or ()] for event in events]
-            means = [fmean(values or [0.0]) for values in logprobs]
-            best = [sorted(group, key=lambda at: -means[at])[: self._body.n] for group in groups]
-            choices = [choices[at] for group in best for at in group]
-        return {"choices": [choice | {"index": at} for at, choice in enumerate(choices)]}
+    def whole(self, events: Sequence[StreamEvent]) -> Chunk:
+        return super().whole(list(map(self._kept, events)))
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
-        choice = self._choice(event)
+        kept = self._kept(event)
+        choice = self._choice(self._index(kept), kept)
         columns = choice["logprobs"]
         shown = choice["text"] or choice["finish_reason"] or (columns and columns["tokens"])
         return [self._chunk(choice)] if shown or len(choice) > 4 else []
 
-    def _choice(self, event: StreamEvent) -> dict[str, Any]:
+    def _choice(self, index: int, event: StreamEvent) -> dict[str, Any]:
         """What an event adds to its choice; the first event's also has the prompt's fields."""
-        if self._body.max_tokens == 0:
-            event = _without_tokens(event)
-        index = self._index(event)
         first = index not in self._begun
         self._begun.add(index)
         more = self._of_tokens(index, event)
-        if first:
-            more |= self._prompt_scores(event.prompt_logprobs)
         if first and self._body.return_token_ids:
-            more["prompt_token_ids"] = self._prompts[index // self._n]
+            more["prompt_token_ids"] = self._prompt(index)
         echoed = first and self._body.echo
         return {
             "index": index,
@@ -257,7 +230,7 @@ class CompletionAnswer(OpenAIAnswer):
         """Columns of the new tokens, after those of the prompt if it is echoed."""
         if self._body.logprobs is None or (event.logprobs is None and not echoed):
             return None
-        prompt = self._prompts[index // self._n]
+        prompt = self._prompt(index)
         # With an echoed prompt all tokens count, also the one that ended the text.
         entries = (
             (event.logprobs or []) if self._body.echo else visible_logprobs(self._tokenizer, event)
@@ -271,23 +244,25 @@ class CompletionAnswer(OpenAIAnswer):
             columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
         return columns
 
+    def _kept(self, event: StreamEvent) -> StreamEvent:
+        """The event; with ``max_tokens`` 0 without the one token that the engine decodes."""
+        if self._body.max_tokens != 0:
+            return event
+        done = event.completion
+        if done is not None:
+            nothing: dict[str, Any] = {"text": "", "token_ids": [], "draft_mask": []}
+            done = replace(done, **nothing, finish_reason="length", receipt=None)
+        logprobs: list[TokenLogprob] | None = None if event.logprobs is None else []
+        return replace(
+            event, text="", token_ids=[], from_draft=[], completion=done, logprobs=logprobs
+        )
+
     def _prompt_text(self, index: int) -> str:
-        prompt = self._body.prompt[index // self._n]
+        prompt = self._body.prompt[index // self._body.n]
         if isinstance(prompt, str):
             return prompt
         skip = self._body.skip_special_tokens
         return str(self._tokenizer.decode(prompt, skip_special_tokens=skip))
-
-
-def _without_tokens(event: StreamEvent) -> StreamEvent:
-    """An event of a request with ``max_tokens`` 0: the one token of the engine is dropped."""
-    done = event.completion
-    if done is not None:
-        done = replace(
-            done, text="", token_ids=[], draft_mask=[], finish_reason="length", receipt=None
-        )
-    logprobs: list[TokenLogprob] | None = None if event.logprobs is None else []
-    return replace(event, text="", token_ids=[], from_draft=[], completion=done, logprobs=logprobs)
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -301,37 +276,22 @@ class ChatAnswer(OpenAIAnswer):
         super().__init__(dialogue.service, body, dialogue.ticket, prompts, visible, names)
         self._dialogue, self._body = dialogue, body
         self._streams: dict[int, AnswerStream] = {}
-        self._scores: Sequence[TokenLogprob] | None = None  # of the prompt
 
-    def _choices(self, events: Sequence[StreamEvent]) -> Chunk:
-        choices = []
-        for event in events:
-            index = self._index(event)
-            deltas, ended = deltas_of(self._dialogue.reader(), event)
-            message, reason = self._in_asked_form(message_of(deltas), ended or "")
-            choices.append(
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "refusal": None, **message},
-                    "logprobs": self._logprobs(event),
-                    "finish_reason": reason,
-                    **self._of_tokens(index, event),
-                }
-            )
-        answer = {"choices": choices, **self._prompt_scores(events[0].prompt_logprobs)}
+    def whole(self, events: Sequence[StreamEvent]) -> Chunk:
+        answer = super().whole(events)
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._dialogue.prompt
         return answer
 
-    def _in_asked_form(self, delta: Delta, reason: str) -> tuple[Delta, str]:
-        """Requests with ``functions`` get a ``function_call`` in place of ``tool_calls``."""
-        if not self._body.functions:
-            return delta, reason
-        calls = delta.get("tool_calls")
-        if calls:
-            delta = {name: value for name, value in delta.items() if name != "tool_calls"}
-            delta["function_call"] = calls[0]["function"]
-        return delta, "function_call" if reason == "tool_calls" else reason
+    def _choice(self, index: int, event: StreamEvent) -> dict[str, Any]:
+        deltas, reason = deltas_of(self._dialogue.reader(), event)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "refusal": None, **message_of(deltas)},
+            "logprobs": self._logprobs(event),
+            "finish_reason": reason,
+            **self._of_tokens(index, event),
+        }
 
     def _logprobs(self, event: StreamEvent) -> dict[str, Any] | None:
         if not self._body.logprobs or event.logprobs is None:
@@ -342,26 +302,20 @@ class ChatAnswer(OpenAIAnswer):
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
         index = self._index(event)
-        self._scores = self._scores or event.prompt_logprobs
         stream = self._streams.setdefault(index, self._dialogue.reader())
         deltas, ended = deltas_of(stream, event)
         logprobs, more = self._logprobs(event), self._of_tokens(index, event)
-        choices = [self._choice(index, self._in_asked_form(delta, "")[0]) for delta in deltas]
-        if not choices and (more or (logprobs and logprobs["content"])):
-            choices.append(self._choice(index, {}))
+        if not deltas and (more or (logprobs and logprobs["content"])):
+            deltas = [{}]
+        choices = [self._delta(index, delta) for delta in deltas]
         if choices:
             choices[-1] |= {"logprobs": logprobs, **more}
         if ended is not None:
-            choices.append(self._choice(index, {}, self._in_asked_form({}, ended)[1]))
-        begins = bool(choices) and index not in self._begun
-        if begins:
-            choices.insert(0, self._choice(index, {"role": "assistant", "content": ""}))
-        chunks = [self._chunk(choice) for choice in choices]
-        if begins:
-            if not self._begun:  # the answer's first chunk
-                chunks[0] |= self._prompt_scores(self._scores)
+            choices.append(self._delta(index, {}, ended))
+        if choices and index not in self._begun:
             self._begun.add(index)
-        return chunks
+            choices.insert(0, self._delta(index, {"role": "assistant", "content": ""}))
+        return [self._chunk(choice) for choice in choices]
 
-    def _choice(self, index: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
+    def _delta(self, index: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}

@@ -103,15 +103,10 @@ class Generation(Body):
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     return_token_ids: bool = False
     request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
-    guided_grammar: str | None = None
     deadline: float | None = Field(default=None, gt=0)
     speculation: Speculation | None = None
     receipt: bool = False
@@ -137,7 +132,9 @@ def _prompts(value: Any) -> Any:
 
 _AnyPrompts = str | list[int] | list[str] | list[list[int]]
 Prompts = Annotated[
-    list[str | list[TokenId]], BeforeValidator(_prompts, json_schema_input_type=_AnyPrompts)
+    list[str | list[TokenId]],
+    BeforeValidator(_prompts, json_schema_input_type=_AnyPrompts),
+    Field(min_length=1, max_length=MAX_PROMPTS),
 ]
 
 
@@ -146,19 +143,7 @@ class CompletionRequest(Generation):
     max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
-    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    suffix: str | None = None
     add_special_tokens: bool = True
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of < self.n:
-            raise ValueError("best_of is less than n; it is of how many answers n are the best")
-        if self.best_of not in (None, self.n) and self.stream:
-            raise ValueError("best_of is known at the end only; leave out stream")
-        if self.suffix and self.echo:
-            raise ValueError("suffix and echo contradict each other; give one")
-        return self
 
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -185,12 +170,11 @@ class ChatMessage(Body):
     """An assistant's may have any further fields. ``prefix``: the answer continues this one."""
 
     _ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    function_call: FunctionCall | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     prefix: bool = False
@@ -202,6 +186,8 @@ class ChatMessage(Body):
             return data
         if data.get("audio") is not None and not data.get("content"):
             raise ValueError("audio is not supported; send its transcript as content")
+        if data.get("function_call") is not None:
+            raise ValueError("function_call is not supported; send tool_calls")
         kept = {name: value for name, value in data.items() if name in cls.model_fields}
         if kept.get("reasoning_content") is None and isinstance(data.get("reasoning"), str):
             kept["reasoning_content"] = data["reasoning"]
@@ -216,13 +202,6 @@ class ChatMessage(Body):
     def text(self) -> str:
         """The content as one string."""
         return self.content or self.refusal or ""
-
-    @property
-    def calls(self) -> list[ToolCall]:
-        """Its calls, a ``function_call`` included."""
-        if self.tool_calls or self.function_call is None:
-            return self.tool_calls or []
-        return [ToolCall(id="", function=self.function_call)]
 
 
 class FunctionDefinition(Body):
@@ -262,8 +241,6 @@ class ChatRequest(Generation):
     tools: list[Tool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[FunctionDefinition] | None = Field(default=None, max_length=128)
-    function_call: Literal["none", "auto"] | NamedFunction | None = None
     prediction: PredictedOutput | None = None
     # for the chat template
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -280,14 +257,6 @@ class ChatRequest(Generation):
             self.max_tokens != self.max_completion_tokens
         ):
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
-        if self.functions and self.tools:
-            raise ValueError("functions and tools say the same; give tools")
-        # ``functions`` and ``function_call`` are the old names.
-        self.tools = self.tools or [Tool(type="function", function=f) for f in self.functions or ()]
-        if isinstance(self.function_call, NamedFunction):
-            self.tool_choice = NamedTool(type="function", function=self.function_call)
-        else:
-            self.tool_choice = self.tool_choice or self.function_call
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool) and not self.callable_tools:

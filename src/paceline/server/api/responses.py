@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,6 @@ from paceline.server.security import owner_of
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
 
-MAX_RESPONSES = 1024
 MAX_BYTES = 64 * 2**20
 # Fields of a request that its response repeats.
 _REPEATED = {
@@ -93,7 +92,7 @@ class ResponsesAnswer(blocks.BlocksAnswer):
         shown = self._response()
         if self._asked.store and shown["status"] != "in_progress":
             messages = [*self._messages, *messages_of(self._blocks, lambda name: None)]
-            self._keep(KeptResponse(messages, shown, self._asked.request_id))
+            self._keep(KeptResponse(messages, shown))
         return shown
 
     def _response(self) -> dict[str, Any]:
@@ -159,10 +158,14 @@ class ResponsesAnswer(blocks.BlocksAnswer):
         body = error_body(error)
         return self._event("error", **{**body["error"], "type": "error"}, **body)
 
+    def _item_id(self, kind: str) -> str:
+        """The id of the next block."""
+        return f"{kind}_{self._id.removeprefix('resp_')}_{len(self._blocks)}"
+
     def _new_text(self) -> dict[str, Any]:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return {
-            "id": new_id("msg_"),
+            "id": self._item_id("msg"),
             "type": "message",
             "status": "in_progress",
             "role": "assistant",
@@ -172,7 +175,7 @@ class ResponsesAnswer(blocks.BlocksAnswer):
     def _new_call(self, call: str, name: str) -> dict[str, Any]:
         namespace, tool = self._asked.functions[name]
         return {
-            "id": new_id("fc_"),
+            "id": self._item_id("fc"),
             "type": "function_call",
             "status": "in_progress",
             "call_id": call,
@@ -214,55 +217,37 @@ class ResponsesAnswer(blocks.BlocksAnswer):
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """``messages``: the conversation with this answer. ``shown``: what the client got. ``alias``:
-    the client's name for it (``request_id``); the latest response of that name has it."""
+    """``messages``: the conversation with this answer. ``shown``: what the client got."""
 
     messages: list[dict[str, Any]]
     shown: dict[str, Any]
-    alias: str | None = None
 
 
 class ResponseStore:
     """Responses that later requests may continue, by owner (API key; one owner without keys) and
-    id. They are kept in memory as JSON, so their size is known and nobody changes them. At the
-    bounds ``MAX_RESPONSES`` and ``MAX_BYTES`` the owner that has most loses its oldest."""
+    id. They are kept in memory as JSON, so their size is known and nobody changes them. Where they
+    take more than ``MAX_BYTES`` the owner that has most loses its oldest."""
 
     def __init__(self) -> None:
         # By owner, the least recently used first.
         self._owners: dict[str, OrderedDict[str, bytes]] = {}
-        # Ids by owner, kind of the name ("alias" or "item") and name.
-        self._ids: dict[tuple[str, str, str], str] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._owners.values()))
-
-    @property
-    def size(self) -> int:
-        """Bytes of all responses."""
-        return sum(map(_size, self._owners.values()))
+        self.sizes = Counter[str]()  # bytes by owner
 
     def keep(self, owner: str, response: KeptResponse) -> None:
-        """Store a response with new ids. One larger than ``MAX_BYTES`` is not stored."""
+        """Store a response with a new id. One larger than ``MAX_BYTES`` is not stored."""
         # A client's text may have lone surrogates.
         text = json.dumps(vars(response), ensure_ascii=False).encode("utf-8", "surrogatepass")
         if len(text) > MAX_BYTES:
             return
-        name = response.shown["id"]
-        self._owners.setdefault(owner, OrderedDict())[name] = text
-        self._ids |= {(owner, "item", item["id"]): name for item in response.shown["output"]}
-        if response.alias is not None:
-            self._ids[owner, "alias", response.alias] = name
-        while (many := len(self) > MAX_RESPONSES) or self.size > MAX_BYTES:
-            most = max(
-                self._owners, key=lambda owner: (len if many else _size)(self._owners[owner])
-            )
+        self._owners.setdefault(owner, OrderedDict())[response.shown["id"]] = text
+        self.sizes[owner] += len(text)
+        while self.sizes.total() > MAX_BYTES:
+            most = max(self.sizes, key=self.sizes.__getitem__)
             self.drop(most, next(iter(self._owners[most])))
 
     def get(self, owner: str, name: str) -> KeptResponse | None:
-        """The response of that id, else of that alias."""
+        """The response of that id."""
         responses = self._owners.get(owner, OrderedDict())
-        if name not in responses:
-            name = self._ids.get((owner, "alias", name), "")
         if name not in responses:
             return None
         responses.move_to_end(name)
@@ -270,15 +255,10 @@ class ResponseStore:
 
     def drop(self, owner: str, name: str) -> None:
         """Forget a stored response."""
-        del self._owners[owner][name]
-        self._ids = {names: known for names, known in self._ids.items() if known != name}
+        self.sizes[owner] -= len(self._owners[owner].pop(name))
 
     def item(self, owner: str, name: str) -> dict[str, Any] | None:
-        """An output item of one of the owner's responses."""
-        response = self.get(owner, self._ids.get((owner, "item", name), ""))
+        """An output item of one of the owner's responses, whose id is a part of the item's."""
+        response = self.get(owner, f"resp_{name.partition('_')[2].partition('_')[0]}")
         outputs = [] if response is None else response.shown["output"]
         return next((item for item in outputs if item["id"] == name), None)
-
-
-def _size(responses: OrderedDict[str, bytes]) -> int:
-    return sum(map(len, responses.values()))

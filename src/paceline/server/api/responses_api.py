@@ -121,6 +121,8 @@ class ResponsesRequest(Generation):
                 note(f"include={name[:40]}")
         if self.reasoning.summary is not None:
             note("reasoning.summary")
+        if self.request_id is not None:
+            note("request_id")
         tools = [
             blocks.function_tool(name, tool.description, tool.parameters, strict=tool.strict)
             for name, (_, tool) in self.functions.items()
