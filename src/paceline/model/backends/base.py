@@ -19,7 +19,6 @@ from paceline.core.params import SamplingParams
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.errors import ConfigError, PacelineError
-from paceline.files import FileStamp
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.segments import FULL, AttentionStep, Pattern
@@ -30,7 +29,7 @@ NATIVE, REFERENCE = "native", "reference"
 class Adapted(Protocol):
     """A model as ``CausalModel`` adapts it: what backends read of it. ``hf`` is the module of
     transformers, whose attention goes through our paged cache; ``cache_shapes`` and ``patterns``
-    (windows, chunks) are by layer; ``checkpoint``: the files that it was loaded from."""
+    (windows, chunks) are by layer."""
 
     hf: Any
     name: str
@@ -39,7 +38,6 @@ class Adapted(Protocol):
     vocab_size: int
     num_layers: int
     max_positions: int
-    checkpoint: tuple[FileStamp, ...]
 
     @property
     def cache_shapes(self) -> list[LayerShape]: ...
