@@ -1,6 +1,5 @@
 """Penalties at the tokens that occurred are penalties over the whole vocabulary, bit for bit."""
 
-import weakref
 from dataclasses import replace
 
 import torch
@@ -81,41 +80,9 @@ def test_tokens_taken_back_are_not_counted():
     assert torch.equal(penalised(scores, Rows((seq,), (0,))), dense(scores, [seq], [0], None))
 
 
-def test_a_further_step_reads_further_tokens_only():
-    read: list[int] = []
-
-    class Text(list):
-        def __getitem__(self, index):
-            tokens = super().__getitem__(index)
-            read.append(len(tokens) if isinstance(index, slice) else 1)
-            return tokens
-
-    seq = SequenceState(3, Text([1, 2] * 50), 20, SamplingParams(frequency_penalty=1.0))
-    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
-    for new in ([], [3, 4], [5]):
-        seq.tokens += new
-        read.clear()
-        result = penalised(scores, Rows((seq.view(),), (0,)))
-        assert sum(read) == (len(new) or 100)
-        assert torch.equal(result, dense(scores, [seq], [0], None))
-
-
-def test_counts_belong_to_the_request_and_go_with_it() -> None:
-    """Whatever its number is: engines of two threads may give the same one."""
-    params = SamplingParams(presence_penalty=1.0)
-    one, other = (SequenceState(0, [1, token], 1, params) for token in (2, 3))
-    for seq in (one, other, one):
-        penalised(torch.zeros(1, VOCAB), Rows((seq.view(),), (0,)))
-    assert list(one.occurrences.counts) == [1, 2] and list(other.occurrences.counts) == [1, 3]
-    gone = weakref.ref(one.occurrences)
-    del one, seq
-    assert gone() is None
-
-
 def test_views_of_other_tokens_are_counted_by_themselves() -> None:
     seq = SequenceState(0, [1, 2, 3], 1, SamplingParams(presence_penalty=1.0))
     scores = torch.zeros(1, VOCAB)
     penalised(scores, Rows((seq.view(),), (0,)))
     shorter = replace(seq.view(), tokens=[1, 4])
     assert penalised(scores, Rows((shorter,), (0,))).nonzero()[:, 1].tolist() == [4]
-    assert list(seq.occurrences.counts) == [1, 2, 3]

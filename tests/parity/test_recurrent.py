@@ -263,7 +263,7 @@ def test_rows_of_all_levels_step_in_one_call(plain: LLM, folders: dict[str, str]
 
 @pytest.mark.parametrize(
     ("kind", "modules"),
-    [("jamba", ("x_proj", "dt_proj")), ("kimi_linear", ("f_a_proj", "f_b_proj", "g_b_proj"))],
+    [("jamba", ("x_proj", "in_proj")), ("kimi_linear", ("f_a_proj", "f_b_proj", "g_b_proj"))],
     indirect=["kind"],
 )
 @pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, temperature=0.9, seed=5)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.request.text import Spelling, StopScan, TextStream
+from paceline.request.text import Spelling, TextStream, first_stop, longest_overlap
 from support.made_tokenizers import KINDS, TOKENIZER, decode, tokens_of
 
 FROM_THE_START = KINDS["llama"]
@@ -169,16 +169,17 @@ def test_an_unfinished_stop_string_is_shown_in_the_end() -> None:
 )
 @example(["abab", "ba"], ["aba", "c", "abab"])
 def test_stop_strings_are_found_in_whatever_pieces(stops: list[str], pieces: list[str]) -> None:
-    scan, text, found = StopScan(stops), "", None
+    text, left, begin = "", 0, None
     for piece in pieces:
-        begin, text = len(text), text + piece
-        found = scan.feed(piece)
+        settled, text = len(text) - left, text + piece
+        found = first_stop(text[settled:], stops)
         if found is not None:
-            found += begin
+            begin = settled + found[0]
             break
+        left = longest_overlap(text[settled:], stops)
         possible = [n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])]
-        assert len(scan.partial) == max(possible, default=0)
-    assert text[:found] == cut(text, stops)
+        assert left == max(possible, default=0)
+    assert text[:begin] == cut(text, stops)
 
 
 def test_time_is_linear_in_long_stop_strings() -> None:
@@ -192,12 +193,13 @@ def test_time_is_linear_in_long_stop_strings() -> None:
             return str.startswith(self, *args)
 
     stop = Counted("a" * 1000 + "b")
-    scan = StopScan([stop])
-    Counted.compared = 0
+    Counted.compared, text, left = 0, "", 0
     for _ in range(2000):
-        assert scan.feed("a" * 5) is None
+        text = text[len(text) - left :] + "a" * 5
+        assert first_stop(text, [stop]) is None
+        left = longest_overlap(text, [stop])
     assert 2000 <= Counted.compared < 10_000
-    assert len(scan.partial) == 1000
+    assert left == 1000
 
 
 def test_min_tokens_come_before_stop_strings() -> None:

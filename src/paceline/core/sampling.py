@@ -15,6 +15,7 @@ from functools import lru_cache
 from inspect import signature
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.core.batch import Span
@@ -281,7 +282,7 @@ def _tables(
     distinct: list[SequenceView], scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids int64 and counts float32, both [S, U]; count -1: the token did not occur."""
-    of_seqs = [seq.occurrences.of(seq).within(scores.shape[1]) for seq in distinct]
+    of_seqs = [_occurrences(seq, scores.shape[1]) for seq in distinct]
     longest = max(1, *(len(ids) for ids, _ in of_seqs))
     ids = np.zeros((len(of_seqs), longest), dtype=np.int64)
     counts = np.full((len(of_seqs), longest), -1, dtype=np.float32)
@@ -291,6 +292,17 @@ def _tables(
             ids[row, : len(token_ids)], counts[row, : len(token_ids)] = token_ids, times
     device = scores.device
     return upload(torch.from_numpy(ids), device), upload(torch.from_numpy(counts), device)
+
+
+def _occurrences(
+    seq: SequenceView, width: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Ids below ``width`` that occur, and how often in the output; 0: in the prompt alone."""
+    tokens = np.array(seq.tokens[:], dtype=np.int64)
+    ids, places = np.unique(tokens, return_inverse=True)
+    counts = np.bincount(places[seq.prompt_length :], minlength=len(ids))
+    within = int(np.searchsorted(ids, width))
+    return ids[:within], counts[:within]
 
 
 def _with_paths(

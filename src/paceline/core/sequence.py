@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, overload
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.core.adapter import Adapter
@@ -145,12 +143,6 @@ class TokenView(Sequence[int]):
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenView, (self[:], self._length)
 
-    def begins(self, earlier: Sequence[int]) -> bool:
-        """Whether these tokens begin with earlier ones; views of one text are not compared."""
-        if isinstance(earlier, TokenView) and earlier._tokens is self._tokens:
-            return len(earlier) <= self._length
-        return self[: len(earlier)] == list(earlier)
-
 
 class _Counted:
     """What follows from the tokens and the number of cached ones."""
@@ -187,38 +179,10 @@ class _Counted:
         return max(0, self.prompt_length - 1 - self.cached)
 
 
-class Occurrences:
-    """How often each token occurs in a sequence's output; 0: in the prompt alone."""
-
-    def __init__(self, prompt_length: int) -> None:
-        self.counts: dict[int, int] = {}
-        self._seen = TokenView([], 0)  # the tokens counted so far
-        self._prompt = prompt_length
-
-    def of(self, seq: SequenceView) -> Occurrences:
-        """These counts with the tokens committed since; new ones if other tokens were counted."""
-        tokens = seq.tokens
-        view = tokens if isinstance(tokens, TokenView) else TokenView(list(tokens), len(tokens))
-        if self._prompt != seq.prompt_length or not view.begins(self._seen):
-            return Occurrences(seq.prompt_length).of(seq)
-        known, counts = len(self._seen), self.counts
-        for at, token in enumerate(view[known:], known):
-            counts[token] = counts.get(token, 0) + (at >= seq.prompt_length)
-        self._seen = view
-        return self
-
-    def within(self, width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Ids below ``width`` and their counts."""
-        ids = np.fromiter(self.counts, np.int64, len(self.counts))
-        counts = np.fromiter(self.counts.values(), np.float32, len(self.counts))
-        fitting = ids < width
-        return (ids, counts) if fitting.all() else (ids[fitting], counts[fitting])
-
-
 @dataclass(frozen=True)
 class SequenceView(_Counted):
     """A sequence in one step: everything that its distributions and drafts depend on. Pickled or
-    copied views lack grammar, logits processors, counts and adapter: those stay in the process."""
+    copied views lack grammar, logits processors and adapter: those stay in the process."""
 
     seq_id: int
     tokens: Sequence[int]
@@ -227,17 +191,12 @@ class SequenceView(_Counted):
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
     cached: int = 0
     constraint: Constraint | None = field(default=None, compare=False, repr=False)
-    counted: Occurrences | None = field(default=None, compare=False, repr=False)
     adapter: Adapter | None = field(default=None, compare=False, repr=False)
 
     @property
     def read_on_host(self) -> bool:
         """Whether a distribution depends on drafted tokens that the host must know."""
         return self.constraint is not None or bool(self.params.logits_processors)
-
-    @property
-    def occurrences(self) -> Occurrences:
-        return self.counted or Occurrences(self.prompt_length)
 
     def __reduce__(self) -> tuple[Any, ...]:
         params = self.params
@@ -271,9 +230,6 @@ class SequenceState(_Counted):
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
     counts: DraftCounts = field(default_factory=DraftCounts)
 
-    def __post_init__(self) -> None:
-        self.occurrences = Occurrences(self.prompt_length)
-
     @property
     def remaining(self) -> int:
         """Tokens that may still be generated; a draft may have at most remaining - 1 levels."""
@@ -289,7 +245,6 @@ class SequenceState(_Counted):
             self.stop_ids,
             self.cached,
             self.constraint,
-            self.occurrences,
             self.adapter,
         )
 

@@ -31,7 +31,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, ModelLoadError, PacelineError
 from paceline.integrations.transformers.terms import (
     CriteriaReader,
-    ForbiddenTokens,
+    RowProcessor,
     Terms,
     read_prompts,
     read_terms,
@@ -264,11 +264,12 @@ def _row(
         )
     if not all(0 <= token < vocab_size for token in prompt):
         raise ConfigError(f"a prompt has ids outside the vocabulary (0 to {vocab_size - 1})")
+    if terms.processors is not None:
+        processor = RowProcessor(terms.processors, input_ids, number)
+        params = replace(params, logits_processors=(processor,))
     row = sequence(prompt, params, terms.stop_ids)
     if terms.criteria:
         row.stops = CriteriaReader(terms.criteria, input_ids[number], params.max_tokens)
-    if terms.masks:
-        row.constraint = ForbiddenTokens(terms.masks, input_ids, number, vocab_size)
     return row
 
 
@@ -311,7 +312,8 @@ def _decode(engine: Engine, rows: list[SequenceState], pad: int | None, streamer
 def _cause(rows: list[SequenceState], seq_id: int) -> Exception | None:
     """What the caller's own functions raised for a row."""
     row = next(row for row in rows if row.seq_id == seq_id)
-    errors = (getattr(reader, "error", None) for reader in (row.stops, row.constraint))
+    asked = row.stops, *row.params.logits_processors
+    errors = (getattr(its, "error", None) for its in asked)
     return next((error for error in errors if error is not None), None)
 
 

@@ -13,19 +13,9 @@ import torch
 from transformers.generation import logits_process as processing
 from transformers.generation import stopping_criteria as stopping
 
-from paceline.core.params import MAX_LOGIT_BIAS, SamplingParams
+from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
 
-# Logits processors that do nothing but forbid tokens: any number of them is one constraint.
-_FORBIDDING: tuple[type, ...] = (
-    processing.NoRepeatNGramLogitsProcessor,
-    processing.NoBadWordsLogitsProcessor,
-    processing.PrefixConstrainedLogitsProcessor,
-    processing.ForcedBOSTokenLogitsProcessor,
-    processing.ForcedEOSTokenLogitsProcessor,
-    processing.SuppressTokensLogitsProcessor,
-    processing.SuppressTokensAtBeginLogitsProcessor,
-)
 # Options of the configuration that lead to another way of decoding, or ask for what is not kept.
 _UNKNOWN_OPTIONS = {
     "output_scores": "run the model over the returned sequences for scores",
@@ -51,12 +41,12 @@ def refuse(what: str, instead: str) -> ConfigError:
 
 @dataclass
 class Terms:
-    """``params`` of all rows but for their seeds; ``masks`` forbid tokens; ``criteria`` are asked
-    after every token of a row; ``stop_ids`` end one."""
+    """``params`` of all rows but for their seeds; ``processors`` change the logits first;
+    ``criteria`` are asked after every token of a row; ``stop_ids`` end one."""
 
     params: SamplingParams
     stop_ids: frozenset[int]
-    masks: list[Any] = field(default_factory=list)
+    processors: Any = None
     criteria: list[Any] = field(default_factory=list)
 
 
@@ -72,24 +62,15 @@ def read_terms(
             f"the prompt has {length} tokens and max_length is {config.max_length}: nothing may be "
             "generated; raise max_new_tokens"
         )
-    values: dict[str, Any] = {}
-    masks, least = [], 0
-    for processor in processors:
-        if type(processor) in _FORBIDDING:
-            masks.append(processor)
-        elif type(processor) is not processing.LogitNormalization:  # which moves all alike
-            given = _sampling_value(processor, length)
-            least = max(least, given.pop("min_tokens", 0))
-            if given.keys() & values.keys():
-                raise refuse(f"{next(iter(given))} given twice", "give it once")
-            values |= given
+    values, asked = _as_params(processors), None
+    if values is None:  # the library's own are asked, behind every token of a draft, too
+        values, asked = {}, processing.LogitsProcessorList(processors)
     if not config.do_sample:
         values["temperature"] = 0.0
-    elif values.get("min_p") and values.get("top_p", 1.0) < 1.0:
-        raise refuse("min_p together with top_p", "their order matters: give one of them")
-    values = {"temperature": 1.0, "min_tokens": min(least, most)} | values
+    values = {"temperature": 1.0} | values
+    values["min_tokens"] = min(values.get("min_tokens", 0), most)
     params = SamplingParams(max_tokens=most, **values)
-    return Terms(params, frozenset(stop_ids), masks, own_criteria)
+    return Terms(params, frozenset(stop_ids), asked, own_criteria)
 
 
 def _check_config(config: Any) -> None:
@@ -127,32 +108,20 @@ _NUMBERS: dict[type, tuple[str, str]] = {
 }
 
 
-def _sampling_value(processor: Any, length: int) -> dict[str, Any]:
-    """The fields of SamplingParams that one processor stands for. Raises ConfigError."""
-    kind = type(processor)
-    if getattr(processor, "prompt_ignore_length", None) is not None:
-        raise refuse("a repetition penalty with prompt_ignore_length", "leave that out")
-    if kind in _NUMBERS:
-        ours, theirs = _NUMBERS[kind]
-        value = getattr(processor, theirs)
-        return {ours: int(value) if ours in ("top_k", "min_tokens") else float(value)}
-    if kind is processing.MinLengthLogitsProcessor:
-        return {"min_tokens": max(0, int(processor.min_length) - length)}
-    if kind is processing.SequenceBiasLogitsProcessor:
-        given = processor.sequence_bias  # a mapping, or a list of pairs
-        pairs = given.items() if isinstance(given, dict) else given
-        biases = {tuple(ids): float(bias) for ids, bias in pairs}
-        if all(len(ids) == 1 and abs(bias) <= MAX_LOGIT_BIAS for ids, bias in biases.items()):
-            return {"logit_bias": {ids[0]: bias for ids, bias in biases.items()}}
-        raise refuse(
-            "a sequence_bias of several tokens or beyond 100",
-            "bias single tokens, from -100 to 100",
-        )
-    raise refuse(
-        f"the logits processor {kind.__name__}",
-        "leave it out; temperature, top_k, top_p, min_p, repetition_penalty, single-token biases, "
-        "minimum lengths and whatever only forbids tokens can be",
-    )
+def _as_params(processors: Sequence[Any]) -> dict[str, Any] | None:
+    """The fields of SamplingParams that these processors stand for, so that drafts are drawn like
+    the text; None if there is one that stands for none, or where their order matters."""
+    values: dict[str, Any] = {}
+    for processor in processors:
+        if type(processor) is processing.LogitNormalization:  # which moves all alike
+            continue
+        ours, theirs = _NUMBERS.get(type(processor), ("", ""))
+        ignores = getattr(processor, "prompt_ignore_length", None) is not None
+        if not ours or ours in values or ignores:
+            return None
+        values[ours] = getattr(processor, theirs)
+    both = values.get("min_p") and values.get("top_p", 1.0) < 1.0
+    return None if both else values
 
 
 def read_prompts(input_ids: torch.Tensor, inputs: dict[str, Any]) -> list[list[int]]:
@@ -217,41 +186,22 @@ class CriteriaReader:
         return None
 
 
-class ForbiddenTokens:
-    """Logits processors that only forbid tokens, as the constraint of one row."""
+class RowProcessor:
+    """Logits processors of the library as the one of a row, see SamplingParams. ``error`` is what
+    one of them raised."""
 
-    def __init__(self, masks: Sequence[Any], rows: torch.Tensor, number: int, width: int) -> None:
+    def __init__(self, processors: Any, rows: torch.Tensor, number: int) -> None:
         """``rows`` int64 ``[batch, length]``, the padded prompts; this is row ``number``."""
-        self._masks, self._number, self._width = masks, number, width
-        self._ids = rows[: number + 1]
+        # PrefixConstrainedLogitsProcessor counts rows to say which one it is asked about.
+        self._processors, self._ids = processors, rows[: number + 1]
         self.error: Exception | None = None
 
-    def read(self, tokens: Sequence[int]) -> int | None:
-        self._ids = self._behind(tuple(tokens))
-        return None
-
-    def permits(self, path: tuple[int, ...], token: int) -> bool:
-        mask = self.allowed(path)
-        return mask is None or bool(mask[token])
-
-    def forced(self, path: tuple[int, ...] = ()) -> Sequence[int]:
-        return ()
-
-    def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
-        ids = self._behind(path)
-        scores = torch.zeros(1, self._width, device=ids.device)
+    def __call__(self, output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        tail = self._ids.new_tensor(output_ids).expand(len(self._ids), -1)
+        scores = logits.expand(len(self._ids), -1).clone()
         try:
-            for mask in self._masks:
-                if type(mask) is processing.PrefixConstrainedLogitsProcessor:
-                    # It counts rows to say which one it is asked about.
-                    scores = mask(ids, scores.expand(len(ids), -1).clone())[-1:]
-                else:
-                    scores = mask(ids[-1:], scores)
+            made: torch.Tensor = self._processors(torch.cat((self._ids, tail), 1), scores)
         except Exception as error:
             self.error = error
             raise
-        return (scores[0] > -torch.inf).cpu()
-
-    def _behind(self, path: tuple[int, ...]) -> torch.Tensor:
-        tail = self._ids.new_tensor(path).expand(len(self._ids), -1)
-        return torch.cat((self._ids, tail), 1)
+        return made[-1]

@@ -87,40 +87,20 @@ def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any])
         )
 
 
-# Known fields of a compressed-tensors config by level. Those not read here describe how the
-# checkpoint was made, or how an engine may round activations and caches.
-_FIELDS = {
-    "": {
-        *("quant_method", "format", "quantization_status", "config_groups", "ignore", "version"),
-        *("global_compression_ratio", "kv_cache_scheme", "run_compressed", "dequantize"),
-        "use_optimized_inference",
-    },
-    "config_groups.": {"targets", "weights", "input_activations", "output_activations", "format"},
-    "config_groups.weights.": {
-        *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic"),
-        *("actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
-    },
-}
-_WHY = {"transform_config": "rotates what layers are given while the model runs"}
 _LAYOUTS = {None, "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
 
 
 def check_fields(name: str, options: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError that names a field of a compressed-tensors config that changes
-    what the weights mean and is not known; transformers 5.23 ignores such fields."""
+    """Raises UnsupportedModelError that names what a compressed-tensors config sets beside its
+    groups, such as ``transform_config``: it changes what the weights mean, and transformers 5.23
+    ignores it."""
     if options.get("quant_method") != METHOD:
         return
-    groups = [g for g in (options.get("config_groups") or {}).values() if isinstance(g, Mapping)]
-    levels = [("", options), *(("config_groups.", group) for group in groups)]
-    levels += [("config_groups.weights.", group.get("weights") or {}) for group in groups]
-    for level, fields in levels:
-        for field in sorted(set(fields) - _FIELDS[level]):
-            if _is_neutral(fields[field]):
-                continue
-            why = _WHY.get(field, "is not understood here")
+    for field in sorted(options):
+        if field.endswith("_config") and not _is_neutral(options[field]):
             raise UnsupportedModelError(
-                f"the quantization_config of {name} sets {level}{field}, which {why}; take a "
-                "checkpoint of the model without it"
+                f"the quantization_config of {name} sets {field}, which changes what the weights "
+                "mean and is not read here; take a checkpoint of the model without it"
             )
 
 

@@ -59,50 +59,18 @@ def _add(runs: Sequence[AdapterRun], name: str, count: int, inputs: Tensor, out:
             out += (inputs * its[:, None]) @ a.T @ b.T
 
 
-def with_adapters(layer: Any) -> Any:
-    """The layer as a recurrence gets it that multiplies its weight by itself, as Jamba's does."""
-    added = _ADDED.get()
-    return layer if added is None or layer not in added else _Layer(layer)
-
-
-class _Layer:
-    """A linear layer whose weight's product has what adapters add."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self._layer(inputs)
-        return out
-
-    @property
-    def weight(self) -> Any:
-        return _Weight(self._layer)
-
-
-class _Weight:
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer.weight, name)
-
-    def __matmul__(self, inputs: Tensor) -> Tensor:
-        """Of ``inputs [..., inputs, rows]``."""
-        added, weight = _ADDED.get(), self._layer.weight
-        assert added is not None and isinstance(weight, Tensor)
-        out = (weight @ inputs).mT.contiguous()
-        added[self._layer](inputs.mT, out)
-        return out.mT
-
-
 def reads_weight(module: Any, name: str) -> bool:
     """Whether a module multiplies the weight of its layer ``name`` by itself, where no adapter adds
     anything."""
+    kinds = type(module).__mro__
+    theirs = [kind for kind in kinds if kind.__module__.startswith("transformers.models.")]
+    # A recurrence's forward calls other methods (Jamba's time step).
+    products = any(f"self.{name}.weight @" in _source(kind) for kind in theirs)
+    return products or f"self.{name}.weight" in _source(kinds[0].forward)
+
+
+def _source(thing: Any) -> str:
     try:
-        return f"self.{name}.weight" in inspect.getsource(type(module).forward)
+        return inspect.getsource(thing)
     except (OSError, TypeError):
-        return False
+        return ""
