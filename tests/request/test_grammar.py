@@ -110,14 +110,6 @@ def test_bad_grammars_are_one_line(plain: LLM, grammar: Grammar, message: str) -
 
 AGE = {"properties": {"age": {"enum": [3]}}, "required": ["age"]}
 TALL = {"properties": {"tall": {"enum": [1]}}, "required": ["tall"]}
-WIDE = {"properties": {"wide": {"enum": [2]}}, "required": ["wide"]}
-BOTH = {"allOf": [{"$ref": "#/$defs/age"}, {"$ref": "#/$defs/tall"}]}
-REFERRING = {
-    "$defs": {"age": AGE, "tall": TALL, "wide": WIDE},
-    "prefixItems": [BOTH, {"$ref": "#/$defs/wide"}],
-}
-BOTH_MADE = '{"age": 3, "tall": 1}'
-CHAIN = {"allOf": [AGE], "properties": {"next": {"$ref": "#"}}}
 
 
 @pytest.mark.parametrize(
@@ -132,16 +124,8 @@ CHAIN = {"allOf": [AGE], "properties": {"next": {"$ref": "#"}}}
         ({"allOf": [AGE, TALL]}, '{"age": 3, "tall": 1}', True),
         ({**AGE, "anyOf": [TALL]}, '{"age": 3, "tall": 1}', True),
         ({**AGE, "required": ["b"]}, '{"b": 1}', True),
-        # So does what they consist of, wherever it stands; others of the schema do not.
-        ({"prefixItems": [{"allOf": [AGE, TALL]}, AGE]}, f'[{BOTH_MADE}, {{"age": 3}}]', True),
-        (
-            {"prefixItems": [{"allOf": [AGE, TALL]}, AGE]},
-            f'[{BOTH_MADE}, {{"age": 3, "b": 1}}]',
-            False,
-        ),
-        (REFERRING, f'[{BOTH_MADE}, {{"wide": 2}}]', True),
-        (REFERRING, f'[{BOTH_MADE}, {{"wide": 2, "b": 1}}]', False),
-        (CHAIN, '{"age": 3, "next": {"age": 3, "b": 1}}', True),
+        # So does all of a schema in which some do.
+        ({"prefixItems": [{"allOf": [AGE]}, TALL]}, '[{"age": 3}, {"tall": 1, "b": 1}]', True),
         # A field that is called properties, and data that looks like a schema.
         ({"properties": {"properties": AGE}}, '{"properties": {"age": 3}}', True),
         ({"const": AGE}, json.dumps(AGE), True),

@@ -150,7 +150,7 @@ def quantize(
     output.show(report.record(), report.table())
 
 
-ENGINES = "vllm|sglang|tensorrt-llm|llama.cpp|openvino"
+ENGINES = "vllm|sglang|tensorrt-llm|llama.cpp"
 
 
 @expand

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import unquote
 
 import numpy as np
 import torch
@@ -32,8 +31,7 @@ _LAYOUT: dict[str, Any] = {
 # Keywords of a JSON schema whose values are data, those with schemas by name, and those that
 # combine the properties of several schemas.
 _DATA = {"const", "default", "enum", "examples", "required"}
-_DEFINITIONS = {"$defs", "definitions"}
-_NAMED = _DEFINITIONS | {"patternProperties", "properties"}
+_NAMED = {"$defs", "definitions", "patternProperties", "properties"}
 _COMBINING = {"$ref", "anyOf", "oneOf", "properties"}
 
 
@@ -89,55 +87,28 @@ def _compiled_text(grammar: Grammar) -> str:
 def _close(schema: Any) -> None:
     """Objects that list ``properties`` get no others unless ``additionalProperties`` is given, as
     xgrammar (vLLM) and llama.cpp read schemas: a small model may add fields until its context is
-    full. What is under a schema that combines properties stays open, for each part would forbid
-    the others'."""
-    everything = _schemas([schema])
-    combining = [
-        node for node in everything.values() if "allOf" in node or len(_COMBINING & node.keys()) > 1
-    ]
-    try:
-        combined = _schemas(combining, schema)
-    except (LookupError, TypeError, ValueError):  # a reference to who knows where
+    full. A schema that combines properties stays open, for each part would forbid the others'."""
+    nodes = list(_schemas(schema))
+    if any("allOf" in node or len(_COMBINING & node.keys()) > 1 for node in nodes):
         return
-    for key in everything.keys() - combined.keys():
-        node = everything[key]
+    for node in nodes:
         listed, required = node.get("properties"), node.get("required", [])
         asked = required if isinstance(required, list) else [None]
         if isinstance(listed, dict) and all(str(name) in listed for name in asked):
             node.setdefault("additionalProperties", False)
 
 
-def _schemas(waiting: list[Any], root: Any = None) -> dict[int, dict[str, Any]]:
-    """The schemas there and within, by their ids. With the ``root`` that they are parts of: as
-    they apply, definitions where they are referred to. Raises LookupError, TypeError or ValueError
-    on a reference that is no path from the root."""
-    schemas: dict[int, dict[str, Any]] = {}
-    waiting = [*waiting]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, dict) and id(node) not in schemas:
-            schemas[id(node)] = node
-            for key in node.keys() - _DATA:
-                inner = node[key]
-                if root is not None and key == "$ref":
-                    waiting.append(_referred(root, inner))
-                elif root is None or key not in _DEFINITIONS:
-                    named = key in _NAMED and isinstance(inner, dict)
-                    waiting += inner.values() if named else [inner]
-    return schemas
-
-
-def _referred(root: Any, reference: Any) -> Any:
-    """What a ``$ref`` such as "#/$defs/age" leads to."""
-    start, *path = str(reference).split("/")
-    if start != "#":
-        raise LookupError(reference)
-    for part in path:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
-        root = root[int(name) if isinstance(root, list) else name]
-    return root
+def _schemas(node: Any) -> Iterator[dict[str, Any]]:
+    """The schema and all within it."""
+    if isinstance(node, list):
+        for item in node:
+            yield from _schemas(item)
+    elif isinstance(node, dict):
+        yield node
+        for key in node.keys() - _DATA:
+            inner = node[key]
+            named = key in _NAMED and isinstance(inner, dict)
+            yield from _schemas(list(inner.values()) if named else inner)
 
 
 class Matcher:
