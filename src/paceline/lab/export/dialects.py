@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.drafters import DFlash, DraftModel, DSpark, Eagle, Medusa, NGram, Suffix
