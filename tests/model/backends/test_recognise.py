@@ -1,4 +1,4 @@
-"""Which models the kernels take: by class, by configuration, and by what parts of them compute."""
+"""Which models the kernels take: by class, by configuration, and by a trial."""
 
 from __future__ import annotations
 
@@ -82,29 +82,30 @@ def test_a_class_of_that_name_from_elsewhere() -> None:
     assert model.refused == "LlamaForCausalLM is no decoder of a known shape"
 
 
-class Doubled(torch.nn.Module):
-    """An RMS norm that also doubles: same attributes, other function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 32))
-        self.eps = 1e-6
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * torch.rms_norm(x, (32,), self.weight, self.eps)
-
-
-def test_norms_are_recognised_by_what_they_compute() -> None:
+def test_norms_are_those_of_their_modules() -> None:
     x = torch.randn(2, 5, 32) * 0.02
     llama = transformers.models.llama.modeling_llama.LlamaRMSNorm(32, eps=1e-3)
     gemma = transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm(32)
     for module, dtype in ((llama, x.dtype), (gemma, x.dtype), (gemma, torch.bfloat16)):
         module.weight.data.normal_()
-        norm, rows = as_rms_norm(module.to(dtype)), x.to(dtype)
+        norm, rows = as_rms_norm(module.to(dtype), gemma=module is gemma), x.to(dtype)
         assert norm is not None
         torch.testing.assert_close(norm(rows), module(rows))
-    assert as_rms_norm(torch.nn.LayerNorm(32)) is None
-    assert as_rms_norm(Doubled()) is None
+    assert as_rms_norm(torch.nn.LayerNorm(32), gemma=False) is None
+
+
+class Doubled(transformers.models.llama.modeling_llama.LlamaRMSNorm):
+    """Called an RMS norm, and another function."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(hidden_states)
+
+
+def test_a_norm_that_computes_something_else_is_found_by_the_trial() -> None:
+    model = built("Llama")
+    model.hf.model.norm.__class__ = type("LlamaRMSNorm", (Doubled,), {})
+    assert not model.use("native")
+    assert model.refused is not None and "% off" in model.refused
 
 
 class Further:

@@ -62,7 +62,7 @@ def _add(runs: Sequence[AdapterRun], name: str, count: int, inputs: Tensor, out:
 def reads_weight(module: Any, name: str) -> bool:
     """Whether a module multiplies the weight of its layer ``name`` by itself, where no adapter adds
     anything."""
-    kinds = type(module).__mro__
+    kinds: tuple[Any, ...] = type(module).__mro__
     theirs = [kind for kind in kinds if kind.__module__.startswith("transformers.models.")]
     # A recurrence's forward calls other methods (Jamba's time step).
     products = any(f"self.{name}.weight @" in _source(kind) for kind in theirs)
