@@ -227,14 +227,14 @@ class TextStream:
 def first_stop(text: str, stops: Sequence[str], early: int = 0) -> tuple[int, int] | None:
     """Beginning and end of the stop string that is first complete in ``text``, of several there the
     longest; None if none is. Those that end within the first ``early`` characters do not count."""
-    found = []
+    ends = []
     for stop in stops:
         start = text.find(stop, max(0, early + 1 - len(stop)))
         if start >= 0:
-            found.append((start + len(stop), start))
-    if not found:
+            ends.append((start + len(stop), start))
+    if not ends:
         return None
-    end, start = min(found)
+    end, start = min(ends)
     return start, end
 
 
