@@ -41,8 +41,8 @@ from paceline.model.loading import (
 from paceline.model.names import first_line, model_path, stamps_of
 from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
 from paceline.model.paged.cache import LayerShape, PagedCache
-from paceline.model.paged.segments import FULL, DeviceBatch, Pattern
-from paceline.model.paged.states import StatePart, StateStore, bytes_per_state
+from paceline.model.paged.segments import FULL, DeviceBatch
+from paceline.model.paged.states import StateStore, bytes_per_state
 from paceline.model.precision import dequantise, is_quantised, quantise_loaded, quantization_of
 from paceline.model.probe import (
     ATTENTION,
@@ -61,8 +61,10 @@ UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
 
 class CausalModel:
     """A transformers model whose keys and values live in the engine's paged cache. ``vocab_size``:
-    width of logits; ``max_positions``: tokens of a sequence; ``cache_shapes``: (kv heads, key
-    width, value width) by layer; ``hf``: transformers' module; ``backend`` runs the forwards."""
+    width of logits; ``max_positions``: tokens of a sequence; ``hf``: transformers' module;
+    ``backend`` runs the forwards. By layer: ``cache_shapes`` (kv heads, key width, value width),
+    ``patterns`` (what rows see), ``state_parts`` (of a recurrent layer's state, none for
+    others)."""
 
     def __init__(self, hf: Any, name: str) -> None:
         """Adapt a module with ``attn_implementation="paceline"``. Raises UnsupportedModelError if a
@@ -91,20 +93,6 @@ class CausalModel:
         with _naming_the_cause(hf, name):
             self.vocab_size = self._probe()
         verify(self, exact=self.dtype == torch.float32 and not is_quantised(hf))
-
-    @property
-    def patterns(self) -> tuple[Pattern, ...]:
-        """What the rows of a layer see, by layer."""
-        return self.reference.patterns
-
-    @property
-    def cache_shapes(self) -> list[LayerShape]:
-        return self.reference.shapes
-
-    @property
-    def state_parts(self) -> list[list[StatePart]]:
-        """Of a recurrent layer's state, by layer; none for others."""
-        return self.reference.states
 
     @property
     def state_bytes(self) -> int:
@@ -298,12 +286,14 @@ class CausalModel:
             )
         known = {FULL: FULL}  # equal ones are one object, see AttentionStep
         made = {call.layer: call for call in calls}
-        self.reference.states = states
-        self.reference.shapes = [
+        self.state_parts = states
+        self.cache_shapes: list[LayerShape] = [
             made[n].shape if n in made else (0, 0, 0) for n in range(self.num_layers)
         ]
+        self.reference.shapes = self.cache_shapes
         patterns = (made[n].pattern if n in made else FULL for n in range(self.num_layers))
-        self.reference.patterns = tuple(known.setdefault(it, it) for it in patterns)
+        self.patterns = tuple(known.setdefault(it, it) for it in patterns)
+        self.reference.patterns = self.patterns
         refuse_stateful_positions(self.hf, self.patterns)
         self.reference.name_layers([call.module for call in calls])
         return logits.shape[-1]

@@ -38,12 +38,8 @@ class Adapted(Protocol):
     vocab_size: int
     num_layers: int
     max_positions: int
-
-    @property
-    def cache_shapes(self) -> list[LayerShape]: ...
-
-    @property
-    def patterns(self) -> tuple[Pattern, ...]: ...
+    cache_shapes: list[LayerShape]
+    patterns: tuple[Pattern, ...]
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput: ...
 

@@ -21,7 +21,6 @@ from paceline.model.backends.reference.recurrent import over_states
 from paceline.model.backends.reference.rows import RowPositions
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.segments import AttentionStep, DeviceBatch, Pattern
-from paceline.model.paged.states import StatePart
 from paceline.model.quantised.convert import copy_beside
 
 _TRIAL = Batch((1, 2), (0, 1), (0, 1), (Span(0, 0, 0, 2),), ((0,),))
@@ -29,8 +28,7 @@ _TRIAL = Batch((1, 2), (0, 1), (0, 1), (Span(0, 0, 0, 2),), ((0,),))
 
 class TorchBackend(Backend):
     """Modules of transformers that call our attention function. The probe's forward
-    (model/probe.py) sets the layers' ``patterns``, ``shapes`` of keys and values, the parts of
-    their ``states``, and names."""
+    (model/probe.py) sets the layers' ``patterns``, ``shapes`` of keys and values, and names."""
 
     name = REFERENCE
 
@@ -39,7 +37,6 @@ class TorchBackend(Backend):
         self.hf = hf
         self.patterns: tuple[Pattern, ...] = ()
         self.shapes: list[LayerShape] = []
-        self.states: list[list[StatePart]] = []
         self.layer_names: list[str] = []
         self.rows = RowPositions(hf, max_positions)
         self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
