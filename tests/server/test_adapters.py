@@ -108,8 +108,9 @@ def test_only_a_server_that_says_so_loads(fixed: Running, folder: str) -> None:
 def test_metrics_by_adapter(server: Running) -> None:
     text(server, "one")
     metrics = ask(server.url, "/metrics").text
-    for name in ("generation", "draft", "accepted"):
-        assert f'paceline_adapter_{name}_tokens_total{{adapter="one",drafter="ngram"}}' in metrics
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        labels = '{adapter="one",drafter="ngram"}'
+        assert f"paceline_spec_decode_num_{name}_total{labels}" in metrics
 
 
 @pytest.mark.parametrize("pair", ["sql", "=folder", "sql=", "paceline/tiny=folder"])

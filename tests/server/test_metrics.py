@@ -76,8 +76,9 @@ def test_metrics_add_up(fresh: Running) -> None:
     for drafter in ("model", "ngram"):
         counts = [s for name, s in stats if name == drafter]
         drafted, accepted = (sum(s[f"{k}_tokens"] for s in counts) for k in ("drafted", "accepted"))
-        assert value(samples, "spec_decode_num_draft_tokens_total", drafter=drafter) == drafted
-        assert value(samples, "spec_decode_num_accepted_tokens_total", drafter=drafter) == accepted
+        labels = {"drafter": drafter, "adapter": ""}
+        assert value(samples, "spec_decode_num_draft_tokens_total", **labels) == drafted
+        assert value(samples, "spec_decode_num_accepted_tokens_total", **labels) == accepted
         per_position = total(
             samples, "spec_decode_num_accepted_tokens_per_pos_total", drafter=drafter
         )
@@ -91,12 +92,9 @@ def test_metrics_add_up(fresh: Running) -> None:
             )
             for position in range(4)
         ]
-        drafts = value(samples, "spec_decode_num_drafts_total", drafter=drafter)
+        drafts = value(samples, "spec_decode_num_drafts_total", **labels)
         assert drafts == reached[0] >= reached[1] >= reached[2] >= reached[3]
-    rate = value(samples, "spec_decode_acceptance_rate", drafter="model")
-    assert rate == pytest.approx(stats[0][1]["acceptance_rate"], abs=0.1)
     assert total(samples, "spec_decode_num_drafts_total", drafter="none") == 0
-    assert value(samples, "spec_decode_mean_accepted_length", drafter="none") == 1.0
     for phase in ("draft", "target", "verify", "other"):
         assert value(samples, "step_seconds_total", phase=phase, drafter="model") > 0
 

@@ -1,7 +1,8 @@
 """Prometheus metrics of requests, latencies, tokens, cache and speculation.
 
 Counters and histograms are updated on the engine thread after each step; gauges are read when
-scraped. Metrics of speculation have the drafter's name, as requests know it, as a label.
+scraped. Metrics of speculation have as labels the drafter's name, as requests know it, and the
+adapter's.
 """
 
 from __future__ import annotations
@@ -28,12 +29,6 @@ if TYPE_CHECKING:
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-_OF_ADAPTERS = {
-    "generation": "Tokens written",
-    "draft": "Tokens drafted",
-    "accepted": "Draft tokens accepted",
-}
-_DECAY = 0.995  # a step, of the gauges' sums: about the last two hundred
 
 
 class Metrics:
@@ -75,27 +70,16 @@ class Metrics:
         self.phase_seconds = counter("step_seconds", text, ["phase", "drafter"])
         # speculation
         spec = "spec_decode"
-        self.drafts = counter(f"{spec}_num_drafts", "Drafts verified.", ["drafter"])
-        self.drafted = counter(f"{spec}_num_draft_tokens", "Tokens drafted.", ["drafter"])
-        self.accepted = counter(f"{spec}_num_accepted_tokens", "Of these accepted.", ["drafter"])
+        labels = ["drafter", "adapter"]
+        self.drafts = counter(f"{spec}_num_drafts", "Drafts verified.", labels)
+        self.drafted = counter(f"{spec}_num_draft_tokens", "Tokens drafted.", labels)
+        self.accepted = counter(f"{spec}_num_accepted_tokens", "Of these accepted.", labels)
+        text = "1 from when acceptance collapsed until it has recovered, else 0."
+        self.collapsed = gauge(f"{spec}_collapsed", text, labels)
         text, labels = "Drafts that got as far as a position.", ["drafter", "position"]
         self.drafted_at = counter(f"{spec}_num_draft_tokens_per_pos", text, labels)
         text = "Draft tokens accepted at a position."
         self.accepted_at = counter(f"{spec}_num_accepted_tokens_per_pos", text, labels)
-        text = "Accepted by drafted tokens, of about the last two hundred drafts."
-        self.acceptance = gauge(f"{spec}_acceptance_rate", text, ["drafter"])
-        text = "Tokens a target step, its own included; 1 is plain decoding."
-        self.mean_length = gauge(f"{spec}_mean_accepted_length", text, ["drafter"])
-        text = "Levels drafted in the last step, mean over its sequences."
-        self.draft_length = gauge(f"{spec}_draft_length", text, ["drafter"])
-        text = "1 from when a drafter's acceptance collapsed until it has recovered, else 0."
-        self.collapsed = gauge(f"{spec}_collapsed", text, ["drafter", "adapter"])
-        labels = ["adapter", "drafter"]  # the metrics above count these tokens, too
-        self.by_adapter = [
-            counter(f"adapter_{kind}_tokens", f"{text} with an adapter.", labels)
-            for kind, text in _OF_ADAPTERS.items()
-        ]
-        self._recent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
         self._preempted = 0
@@ -114,16 +98,12 @@ class Metrics:
     def stepped(self, llm: LLM, advanced: Sequence[tuple[Request, Commit]]) -> None:
         self.batch.observe(len(advanced))
         sequences: Tally[str] = Tally()
-        levels: Tally[str] = Tally()
         for request, commit in advanced:
             drafter = request.seq.params.drafter or next(iter(llm.drafters), "none")
             sequences[drafter] += 1
-            levels[drafter] += commit.levels
             self._started(request)
             if commit.tokens:
                 self._committed(request, commit, drafter)
-        for drafter, count in sequences.items():
-            self.draft_length.labels(drafter).set(levels[drafter] / count)
         self._clock(llm, sequences)
         preempted = llm.engine.scheduler.preemptions
         self.preemptions.inc(preempted - self._preempted)
@@ -147,27 +127,16 @@ class Metrics:
             gap = (arrivals[-1][0] - arrivals[-2][0]) / count
             for _ in range(count):
                 self.token_gap.observe(gap)
-        if request.seq.adapter is not None:
-            counts = count, commit.drafted, len(commit.path)
-            for metric, more in zip(self.by_adapter, counts, strict=True):
-                metric.labels(request.seq.adapter.name, drafter).inc(more)
-        # Decayed sums of the drafter's last steps.
-        recent, seen = self._recent[drafter], {"tokens": count, "steps": 1}
-        if commit.drafted:
-            seen |= {"drafted": commit.drafted, "accepted": len(commit.path)}
-        for name, more in seen.items():
-            recent[name] = _DECAY * recent[name] + more
-        self.mean_length.labels(drafter).set(recent["tokens"] / recent["steps"])
         if not commit.drafted:
             return
-        self.drafts.labels(drafter).inc()
-        self.drafted.labels(drafter).inc(commit.drafted)
-        self.accepted.labels(drafter).inc(len(commit.path))
+        labels = drafter, request.seq.adapter.name if request.seq.adapter else ""
+        self.drafts.labels(*labels).inc()
+        self.drafted.labels(*labels).inc(commit.drafted)
+        self.accepted.labels(*labels).inc(len(commit.path))
         for position in range(commit.reached):
             self.drafted_at.labels(drafter, position).inc()
             if position < len(commit.path):
                 self.accepted_at.labels(drafter, position).inc()
-        self.acceptance.labels(drafter).set(recent["accepted"] / recent["drafted"])
 
     def _clock(self, llm: LLM, sequences: Tally[str]) -> None:
         """Seconds of the step before this one: asking for this one's would wait for a GPU."""
