@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +23,6 @@ TOKENIZER = train_tokenizer(SENTENCES, 320)
 END = TOKENIZER.convert_tokens_to_ids("<|end|>")
 
 
-@dataclass(eq=False)
-class Asked:
-    token_ids: list[int]
-    completion: Any = None
-
-
 class Echo:
     """An LLM that answers one prompt a step, in turn."""
 
@@ -37,28 +30,16 @@ class Echo:
 
     def __init__(self, finish: str = "stop") -> None:
         self.finish = finish
-        self.queue: deque[Any] = deque()
         self.seen: list[list[int]] = []
-        self.most = 0
 
-    def prepare(self, token_ids: list[int], params: SamplingParams, streams: bool) -> list[Any]:
-        return [Asked(token_ids)]
-
-    def enqueue(self, requests: list[Any]) -> None:
-        self.queue.extend(requests)
-        self.seen += [request.token_ids for request in requests]
-
-    def release(self, requests: list[Any]) -> None:
-        assert all(request.completion is not None for request in requests)
-
-    def step(self) -> list[Any]:
-        self.most = max(self.most, len(self.queue))
-        request = self.queue.popleft()
-        answer = f"answer {len(request.token_ids)}"
-        words = TOKENIZER.encode(answer, add_special_tokens=False)
-        ids = [] if self.finish == "error" else [*words, END]
-        request.completion = SimpleNamespace(token_ids=ids, finish_reason=self.finish)
-        return [(request, None)]
+    def stream(self, prompts: list[list[int]], params: SamplingParams) -> Iterator[Any]:
+        self.seen += prompts
+        for request, token_ids in enumerate(prompts):
+            words = TOKENIZER.encode(f"answer {len(token_ids)}", add_special_tokens=False)
+            ids = [] if self.finish == "error" else [*words, END]
+            done = SimpleNamespace(token_ids=ids, finish_reason=self.finish)
+            for completion in (None, done):
+                yield SimpleNamespace(request=request, completion=completion)
 
 
 def prompts(folder: Path, *records: Any) -> list[Source]:
@@ -106,7 +87,6 @@ def test_prompts_of_like_length_are_decoded_together(tmp_path: Path) -> None:
     write(prompts_of(sources, TOKENIZER, PromptSelection()), llm)
     lengths = [len(ids) for ids in llm.seen]
     assert lengths == sorted(lengths)
-    assert llm.most <= 4 * 2 + 1
 
 
 def test_so_many_prompts_and_none_that_are_too_long(tmp_path: Path) -> None:

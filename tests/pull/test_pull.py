@@ -326,16 +326,6 @@ def test_the_real_table() -> None:
     assert "==" in SMOLLM2.location
 
 
-def test_the_command_lists(tmp_path: Path) -> None:
-    done = paceline("pull", "--list", "--json")
-    models = {item["name"]: item for item in json.loads(done.stdout)["models"]}
-    assert models["smollm2"]["sha256"] == SMOLLM2.weights_sha256
-    assert models["smollm2"]["licence"] == "Apache-2.0" and models["smollm2"]["folder"] is None
-    text = paceline("pull", "--list").stdout
-    for words in ("smollm2", "Apache-2.0", "93 MB", str(SMOLLM2.weights_sha256)):
-        assert words in " ".join(text.split())
-
-
 def test_the_command_refuses_in_one_line() -> None:
     for arguments, words in (
         (("pull", "smollm9"), "no model 'smollm9'"),

@@ -17,15 +17,11 @@ from paceline.core.keywords import our_name
 from paceline.core.memory import processors
 from paceline.core.stages import info, stage
 from paceline.draft.foreign import foreign_of
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError
 from paceline.model.names import (
     DEFAULT_DRAFT,
     IN_WORDS,
-    NotPulledError,
-    Pullable,
     default_model,
-    megabytes,
-    resolve,
 )
 from paceline.request.progress import showing
 from paceline.settings import (
@@ -42,7 +38,6 @@ from paceline.settings.tuned import TunedSettings
 
 if TYPE_CHECKING:
     from paceline import LLM
-    from paceline.pull.run import Pulled
 
 _model = under("Model")
 
@@ -228,22 +223,6 @@ def _value(entry: TableEntry, given: Any) -> Any:
 # -- models ----------------------------------------------------------------------------------------
 
 
-def in_short(entry: Pullable) -> str:
-    """What would be pulled and how large it is, in one line."""
-    return (
-        f"{entry.full_name} ({entry.what}, {entry.licence}) is not here yet: "
-        f"{megabytes(entry.download)} to download from the {entry.source}, "
-        f"{megabytes(entry.on_disk)} on the disk."
-    )
-
-
-def fetch(name: str) -> Pulled:
-    """As ``pull``, which is imported late."""
-    from paceline.pull import pull
-
-    return pull(name)
-
-
 def set_threads(threads: int | None) -> None:
     """Use so many threads (None: torch's choice), at most one a processor: more would wait."""
     if threads is None:
@@ -258,22 +237,12 @@ def set_threads(threads: int | None) -> None:
 
 
 def chosen_model(given: str) -> str:
-    """The model that was named, else the default, with a line that says which. At a terminal, one
-    that has yet to be pulled is fetched if the user agrees."""
-    model = given
-    if not given:
-        model, note = default_model()
-        if note is not None:
-            info(note)
-    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return model  # never unasked: loading it says what to do
-    try:
-        resolve(model)
-    except NotPulledError as error:
-        if typer.confirm(f"{in_short(error.entry)} Pull it now?", default=True, err=True):
-            fetch(error.entry.name)
-    except PacelineError:
-        pass  # said where it is loaded
+    """The model that was named, else the default, with a line that says which."""
+    if given:
+        return given
+    model, note = default_model()
+    if note is not None:
+        info(note)
     return model
 
 

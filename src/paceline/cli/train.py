@@ -41,11 +41,10 @@ from paceline.train.records import RefusedError, Source
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion
-    from paceline.request.request import Request
     from paceline.train.prompts import NumberedPrompt
     from paceline.train.trainer import Progress, Trainer
 
-_GROUP = 4  # batches of prompts that are sorted by length together
+_GROUP = 16  # batches of prompts that are sorted by length together
 
 
 @expand
@@ -105,29 +104,18 @@ class AnswerWriter:
     def write(
         self, prompts: Sequence[NumberedPrompt], batch: int, kept: Iterable[str] = ()
     ) -> None:
-        """Answer the prompts, but for the lines that an earlier run has ``kept``. At most ``batch``
-        sequences of like length are decoded at once."""
+        """Answer the prompts, but for the lines that an earlier run has ``kept``, in groups of some
+        batches, each sorted by length. Next questions are in the next group."""
         waiting = self._unanswered(prompts, kept)
-        decoding: dict[Request, NumberedPrompt] = {}
         tokens, total, start = 0, len(waiting), time.monotonic()
-
-        def begin(prompt: NumberedPrompt) -> None:
-            (request,) = self._llm.prepare(prompt.token_ids, self._params, streams=False)
-            self._llm.enqueue([request])
-            decoding[request] = prompt
-
         with stage("writing answers", total, "records") as doing:
-            while waiting or decoding:
-                if len(decoding) < batch:
-                    group, waiting = waiting[: _GROUP * batch], waiting[_GROUP * batch :]
-                    for prompt in sorted(group, key=lambda prompt: len(prompt.token_ids)):
-                        begin(prompt)
-                for request, _ in self._llm.step():
-                    answer = request.completion
+            while waiting:
+                group, waiting = waiting[: _GROUP * batch], waiting[_GROUP * batch :]
+                group.sort(key=lambda prompt: len(prompt.token_ids))
+                for event in self._llm.stream([prompt.token_ids for prompt in group], self._params):
+                    prompt, answer = group[event.request], event.completion
                     if answer is None:
                         continue
-                    self._llm.release([request])
-                    prompt = decoding.pop(request)
                     self._note(prompt, answer)
                     tokens += len(answer.token_ids)
                     speed = tokens / max(1e-9, time.monotonic() - start)
@@ -136,7 +124,7 @@ class AnswerWriter:
                     if after is not None:
                         total += 1
                         doing.resize(total)
-                        begin(after)
+                        waiting.insert(0, after)
 
     def _note(self, prompt: NumberedPrompt, answer: Completion) -> None:
         if answer.finish_reason == "error" or not answer.token_ids:
