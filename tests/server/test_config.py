@@ -155,9 +155,9 @@ def test_other_names_are_taken_with_a_note(tmp_path: Path) -> None:
     file.write_text('[model]\nprofile = "tuned.toml"\n[engine]\nmax_num_seqs = 3\n')
     with heard() as told:
         assert read_file(file) == {"config": "tuned.toml", "max_batch_size": 3}
-    assert told.lines[0] == f"note: {file}: [model] profile is config here"
+    assert told.lines[0] == f"note: {file}: [model]: profile is config here"
     file.write_text('[model]\nprofile = "tuned.toml"\nconfig = "other.toml"\n')
-    with pytest.raises(ConfigError, match=r"\[model\] profile is config here; give it once"):
+    with pytest.raises(ConfigError, match=r"\[model\]: profile is config here; give it once"):
         read_file(file)
 
 

@@ -12,8 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from paceline.core.keywords import our_name
-from paceline.core.stages import info
+from paceline.core.keywords import announce, our_name
 from paceline.errors import ConfigError
 from paceline.files import read_toml
 from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, IN_WORDS, REAL, default_drafts
@@ -156,9 +155,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
                 if ours not in there:
                     fault = f"[{section}] {name}: {ours}" if ours else _unknown(section, name)
                     raise ConfigError(f"{path}: {fault}")
-                if ours in content or ours in values:
-                    raise ConfigError(f"{where} is {ours} here; give it once")
-                info(f"note: {where} is {ours} here")
+                announce(f"{path}: [{section}]", name, ours, ours in content or ours in values)
                 name = ours
             values[name] = known[section, name].read(value, where)
     return values
