@@ -118,7 +118,7 @@ _HELP = f"""\
 /clear            start again
 /quit             end; so does Ctrl-D
 {_QUOTES}               begins and ends a text of several lines; pasted lines stay together
-Ctrl-C            stops an answer"""
+Ctrl-C            stops an answer, and drops the turn"""
 
 
 @expand
