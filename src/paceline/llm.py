@@ -50,7 +50,7 @@ from paceline.request.validation import Message as Message
 from paceline.request.validation import Prompt as Prompt
 from paceline.request.validation import render_chat as rendered
 from paceline.settings import explicit
-from paceline.settings.tuned import TunedSettings
+from paceline.settings.tuned import KnownCosts, TunedSettings
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -99,6 +99,7 @@ class LLM:
 
     sampling_defaults: SamplingDefaults
     notes: tuple[str, ...] = ()  # for the user, about the set-up
+    known_costs: KnownCosts | None = None  # of the target, for LLMs beside it; None: they measure
     _ranks: Ranks | None = None  # ended by the LLM that loaded the target
 
     @forgiving("LLM")
@@ -203,7 +204,8 @@ class LLM:
         comparing settings without loading a model twice. ``max_draft_length`` bounds the length
         "auto" (None: 8); the rest is the constructor's, as are errors."""
         given = explicit(locals(), "beside")
-        options = EngineOptions(dtype=self._dtype, **given, controller=controller)
+        known = self.known_costs
+        options = EngineOptions(dtype=self._dtype, **given, controller=controller, known=known)
         other = LLM.__new__(LLM)
         other.sampling_defaults, other.adapters = self.sampling_defaults, self.adapters
         other._assemble(self.target, self.tokenizer, draft, options)

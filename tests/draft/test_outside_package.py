@@ -20,7 +20,7 @@ USE = f"""
 from paceline import LLM, SamplingParams
 from paceline.drafters import DRAFTERS, Hybrid, NGram
 from paceline.lab.doctor import examine
-from paceline.lab.tune.search import at_hand
+from paceline.lab.tune.candidates import at_hand
 
 Repeat = DRAFTERS["repeat"]
 assert Repeat.__module__ == "my_drafter" and str(Repeat(longest=8)) == "repeat:longest=8"

@@ -26,7 +26,7 @@ from paceline.drafters import (
     parse_draft,
 )
 from paceline.lab.doctor import Severity, examine
-from paceline.lab.tune.search import variants
+from paceline.lab.tune.candidates import variants
 from support.every_drafter import WEIGHTS
 
 TARGET = "paceline/tiny"

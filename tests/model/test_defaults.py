@@ -12,8 +12,8 @@ from paceline.cli.bench import TargetOptions
 from paceline.cli.main import app
 from paceline.cli.options import ModelOptions
 from paceline.files import cache_folder
-from paceline.lab.tune import search
-from paceline.lab.tune.search import at_hand
+from paceline.lab.tune import candidates
+from paceline.lab.tune.candidates import at_hand
 from paceline.model import names
 from paceline.model.names import EMBEDDED, REAL, default_drafts, default_model
 from paceline.request.progress import showing
@@ -38,7 +38,7 @@ def real_pulled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair: Tiny
 def heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation that ships what is trained for the real model."""
     monkeypatch.setattr(names, "has_assets", lambda name: True)
-    monkeypatch.setattr(search, "has_assets", lambda name: True)
+    monkeypatch.setattr(candidates, "has_assets", lambda name: True)
 
 
 def test_the_suite_sees_nobodys_cache() -> None:

@@ -132,7 +132,6 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
         "source": source.prompts or "the shipped set",
         "categories": list(dict.fromkeys(prompt.category for prompt in prompts)),
         "prompts": len(prompts),
-        "price": options.price,
         **vars(sweep),
         "rule": rule,
     }
@@ -170,7 +169,6 @@ def _measured(
         sweep.run(prompts, methods, starter.open, record, note, budget)
     return interrupted, {
         "left_out": [prompt.name for prompt in left_out],
-        "price": plan.settings["price"],
         "interrupted": bool(interrupted.code),
         "unequal": starter.unequal,
         "spending": spending_of(record, sweep, prompts, budget),
@@ -225,10 +223,10 @@ def tune(
     """
     budget = run.begin()
     chosen_prompts = prompts.load(_TUNED_BY)
+    from paceline.lab.tune.candidates import at_hand
     from paceline.lab.tune.plan import TuningOutcome, turns
     from paceline.lab.tune.plan import tune as search
     from paceline.lab.tune.present import report_of, tuned_settings, tuning_record
-    from paceline.lab.tune.search import at_hand
 
     options = replace(options, source=prompts.prompts or options.source)
     candidates = at_hand(target.model, target.draft, target.only)

@@ -23,13 +23,13 @@ from paceline.core.params import SamplingParams
 from paceline.core.stages import Listener, listening, stage
 from paceline.draft.auto import Composition
 from paceline.draft.spec import DraftSpec
+from paceline.engine.driver import Drive, StepSums, sequence
 from paceline.errors import UnsupportedModelError
 from paceline.lab.doctor import machine
 from paceline.lab.doctor.examination import check_drafts, compose_auto, folder_of
 from paceline.lab.doctor.machine import Needs, Setting
 from paceline.lab.doctor.models import Model, describe, read_files, skeleton_of
 from paceline.lab.report.document import Column, Table, record_of, table_of
-from paceline.lab.tune.measure import decode
 from paceline.llm import LLM
 from paceline.model.copies import quantised_copy
 from paceline.model.loading import quiet
@@ -260,7 +260,8 @@ def _added() -> float:
     """Seconds of a plain step beside its forward: the engine's, whatever the model."""
     toy = LLM(EMBEDDED, "none", device="cpu", max_batch_size=1)
     params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
-    steps = decode(toy, [[1]], 1, params).steps
+    drive = Drive(toy.engine, [sequence([1], params)]).run()
+    steps = [StepSums.of([step]) for step in drive.steps if step.decodes]
     return median(step.mean_seconds("draft", "verify", "other") for step in steps)
 
 

@@ -187,10 +187,8 @@ class EngineChoice(_Table, frozen=True):
     rule: str
 
 
-class Measured(_Table, frozen=True):
-    """What the choice rests on. ``break_even_batch`` is the largest batch at which it beats plain
-    decoding, by the cost model; 0 is none, and the largest measured batch may be exceeded. A
-    ``predicted_speedup`` of 0: there was no prediction."""
+class Measured(_Table, frozen=True, omit_defaults=True):
+    """What the choice rests on. The last two are of a cost model, in files of before 0.2.0."""
 
     concurrency: int
     temperature: float
@@ -199,11 +197,11 @@ class Measured(_Table, frozen=True):
     plain_tokens_per_second: float
     tokens_per_second: float
     speedup: float
-    predicted_speedup: float
     tokens_per_step: float
     acceptance: tuple[float, ...]
-    break_even_batch: int
     why: tuple[str, ...]
+    predicted_speedup: float = 0.0
+    break_even_batch: int = 0
 
 
 class PassCosts(_Table, frozen=True):

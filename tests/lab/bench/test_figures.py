@@ -115,13 +115,6 @@ def test_what_is_not_said_is_not_counted() -> None:
     assert row.drafts["drafted"] is row.drafts["acceptance_rate"] is row.drafts["length"] is None
 
 
-def test_cost() -> None:
-    (row,) = rows([heat(0, job(), plain=0.04)])  # 100 tokens a second
-    assert row.cost_per_million(3.6) == pytest.approx(10)
-    assert row.record(3.6)["cost_per_million_tokens"] == pytest.approx(10)
-    assert "cost_per_million_tokens" not in row.record()
-
-
 def test_idle_methods_are_found() -> None:
     record = list[Heat]()
     opened_all = [

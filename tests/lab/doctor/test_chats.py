@@ -16,14 +16,11 @@ from support.encoding_tokenizers import CHATML, INST, smollm, write_model
 ABOUT_CHATS = {
     "chat-template-refuses",
     "chat-template-foreign",
-    "chat-template-untrained",
     "chat-template-no-prompt",
     "turn-end-ignored",
     "end-tokens-differ",
     "end-token-ordinary",
     "vocabulary-padded",
-    "tied-head-differs",
-    "tied-head-repeated",
 }
 
 
@@ -112,16 +109,6 @@ def test_an_end_token_that_is_a_word(chatml: Folder) -> None:
     )
 
 
-def test_marks_that_were_never_trained(chatml: Folder) -> None:
-    def fresh(tensors: dict[str, torch.Tensor]) -> None:
-        rows = tensors["model.embed_tokens.weight"] * 0 + 0.1 * torch.randn(1000, 32)
-        rows[1:3] = 0.0
-        tensors["model.embed_tokens.weight"] = rows
-
-    finding = only(examine(str(chatml.tensors(fresh))), "chat-template-untrained")
-    assert "<|im_start|>, whose embedding is all zero" in finding.text
-
-
 def padded(folder: Folder, row: torch.Tensor) -> Folder:
     """64 rows more than tokens, of these values; the others look trained."""
 
@@ -140,15 +127,6 @@ def test_padding_rows_that_nothing_has_trained(chatml: Folder) -> None:
     assert "resize_token_embeddings" in finding.cure
 
 
-def test_padding_rows_with_the_spread_of_fresh_ones(chatml: Folder) -> None:
-    torch.manual_seed(0)
-    finding = only(
-        examine(str(padded(chatml, 0.02 * torch.randn(64, 32)))),
-        "vocabulary-padded",
-    )
-    assert finding.severity is Severity.WARNING and "fresh ones (0.0" in finding.text
-
-
 def test_padding_rows_that_training_pushed_away(chatml: Folder) -> None:
     finding = only(examine(str(padded(chatml, torch.full((32,), -0.4)))), "vocabulary-padded")
     assert finding.severity is Severity.NOTE
@@ -164,29 +142,6 @@ def test_a_padding_row_is_drawn_as_the_model_says_and_has_no_text(chatml: Folder
     before = llm.tokenizer.encode("The quick")
     backend = llm.tokenizer.backend_tokenizer
     assert "The quick" + finding.text == backend.decode(before + finding.token_ids)
-
-
-def test_a_head_that_repeats_the_embedding(chatml: Folder) -> None:
-    def repeat(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-
-    finding = only(examine(str(chatml.tensors(repeat))), "tied-head-repeated")
-    assert finding.severity is Severity.NOTE and "tied: False" in finding.text
-
-
-def test_a_head_of_its_own_that_the_config_denies(chatml: Folder) -> None:
-    text = "The quick brown fox"
-    head = (
-        LLM(str(chatml), draft="none", dtype="float32", draft_length=0).generate(text)[0].token_ids
-    )
-    chatml.config(tie_word_embeddings=True)
-    finding = only(examine(str(chatml)), "tied-head-differs")
-    assert finding.severity is Severity.WARNING and "another head" in finding.text
-    # As the finding says: the file's own head is used.
-    assert (
-        LLM(str(chatml), draft="none", dtype="float32", draft_length=0).generate(text)[0].token_ids
-        == head
-    )
 
 
 def test_a_tied_model_whose_file_has_one_of_the_two(chatml: Folder) -> None:

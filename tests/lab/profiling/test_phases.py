@@ -18,29 +18,27 @@ from paceline.lab.profiling.limits import (
 from paceline.lab.profiling.steady import Share
 
 
-def work(size: float = 0.0, flops: float = 0.0, rows: float = 1.0, passes: float = 1.0) -> Work:
-    """Of a step: bytes of weights, read so often, with so many rows."""
+def work(size: float = 0.0, flops: float = 0.0, passes: float = 1.0) -> Work:
+    """Of a step: bytes of weights, read so often."""
     elements = size / 2
     return Work(
         ops=400,
         kernels=60,
         flops=flops,
-        product_flops=2 * rows * elements,
-        weight_elements=elements,
         weight_bytes=size,
         weights={"weight": (int(elements / passes), int(size / passes))},
     )
 
 
-def phase(size: float, flops: float, *parts: float, rows: float = 1.0) -> Phase:
+def phase(size: float, flops: float, *parts: float) -> Phase:
     """Ten milliseconds, divided into ``parts``: kernels, calls, Python."""
-    return Phase("target", 0.010, *parts, work(size, flops, rows), 1.0, 25e9, 200e9)
+    return Phase("target", 0.010, *parts, work(size, flops), 1.0, 25e9, 200e9)
 
 
 USUAL = (0.004, 0.003, 0.003)
 PHASES = {
     MEMORY: phase(0.15e9, 0.15e9, *USUAL),  # 15 of 25 GB/s
-    COMPUTE: phase(0.02e9, 1.4e9, *USUAL, rows=64.0),  # 140 of 200 GFLOP/s
+    COMPUTE: phase(0.02e9, 1.4e9, *USUAL),  # 140 of 200 GFLOP/s
     LAUNCH: phase(0.02e9, 0.02e9, 0.002, 0.005, 0.003),
     PYTHON: phase(0.02e9, 0.02e9, 0.002, 0.003, 0.005),
 }

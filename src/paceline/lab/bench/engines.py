@@ -122,19 +122,17 @@ class Starter:
         self._options = {"seed": 0, "prefix_sharing": False, **options}
         self.unequal: dict[str, dict[str, str]] = {}  # of other engines, by method
 
-    def open(
-        self, method: Method, clients: int, max_draft_length: int | None = None
-    ) -> BenchEngine:
-        """Raises what loading a drafter or asking another engine raises."""
+    def open(self, method: Method, clients: int, **options: Any) -> BenchEngine:
+        """``options`` replace those of all. Raises what loading a drafter or asking another engine
+        raises."""
         if method.url is not None:
             served = open_served(method.name, method.url, clients, self._llm)
             # What was seen of it at other numbers of clients still counts.
             served.different = self.unequal.setdefault(method.name, served.different)
             return served
         length = method.length if method.draft is not None else 0
-        sizes: dict[str, Any] = {"draft_length": length, "max_draft_length": max_draft_length}
-        sizes["max_batch_size"] = clients
-        build = partial(self._llm.beside, method.draft, **sizes, **self._options)
+        how = {"draft_length": length, "max_batch_size": clients, **self._options, **options}
+        build = partial(self._llm.beside, method.draft, **how)
         return Paceline(method, build, clients)
 
 

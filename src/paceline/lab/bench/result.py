@@ -69,16 +69,6 @@ class Row:
         """Share of a step that is scheduling, batching and bookkeeping."""
         return self.phases["other"] / self.step if self.step else None
 
-    def cost_per_million(self, price: float) -> float:
-        """For a machine that costs ``price`` an hour."""
-        return price / 3600 / self.tokens_per_second.median * 1e6
-
-    def record(self, price: float | None = None) -> dict[str, Any]:
-        values = asdict(self)
-        if price is not None:
-            values["cost_per_million_tokens"] = self.cost_per_million(price)
-        return values
-
 
 def rows(record: list[Heat]) -> list[Row]:
     """By concurrency, temperature, category (and overall), method; without unfinished rounds."""
@@ -266,7 +256,6 @@ class BenchResult:
     texts: Comparison
     idle: dict[str, str]
     left_out: Sequence[str] = ()
-    price: float | None = None
     interrupted: bool = False
     spending: Spending | None = None
     unequal: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -298,7 +287,7 @@ class BenchResult:
         return {
             **{name: getattr(self, name) for name in names},
             "methods": [asdict(method) for method in self.methods],
-            "figures": [row.record(self.price) for row in self.rows],
+            "figures": [asdict(row) for row in self.rows],
             "texts": {"counts": texts.counts, "partings": partings},
             "unequal": {name: dict(words) for name, words in self.unequal.items()},
             "bugs": self.bugs(),

@@ -1,8 +1,7 @@
 """What this machine can do at best, which limit holds a phase of the step up, and that in words.
 
 The bytes that a step must move and the FLOPs it does are counted operator by operator: a weight
-each time that a product reads it, keys and values as far as attention reads them, other tensors
-from 256 KiB on; smaller ones do not leave a core's cache."""
+each time that a product reads it, keys and values as far as attention reads them."""
 
 from __future__ import annotations
 
@@ -14,26 +13,17 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from paceline.lab.report.document import NOTES
 from paceline.model.backends.counters import OPERATOR, NativeWork, counted
 from paceline.model.loading import cpu_has_bf16
 from paceline.model.measure import measure
 
-LARGE = 256 * 2**10  # bytes; half of the smallest second-level cache of present servers
-
 # Position of the rows among the arguments; the weight comes behind them.
 _PRODUCTS = dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::matmul", "aten::linear"), 0)
 _PRODUCTS |= {"aten::_grouped_mm": 0, "mkldnn::_linear_pointwise": 0}
 _PRODUCTS |= {"aten::addmm": 1, "aten::baddbmm": 1}
 _BATCHED = frozenset({"aten::bmm", "aten::matmul"})
-# What reads only as much of its first argument as it puts out, or writes only what it is given.
-_PARTIAL = frozenset(
-    {"embedding", "index_select", "index", "gather", "index_copy_", "index_put_", "scatter_"}
-)
-
-
 _ATTENTION = ("aten::scaled_dot_product_", "aten::_scaled_dot_product_")
 
 
@@ -44,23 +34,20 @@ def is_kernel(name: str) -> bool:
 
 @dataclass
 class Work:
-    """What one phase did. ``kernels``: products and attention among the ``ops``. ``weight_*``: of
-    weights whenever they are read; ``weights``: elements and bytes of the distinct ones.
-    ``cache_bytes``: of keys and values; ``other_bytes``: of other large tensors."""
+    """What one phase did. ``kernels``: products and attention among the ``ops``. ``weight_bytes``:
+    of weights whenever they are read; ``weights``: elements and bytes of the distinct ones.
+    ``cache_bytes``: of keys and values."""
 
     ops: float = 0
     kernels: float = 0
     flops: float = 0
-    product_flops: float = 0
-    weight_elements: float = 0
     weight_bytes: float = 0
     cache_bytes: float = 0
-    other_bytes: float = 0
     weights: dict[object, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def bytes(self) -> float:
-        return self.weight_bytes + self.cache_bytes + self.other_bytes
+        return self.weight_bytes + self.cache_bytes
 
     @property
     def parameters(self) -> int:
@@ -70,16 +57,6 @@ class Work:
     @property
     def distinct_bytes(self) -> int:
         return sum(size for _, size in self.weights.values())
-
-    @property
-    def rows(self) -> float:
-        """Rows of an average product; 0 without any."""
-        return self.product_flops / (2 * self.weight_elements) if self.weight_elements else 0.0
-
-    @property
-    def passes(self) -> float:
-        """How often a weight was read."""
-        return self.weight_bytes / self.distinct_bytes if self.weights else 0.0
 
     @property
     def weight_bits(self) -> float:
@@ -94,8 +71,6 @@ class Work:
     def add_product(self, key: object, elements: int, size: int, flops: int) -> None:
         """A product with a weight of ``size`` bytes."""
         self.flops += flops
-        self.product_flops += flops
-        self.weight_elements += elements
         self.weight_bytes += size
         self.weights[key] = (elements, size)
 
@@ -155,34 +130,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             pairs = math.prod(query.shape[:-1]) * key.shape[-2]
             work.flops += 2 * pairs * (key.shape[-1] + value.shape[-1])
             work.cache_bytes += key.nbytes + value.nbytes
-        elif not _is_view(func, (args, kwargs), result):
-            read, written = _tensors((args, kwargs)), _tensors(result)
-            if name.partition("::")[2] in _PARTIAL:
-                # Of what is written to, the first argument is the whole.
-                read = written = read[1:] if name.endswith("_") else written
-            work.other_bytes += _large(*read, *written)
         return result
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _is_view(func: Any, arguments: Any, result: Any) -> bool:
-    """Whether nothing was moved: also a reshape or conversion that had nothing to do."""
-    if func.is_view:
-        return True
-    tensors = [result, *_tensors(arguments)]
-    if func._schema.is_mutable or not all(isinstance(t, torch.Tensor) for t in tensors):
-        return False
-    pointer, *others = (_address(tensor) for tensor in tensors)
-    return pointer is not None and pointer in others
-
-
-def _address(tensor: torch.Tensor) -> int | None:
-    """Of a tensor's memory; prepacked ones have none."""
-    strided = tensor.layout == torch.strided
-    return tensor.untyped_storage().data_ptr() if strided else None
 
 
 def _count_product(
@@ -191,18 +139,11 @@ def _count_product(
     elements = weight.numel()
     if name == "aten::_grouped_mm":  # at most one expert for each row is read
         elements = elements // weight.shape[0] * min(weight.shape[0], rows.shape[0])
-    # The same for every use of a weight; a prepacked one stays one object.
-    address = _address(weight)
-    key = id(weight) if address is None else (address, weight.storage_offset(), weight.shape)
+    key: object = id(weight)  # of a prepacked one, which stays one object
+    if weight.layout == torch.strided:  # the same for every view of a weight
+        key = weight.data_ptr(), weight.shape
     flops = 2 * result.numel() * rows.shape[-1]
     work.add_product(key, elements, elements * weight.dtype.itemsize, flops)
-    work.other_bytes += _large(rows, result)
-
-
-def _large(*tensors: torch.Tensor) -> int:
-    """Bytes of those that do not stay in a core's own cache."""
-    sizes = [tensor.numel() * tensor.dtype.itemsize for tensor in tensors]
-    return sum(size for size in sizes if size >= LARGE)
 
 
 _BUFFER = 256 * 2**20  # bytes, more than caches hold

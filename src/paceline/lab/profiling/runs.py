@@ -221,7 +221,7 @@ _LIMITS = (
     Column("", "limit", "label"),
     *map(Column, ("bound", "saturated", "bandwidth")),
     Column("kernel_calls", path="work.kernels"),
-    *(Column(key, path=f"work.{key}") for key in ("flops", "parameters", "passes", "rows")),
+    *(Column(key, path=f"work.{key}") for key in ("flops", "parameters")),
 )
 _MACHINE = (
     *map(Column, ("device", "dtype", "threads")),

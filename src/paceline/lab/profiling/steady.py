@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ class Share:
     wall: float = 0.0
     called: float = 0.0
     kernel_seconds: float = 0.0
-    kernel_calls: int = 0
+    kernel_calls: float = 0
     device: float = 0.0
 
     def split(
@@ -205,60 +205,43 @@ def _export(recorder: Any, path: Path) -> None:
     replace_files({path: packed}, "the trace", is_trace)
 
 
-@dataclass
-class _Passage:
-    """A phase in one step: seconds of it, of the operators called, by name, and of the device."""
-
-    phase: str
-    wall: float = 0.0
-    calls: list[tuple[str, float]] = field(default_factory=list)
-    device: float = 0.0
-
-
 def shares(events: Iterable[Any]) -> dict[str, Share]:
-    """Sums by phase of profiler events; what is in a step, but in no phase of it, is "other". Of
-    passages that called the same operators the medians count, by call and between calls."""
-    alike: dict[tuple[str, tuple[str, ...]], list[_Passage]] = defaultdict(list)
-    for passage in _passages(events):
-        alike[passage.phase, tuple(name for name, _ in passage.calls)].append(passage)
-    share_of: dict[str, Share] = defaultdict(Share)
-    for (phase, names), group in alike.items():
-        share, times = share_of[phase], len(group)
-        columns = zip(*([seconds for _, seconds in one.calls] for one in group), strict=True)
-        typical = [times * statistics.median(column) for column in columns]
-        between = statistics.median(one.wall - sum(s for _, s in one.calls) for one in group)
-        kernels = [s for name, s in zip(names, typical, strict=True) if is_kernel(name)]
-        share.wall += sum(typical) + times * between
-        share.called += sum(typical)
-        share.kernel_seconds += sum(kernels)
-        share.kernel_calls += times * len(kernels)
-        share.device += sum(one.device for one in group)
-    return dict(share_of)
+    """By phase, of a median step as often as there are steps, so that a slow call is not blamed on
+    its operator; what is in a step, but in no phase of it, is "other"."""
+    of_steps: defaultdict[str, defaultdict[int, Share]] = defaultdict(lambda: defaultdict(Share))
 
-
-def _passages(events: Iterable[Any]) -> Iterable[_Passage]:
-    passages: dict[int, _Passage] = {}
-
-    def passage_of(event: Any) -> _Passage:
+    def share(event: Any) -> Share:
+        """Of the phase and step whose range an event is."""
         name = event.name.removeprefix(PREFIX)
-        return passages.setdefault(id(event), _Passage("other" if name == "step" else name))
+        if name == "step":
+            return of_steps["other"][id(event)]
+        return of_steps[name][id(event.cpu_parent)]
 
     for event in events:
         if event.device_type.name != "CPU":
             continue
         seconds, top = event.cpu_time_total / 1e6, event
         if event.name.startswith(PREFIX):
-            passage_of(event).wall += seconds
+            share(event).wall += seconds
             if event.cpu_parent is not None:
-                passage_of(event.cpu_parent).wall -= seconds
+                share(event.cpu_parent).wall -= seconds
             continue
         # The operator that Python called, of which this event is a part.
         while top.cpu_parent is not None and not top.cpu_parent.name.startswith(PREFIX):
             top = top.cpu_parent
         if top.cpu_parent is None:
             continue  # in no step: another thread, or the profiler's own
-        passage = passage_of(top.cpu_parent)
-        passage.device += event.self_device_time_total / 1e6
+        phase = share(top.cpu_parent)
+        phase.device += event.self_device_time_total / 1e6
         if top is event:
-            passage.calls.append((event.name, seconds))
-    return passages.values()
+            phase.called += seconds
+            if is_kernel(event.name):
+                phase.kernel_seconds += seconds
+                phase.kernel_calls += 1
+    columns = {
+        name: zip(*map(astuple, steps.values()), strict=True) for name, steps in of_steps.items()
+    }
+    return {
+        name: Share(*(len(of_steps[name]) * statistics.median(column) for column in each))
+        for name, each in columns.items()
+    }

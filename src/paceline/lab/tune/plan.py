@@ -1,58 +1,69 @@
-"""The whole of tuning: measure once, search, confirm."""
+"""The whole of tuning: every candidate beside plain decoding, then rounds of the best of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import cycle, islice
 from typing import Any
 
-from paceline.core.costs import TargetCosts
-from paceline.drafters import parse_draft
+from paceline.control.adaptive import AdaptiveController
+from paceline.core.params import SamplingParams
 from paceline.errors import DataError, PacelineError
-from paceline.lab.bench.engines import Starter
+from paceline.lab.bench.engines import PLAIN, Paceline, Starter
 from paceline.lab.bench.prompts import BenchPrompt, fit, in_turn, tokens_needed
-from paceline.lab.bench.runner import Heat
+from paceline.lab.bench.runner import (
+    Ask,
+    BenchJob,
+    Heat,
+    Length,
+    Method,
+    merged,
+    take_turns,
+    warm_up,
+)
 from paceline.lab.budget import Budget, Spending
-from paceline.lab.tune import TuneOptions, measure
-from paceline.lab.tune.search import (
-    DrafterCandidate,
-    MeasuredMethod,
-    PredictedSetting,
-    batch_sizes,
-    default_candidate,
-    hybrid_of,
+from paceline.lab.tune import TuneOptions
+from paceline.lab.tune.candidates import DrafterCandidate, default_candidate
+from paceline.lab.tune.finalists import (
+    LEAST_ROUNDS,
+    SIZES,
+    Confirmation,
+    Finalist,
+    Trial,
+    affordable,
+    choose,
+    confirmations,
+    unrest_between,
+    winner,
 )
 from paceline.llm import LLM
 from paceline.model.measure import measure_target
-from paceline.settings.tuned import count_parameters
+from paceline.settings.tuned import KnownCosts, PassCosts, count_parameters
 
-LARGEST_BATCH = 32  # to which break-even is sought
-_DEFAULT_LENGTH = 8  # of the adaptive length
-_ALONE = 4  # prompts decoded one at a time
-_TARGET_SHARE = 0.2  # of the budget, for forwards of the target alone
-# Tokens per sequence in these, and rounds; the second where time is short.
-_FORWARDS = ((1, 2, 3, 4, 5, 7, 9, 12, 16, 20, 25), 5), ((1, 2, 4, 7, 13, 25), 2)
-_MOST_SHARE = 1 / 3  # of the drafters' time, for any one of them
+LEAST_BATCH = 8  # of tuned settings: requests that were not expected may join
+_TOKENS = (1, 2, 3, 5, 8, 16, 25)  # of each sequence, in forwards of the target alone
+_TARGET_SHARE = 0.2  # of the budget, for these
+_TRIED_SHARE = 0.65  # of what is left then, for the candidates
+_AROUND = 1.7  # times what the two engines decode: loading and warming up
 
 
 @dataclass
 class TuningOutcome:
     """All that was measured so far. ``left_out``: what, and why; ``not_tried``: candidates that had
-    no time. ``unrest``: slow plain steps by the fastest, within the measurement or from round to
-    round. ``rounds`` of the confirmation are wanted, of ``size`` prompts each; ``heats`` has those
-    done."""
+    no time. ``rounds`` of the confirmation are wanted, of ``size`` prompts each; ``heats`` has
+    those done."""
 
     options: TuneOptions
     model: str
     parameters: int
     prompt_count: int = 0
-    target: TargetCosts | None = None
-    plain: MeasuredMethod | None = None
-    methods: list[MeasuredMethod] = field(default_factory=list)
+    costs: KnownCosts | None = None
+    trials: list[Trial] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    unrest: float = 1.0
-    finalists: list[measure.Finalist] = field(default_factory=list)
+    finalists: list[Finalist] = field(default_factory=list)
     heats: list[Heat] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=list)
     size: int = 0
@@ -64,38 +75,33 @@ class TuningOutcome:
         return cls(options, llm.target.name, count_parameters(llm.target))
 
     @property
-    def settings(self) -> list[PredictedSetting]:
-        """The best setting of every method at the requested concurrency, the fastest first."""
-        if self.target is None:
-            return []
-        batch = self.options.concurrency
-        best = [method.best_length(self.target, batch) for method in self.methods]
-        return sorted(best, key=lambda setting: setting.rate, reverse=True)
+    def batch(self) -> int:
+        """Sequences that the tuned engine has room for."""
+        return max(LEAST_BATCH, self.options.concurrency)
 
     @property
-    def results(self) -> list[measure.Confirmation]:
+    def results(self) -> list[Confirmation]:
         """Of the finalists, plain decoding first."""
-        return measure.confirmations(self.finalists, self.heats)
+        return confirmations(self.finalists, self.heats)
 
     @property
-    def chosen(self) -> measure.Confirmation | None:
+    def chosen(self) -> Confirmation | None:
         """Only once it is confirmed, by two rounds where as many are wanted."""
-        wanted = min(measure.LEAST_ROUNDS, self.options.rounds)
+        wanted = min(LEAST_ROUNDS, self.options.rounds)
         enough = self.heats and len(self.heats) >= wanted
-        return measure.winner(self.results) if enough else None
+        return winner(self.results) if enough else None
 
     @property
-    def largest_batch(self) -> int:
-        return max(LARGEST_BATCH, self.options.concurrency)
-
-
-class ShareSpentError(PacelineError):
-    """Decoding was stopped, for it had used up its share of the time."""
+    def unrest(self) -> float:
+        """Slow plain steps by the fastest, from run to run."""
+        plain = [trial.plain for trial in self.trials]
+        plain += [heat.outcomes[PLAIN] for heat in self.heats]
+        return unrest_between([run.decoding for run in plain])
 
 
 def turns(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
     """About how often ``tune`` reports progress."""
-    return 10 + len(candidates) + 6 * options.rounds
+    return 8 + len(candidates) + 6 * options.rounds
 
 
 def tune(
@@ -106,31 +112,29 @@ def tune(
     advance: Callable[[str], None],
     budget: Budget | None = None,
 ) -> None:
-    """Fill ``outcome``. ``llm`` is idle; ``advance`` is told what comes next. Raises
-    DataError if no prompt leaves room for answers, and what a requested candidate raises."""
-    encoded = _encoded(llm, outcome, prompts)
-    sample = _sample(encoded, outcome.options)
-    run = _Tuning(llm, outcome, advance, budget or Budget(), encoded, sample)
+    """Fill ``outcome``. ``llm`` is idle; engines beside it then have the costs measured here.
+    ``advance`` is told what comes next. Raises DataError if no prompt leaves room for answers, and
+    what a requested candidate raises."""
+    run = _Tuning(llm, outcome, advance, budget or Budget(), _encoded(llm, outcome, prompts))
     advance("loading drafters")
     default = next((candidate for candidate in candidates if candidate.default), None)
-    measured = [candidate for candidate in candidates if not candidate.default]
-    ordered = in_turn(measured, lambda candidate: candidate.family)
-    for spec in {c.spec.partition(",")[0]: c.spec for c in ordered if c.requested}.values():
-        run.beside(spec).close()  # what does not load is said before minutes pass
+    ordered = in_turn([c for c in candidates if not c.default], lambda c: c.family)
+    for one in {c.spec.partition(",")[0]: c for c in ordered if c.requested}.values():
+        run.open(one, 0).close()  # what does not load is said before minutes pass
     try:
         if default is not None:
             default = run.composed(default)
-        run.measure_target(len(ordered))
-        run.measure_candidates(ordered)
+        run.measure_target()
+        run.measure_plain()
+        run.try_all(ordered)
         run.confirm(default)
     finally:
         done, rounds = len(ordered) - len(outcome.not_tried), f"rounds of {outcome.size} prompts"
-        heats = len(outcome.heats)
         outcome.completed = Spending(
             run.budget.seconds,
             run.budget.spent,
-            {"drafters": done, rounds: heats},
-            {"drafters": len(ordered), rounds: max(outcome.options.rounds, heats)},
+            {"drafters": done, rounds: len(outcome.heats)},
+            {"drafters": len(ordered), rounds: outcome.options.rounds},
             tuple(outcome.not_tried),
         )
 
@@ -151,12 +155,20 @@ def _encoded(llm: LLM, outcome: TuningOutcome, prompts: Sequence[BenchPrompt]) -
     return [tokens for _, tokens in fitting]
 
 
-def _sample(prompts: list[list[int]], options: TuneOptions) -> measure.Sample:
-    """Those decoded alone are others than those decoded together, if there are enough."""
-    wide = min(max(8, options.concurrency), LARGEST_BATCH)
-    together = [prompts[number % len(prompts)] for number in range(2 * wide)]
-    alone = prompts[2 * wide : 2 * wide + _ALONE] or prompts[-_ALONE:]
-    return measure.Sample(alone, together, wide, options.max_tokens, options.temperature)
+def rounds_of(
+    prompts: Sequence[list[int]], count: int, size: int, concurrency: int, params: SamplingParams
+) -> tuple[list[BenchJob], int]:
+    """``count`` rounds of ``size`` prompts, at least of as many as are decoded at once: jobs of
+    different prompts, for drafters that remember, and how often all of these are done."""
+    size = min(max(size, concurrency), max(concurrency, len(prompts)))
+    different = min(count, max(1, len(prompts) // size))
+    asks = [Ask(tuple(ids), params) for ids in islice(cycle(prompts), different * size)]
+    rounds = [tuple(asks[index * size : (index + 1) * size]) for index in range(different)]
+    jobs = [
+        BenchJob("confirming", concurrency, params.temperature, index, of_round)
+        for index, of_round in enumerate(rounds)
+    ]
+    return jobs, -(-count // different)
 
 
 @dataclass
@@ -168,23 +180,36 @@ class _Tuning:
     advance: Callable[[str], None]
     budget: Budget
     prompts: list[list[int]]
-    sample: measure.Sample
+    request_seconds: float = 0.0  # a plain request's part of the time
 
-    @property
-    def needed(self) -> int:
-        """Tokens of the longest sequence."""
-        return tokens_needed(self.llm, self.prompts, self.outcome.options.max_tokens)
+    def __post_init__(self) -> None:
+        options = self.outcome.options
+        self.params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+        needed = tokens_needed(self.llm, self.prompts, options.max_tokens)
+        self.starter = Starter(self.llm, max_model_len=needed)
+        # Other prompts than those that the first rounds of the confirmation have.
+        self.jobs, _ = rounds_of(self.prompts[::-1], SIZES[0], 1, options.concurrency, self.params)
 
-    def beside(self, spec: str | None, batch: int | None = None) -> LLM:
-        """With a drafter loaded, for fixed draft lengths; room for the sample or a ``batch``."""
-        how: dict[str, Any] = {"draft_length": 0, "prefix_sharing": False, "seed": 0}
-        how["max_model_len"] = self.needed
-        return self.llm.beside(spec, max_batch_size=batch or self.sample.wide, **how)
+    def open(
+        self, drafter: DrafterCandidate | Finalist, length: Length, batch: int | None = None
+    ) -> Paceline:
+        """With room for a ``batch``, or for what is decoded. Raises what loading it raises."""
+        key = drafter.key if isinstance(drafter, Finalist) else drafter.spec
+        method = Method(key, None if drafter.spec == "none" else drafter.spec, length)
+        clients = self.outcome.options.concurrency
+        engine = self.starter.open(method, clients, max_batch_size=batch or clients)
+        assert isinstance(engine, Paceline)
+        return engine
 
-    def loaded(self, candidate: DrafterCandidate) -> LLM | None:
-        """None, and left out, if it does not load. Raises PacelineError if it was requested."""
+    @cached_property
+    def plain(self) -> Paceline:
+        return self.open(Finalist(PLAIN, "none", 0), 0, self.outcome.batch)
+
+    def loaded(self, candidate: DrafterCandidate, length: Length) -> Paceline | None:
+        """As in the tuned engine, whose costs are measured; None, and left out, if it does not
+        load. Raises PacelineError if it was requested."""
         try:
-            return self.beside(candidate.spec)
+            return self.open(candidate, length, self.outcome.batch)
         except PacelineError as error:
             if candidate.requested:
                 raise
@@ -193,28 +218,16 @@ class _Tuning:
 
     def composed(self, default: DrafterCandidate) -> DrafterCandidate | None:
         """What the default draft is for this target; None if it does not load."""
-        llm = self.loaded(default)
-        if llm is None:
+        engine = self.loaded(default, 0)
+        if engine is None:
             return None
-        llm.close()
-        spec = llm.drafts[0]
+        engine.close()
+        spec = engine.llm.drafts[0]
         return default if spec == default.spec else default_candidate(spec)
 
-    def measure_target(self, candidates: int) -> None:
-        """The target's costs and plain decoding, once."""
-        outcome = self.outcome
-        self.advance("measuring the target")
-        largest = self.beside(None, outcome.largest_batch)
-        outcome.target = self.target_costs(largest)
-        self.sample = measure.fitting_sample(self.sample, outcome.target, self.budget, candidates)
-        self.advance("measuring plain decoding")
-        outcome.plain, runs = measure.measure_plain(largest, outcome.target, self.sample)
-        outcome.unrest = unrest_of(runs[0])
-        largest.close()
-
-    def target_costs(self, llm: LLM) -> TargetCosts:
-        """Of chains, for each batch size that there is room and time for. ``llm`` is idle."""
-        budget = self.budget.part(_TARGET_SHARE)
+    def measure_target(self) -> None:
+        """Costs of chains, for each batch size that there is time for. All engines have them."""
+        budget, batch = self.budget.part(_TARGET_SHARE), self.outcome.batch
 
         def begin(size: int) -> AbstractContextManager[Any] | None:
             if not budget.fits("rows", size):
@@ -222,117 +235,77 @@ class _Tuning:
             self.advance(f"measuring the target: {size} at once")
             return budget.piece("rows", size)
 
-        tokens, rounds = _FORWARDS[budget.seconds is not None]
-        counts = dict.fromkeys(batch_sizes(self.outcome.options.concurrency, LARGEST_BATCH), tokens)
-        return measure_target(llm.target, llm.engine.cache, counts, rounds=rounds, begin=begin)
+        sizes = sorted({batch, *(1 << power for power in range(batch.bit_length()))})
+        counts = dict.fromkeys(sizes, _TOKENS)
+        target, cache = self.llm.target, self.plain.llm.engine.cache
+        costs = measure_target(target, cache, counts, rounds=2, begin=begin)
+        self.outcome.costs = self.llm.known_costs = KnownCosts(
+            batches=costs.batches,
+            tokens=costs.curves[0].tokens,
+            target=tuple(curve.seconds for curve in costs.curves),
+            passes={},
+        )
 
-    def measure_candidates(self, candidates: Sequence[DrafterCandidate]) -> None:
-        """Each whole or not at all, until their share of the time is spent. One that takes more
-        than its own is stopped."""
-        outcome = self.outcome
-        share = self.budget.part(measure.CANDIDATE_SHARE)
-        whole = share.left
-        for number, candidate in enumerate(candidates):
+    def measure_plain(self) -> None:
+        """How long a request takes without drafts, once that is warm."""
+        self.advance("measuring plain decoding")
+        warm_up(self.jobs[:1], [self.plain])
+        asks = self.jobs[0].asks
+        self.request_seconds = self.plain.run(asks).seconds / len(asks)
+
+    def try_all(self, candidates: Sequence[DrafterCandidate]) -> None:
+        """Each whole or not at all, on as many prompts as let all be tried in their share of the
+        time."""
+        share, size = self.budget.part(_TRIED_SHARE), len(self.jobs[0].asks)
+        one = _AROUND * 2 * size * self.request_seconds * max(1, len(candidates))
+        jobs = self.jobs[: max(1, int(min(share.left / one, len(self.jobs))))]
+        for candidate in candidates:
             if not share.fits("candidate"):
-                outcome.not_tried.append(candidate.label)
+                self.outcome.not_tried.append(candidate.label)
                 continue
-            self.advance(f"measuring {candidate.label}")
-            part = 1 / (len(candidates) - number)
-            if share.seconds is not None:
-                part = min(1.0, max(part, _MOST_SHARE * whole / share.left))
-            try:
-                with self.budget.piece("candidate"):
-                    self._measure(candidate, share.part(part))
-            except ShareSpentError:
-                outcome.not_tried.append(f"{candidate.label} (stopped, too slow for its share)")
+            self.advance(f"trying {candidate.label}")
+            with self.budget.piece("candidate"):
+                self._try(candidate, jobs)
 
-    def _measure(self, candidate: DrafterCandidate, budget: Budget) -> None:
-        """Raises ShareSpentError if the ``budget`` does not last for it."""
-        outcome = self.outcome
-        assert outcome.target is not None and outcome.plain is not None
-        llm = self.loaded(candidate)
-        if llm is None:
+    def _try(self, candidate: DrafterCandidate, jobs: Sequence[BenchJob]) -> None:
+        engine = self.loaded(candidate, "auto")
+        if engine is None:
             return
-
-        def check() -> None:
-            if budget.left <= 0:
-                raise ShareSpentError
-
+        heats = list[Heat]()
         try:
-            known = outcome.target, outcome.plain, self.sample
-            method = measure.measure_method(llm, candidate, *known, check)
+            warm_up(jobs[:1], [engine])
+            take_turns(jobs, [self.plain, engine], 1, heats)
+            passes = _passes_of(engine.llm)
         finally:
-            llm.close()
-        if any(method.levels.reached):
-            outcome.methods.append(method)
+            engine.close()
+        plain, run = (
+            merged([heat.outcomes[name] for heat in heats]) for name in (PLAIN, engine.name)
+        )
+        if run.counts.drafted:
+            self.outcome.trials.append(Trial(candidate, run, plain, passes))
         else:
-            outcome.left_out.append((candidate.label, "it proposed nothing for these prompts"))
+            self.outcome.left_out.append((candidate.label, "it drafted nothing for these prompts"))
 
     def confirm(self, default: DrafterCandidate | None) -> None:
-        """Rounds of the best settings."""
-        outcome, options, budget = self.outcome, self.outcome.options, self.budget
-        assert outcome.target is not None
-        outcome.finalists, outcome.size = measure.affordable(
-            choose(outcome, default), outcome.target, options, budget
+        """Rounds of the best settings, in turns, as many as the budget lets them have."""
+        outcome, options = self.outcome, self.outcome.options
+        finalists = choose(outcome.trials, default)
+        outcome.finalists, outcome.size = affordable(
+            finalists, self.request_seconds, options, self.budget
         )
-        jobs, repeats = measure.rounds_of(
-            self.prompts, options.rounds, outcome.size, options.concurrency, self.sample.params()
+        jobs, repeats = rounds_of(
+            self.prompts, options.rounds, outcome.size, options.concurrency, self.params
         )
-        starter = Starter(self.llm, max_model_len=self.needed)
-        measure.confirm(
-            starter, outcome.finalists, jobs, repeats, outcome.heats, self.advance, budget
-        )
-        outcome.unrest = max(outcome.unrest, measure.unrest_between(outcome.heats))
+        engines = [self.plain, *(self.open(one, one.length) for one in outcome.finalists[1:])]
+        warm_up(jobs[:1], engines[1:])
+        take_turns(jobs, engines, repeats, outcome.heats, self.advance, self.budget)
+        for engine in engines:
+            engine.close()
 
 
-def unrest_of(run: measure.Run) -> float:
-    """The target seconds that nine of ten steps stay below, by the fastest tenth's."""
-    seconds = sorted(step.seconds["target"] for step in run.steps)
-    if len(seconds) < 10:
-        return 1.0
-    return seconds[9 * len(seconds) // 10] / seconds[len(seconds) // 10]
-
-
-def choose(
-    outcome: TuningOutcome, default: DrafterCandidate | None = None
-) -> list[measure.Finalist]:
-    """Plain decoding; the ``default`` draft, adapting; the best two families, at their best length
-    and adapting, first those that gain and look text up; a hybrid of the best drafter that looks
-    text up and the best that runs a model, if both are predicted to gain anything."""
-    best: dict[str, PredictedSetting] = {}
-    for setting in outcome.settings:
-        best.setdefault(setting.method.family, setting)
-
-    def adapting(
-        candidate: DrafterCandidate, members: Sequence[PredictedSetting]
-    ) -> measure.Finalist:
-        """Predicted by the best of its members."""
-        return measure.Finalist(
-            candidate.label,
-            candidate.spec,
-            "auto",
-            max([_DEFAULT_LENGTH, *(setting.length for setting in members)]),
-            max((setting.speedup for setting in members), default=None),
-            tuple(setting.method for setting in members),
-            candidate.default,
-        )
-
-    finalists = [measure.Finalist("plain", measure.PLAIN, 0, _DEFAULT_LENGTH)]
-    if default is not None:
-        kinds = [member.kind for member in parse_draft(default.spec).members()]
-        finalists.append(adapting(default, [best[kind] for kind in kinds if kind in best]))
-    first_two = list(best.values())[:2]
-    for setting in sorted(first_two, key=lambda s: (s.speedup <= 1, not s.method.costs.costless)):
-        method = setting.method
-        longest = _DEFAULT_LENGTH if method.costs.costless else max(_DEFAULT_LENGTH, setting.length)
-        finalists += [
-            measure.Finalist(method.label, method.spec, length, longest, setting.speedup, (method,))
-            for length in (setting.length, "auto")
-        ]
-    gaining = [s for s in best.values() if s.speedup > 1]
-    lookup = next((s for s in gaining if s.method.costs.costless), None)
-    model = next((s for s in gaining if not s.method.costs.costless), None)
-    if lookup and model:
-        finalists.append(adapting(hybrid_of(lookup.method, model.method), [lookup, model]))
-    first = {finalist.key: finalist for finalist in finalists[::-1]}
-    return [finalist for finalist in finalists if first[finalist.key] is finalist]
+def _passes_of(llm: LLM) -> dict[str, PassCosts]:
+    """As the engine measured them when it was made."""
+    controller = llm.engine.controller
+    known = controller.cost.drafters if isinstance(controller, AdaptiveController) else {}
+    curves = {str(name): costs.seconds for name, costs in known.items() if not costs.costless}
+    return {name: PassCosts(curve.tokens, curve.seconds) for name, curve in curves.items()}

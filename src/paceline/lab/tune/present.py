@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from msgspec import to_builtins
+from msgspec.structs import replace
 
+from paceline.lab.bench.engines import PLAIN
 from paceline.lab.report.document import (
     NOTES,
     Column,
@@ -19,61 +20,47 @@ from paceline.lab.report.document import (
     table_of,
     times,
 )
-from paceline.lab.tune.measure import CALM, PLAIN, Confirmation
+from paceline.lab.tune.finalists import CALM, Confirmation, Trial
 from paceline.lab.tune.plan import TuningOutcome
-from paceline.lab.tune.search import MeasuredMethod
 from paceline.llm import LLM
 from paceline.settings.tuned import (
     VERSION,
     DraftChoice,
     EngineChoice,
-    KnownCosts,
     MachineIdentity,
     Measured,
     ModelIdentity,
-    PassCosts,
     TunedSettings,
 )
 
-_AGREES = 0.15  # how far off a prediction may be that is shown beside what was measured
-_BATCH = 8  # of tuned settings at least: requests that were not expected may join
 _NOTES = NOTES["tune"]
+_LONGEST = 8  # levels of the adaptive length
 _rounded = "{:.0f}".format
 
 
-def _searched(outcome: TuningOutcome) -> tuple[Column, ...]:
-    """Of a setting of the search, beside what else is known of the target."""
-    target = outcome.target
-    assert target is not None
-    until = partial(MeasuredMethod.break_even, target=target, largest=outcome.largest_batch)
-    return (
-        Column("method", "method", "method.label"),
-        Column("spec", "", "method.spec"),
-        Column("draft_length", "len.", "length"),
-        Column("batch", "", "batch"),
-        Column("acceptance", "", "method.levels.rates"),
-        Column("reached", "", "method.levels.reached"),
-        Column("", "acc.", "method.levels.acceptance", number),
-        Column("tokens_per_step", "tok/step", "tokens_per_step", number),
-        Column("step_seconds", "ms", "seconds", lambda seconds: f"{seconds * 1e3:.1f}"),
-        Column("draft_seconds", "", "drafting"),
-        Column("", "draft", "", lambda setting: share(setting.drafting / setting.seconds)),
-        Column("cost_ratio", "", "method", stored=lambda method: method.pass_ratio(target)),
-        Column("predicted_tokens_per_second", "tok/s", "rate", _rounded),
-        Column("predicted_speedup", "speedup", "speedup", times),
-        Column("break_even_batch", "until", "method", until, until),
-    )
+def _drafting(trial: Trial) -> str:
+    return share(trial.draft_seconds / trial.step_seconds) if trial.step_seconds else ""
 
 
-def _whole(result: Confirmation) -> str:
-    drafted = result.run.counts.drafted or result.finalist.spec == PLAIN
+_TRIED = (
+    Column("method", "method", "candidate.label"),
+    Column("spec", "", "candidate.spec"),
+    Column("draft_length", "len.", "length"),
+    Column("acceptance", "", "run.counts.rates"),
+    Column("reached", "", "run.counts.reached_at"),
+    Column("", "accepted", "run.counts.acceptance_rate", share),
+    Column("tokens_per_step", "tok/step", "run.tokens_per_step", number),
+    Column("step_seconds", "ms", "step_seconds", lambda seconds: f"{seconds * 1e3:.1f}"),
+    Column("draft_seconds", "", "draft_seconds"),
+    Column("", "draft", "", _drafting),
+    Column("tokens_per_second", "tok/s", "run.rate", _rounded),
+    Column("speedup", "speedup", "speedup", times),
+)
+
+
+def _shown(result: Confirmation) -> str:
+    drafted = result.run.counts.drafted or result.finalist.name == PLAIN
     return times(result.speedup) if drafted else "never drafted"
-
-
-def _predicted(result: Confirmation) -> str:
-    """Nothing where it was wrong."""
-    off = result.predicted_by_measured
-    return times(result.finalist.predicted) if off and abs(off - 1) <= _AGREES else ""
 
 
 _CONFIRMED = (
@@ -83,13 +70,9 @@ _CONFIRMED = (
     Column("tokens_per_second", "tok/s", "rate", _rounded),
     Column("tokens_per_step", "tok/step", "run.tokens_per_step", number),
     Column("drafted", "", "run.counts.drafted"),
-    Column("predicted_speedup", "", "finalist.predicted"),
-    Column("", "predicted", "", _predicted),
-    Column("", "decoding", "decoding_speedup", times),
     Column("decoding_tokens_per_second", "", "run.decoding.rate"),
     Column("speedup", "", "speedup"),
-    Column("", "whole", "", _whole),
-    Column("predicted_by_measured", ""),
+    Column("", "speedup", "", _shown),
     Column("ratios", "spread", shown=lambda ratios: f"{min(ratios):.2f} to {max(ratios):.2f}"),
 )
 
@@ -115,27 +98,28 @@ def decision(outcome: TuningOutcome) -> str:
             advice = f"no draft is advised, all were slower than plain decoding ({shown})"
         done = f"after {len(drafting[0].ratios)} of {outcome.options.rounds} rounds"
         return f"Not confirmed: {done} {advice}. Give more --seconds."
-    if outcome.settings:
-        best = outcome.settings[0]
+    if outcome.trials:
+        best = max(outcome.trials, key=lambda trial: trial.speedup)
         return (
-            f"Not confirmed: {best.method.label} at length {best.length} is predicted to reach "
-            f"{best.speedup:.2f}x plain decoding, but nothing was decoded to confirm it."
+            f"Not confirmed: {best.candidate.label} reached {best.speedup:.2f}x plain decoding "
+            "where it was tried. Give more --seconds."
         )
     return "Nothing was measured to the end."
 
 
 def report_of(outcome: TuningOutcome) -> Report:
     """Sections for what is there: an interrupted run has fewer."""
-    options, settings, results = outcome.options, outcome.settings, outcome.results
+    options, results = outcome.options, outcome.results
+    trials = sorted(outcome.trials, key=lambda trial: -trial.speedup)
     report = Report(f"Tuning {outcome.model}")
-    if settings:
+    if trials:
         how = f"{options.concurrency} at once, temperature {options.temperature:g}"
-        title = f"Predicted, each method at its best length, {how}"
+        title = f"Each drafter beside plain decoding, adapting its length, {how}"
         left = "; ".join(f"{what}: {why}" for what, why in outcome.left_out)
         report.add(
             "Search",
             *([Text(_NOTES["busy"].format(outcome.unrest), True)] if outcome.unrest > CALM else []),
-            table_of(settings, _searched(outcome), _NOTES["predicted"].format(outcome), title),
+            table_of(trials, _TRIED, _NOTES["tried"].format(outcome), title),
             *([Text(f"Left out: {left}")] if left else []),
         )
     if results and results[0].ratios:
@@ -148,7 +132,6 @@ def report_of(outcome: TuningOutcome) -> Report:
 
 def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
     """Everything as plain values, for ``--json``."""
-    target, settings, results = outcome.target, outcome.settings, outcome.results
     return {
         "model": outcome.model,
         "parameters": outcome.parameters,
@@ -157,39 +140,25 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
         "decision": decision(outcome),
         "confirmed": outcome.chosen is not None,
         "unrest": outcome.unrest,
-        "target_costs": target and to_builtins(_known_costs(outcome)),
-        "search": [record_of(s, _searched(outcome)) for s in settings],
-        "confirmation": [record_of(r, _CONFIRMED) for r in results],
+        "target_costs": outcome.costs and to_builtins(outcome.costs),
+        "search": [record_of(trial, _TRIED) for trial in outcome.trials],
+        "confirmation": [record_of(result, _CONFIRMED) for result in outcome.results],
         "budget": outcome.completed and asdict(outcome.completed),
         "left_out": [{"what": what, "why": why} for what, why in outcome.left_out],
     }
 
 
-def _known_costs(outcome: TuningOutcome) -> KnownCosts:
-    """Of the target, and of the passes of the drafters that were chosen."""
-    target, chosen = outcome.target, outcome.chosen
-    assert target is not None
-    used = () if chosen is None else chosen.finalist.methods
-    return KnownCosts(
-        batches=target.batches,
-        tokens=target.curves[0].tokens,
-        target=tuple(curve.seconds for curve in target.curves),
-        passes={m.family: PassCosts(m.costs.seconds.tokens, m.costs.seconds.seconds) for m in used},
-    )
-
-
 def tuned_settings(outcome: TuningOutcome, llm: LLM) -> TunedSettings:
     """Those of a confirmed outcome; ``llm`` has the target loaded."""
-    chosen = outcome.chosen
-    assert chosen is not None and outcome.target is not None
-    finalist, options, used = chosen.finalist, outcome.options, chosen.finalist.methods
-    best = max(used, key=lambda m: sum(m.survival), default=None)
-    ends = (m.break_even(outcome.target, outcome.largest_batch) for m in used)
+    chosen, costs = outcome.chosen, outcome.costs
+    assert chosen is not None and costs is not None
+    finalist, options, run = chosen.finalist, outcome.options, chosen.run
+    passes = {name: one for trial in finalist.trials for name, one in trial.passes.items()}
     return TunedSettings(
         version=VERSION,
         model=ModelIdentity.of(llm.target),
-        draft=DraftChoice(finalist.spec, finalist.length, finalist.max_length),
-        engine=EngineChoice(max(_BATCH, options.concurrency), "auto"),
+        draft=DraftChoice(finalist.spec, finalist.length, _LONGEST),
+        engine=EngineChoice(outcome.batch, "auto"),
         measured=Measured(
             concurrency=options.concurrency,
             temperature=options.temperature,
@@ -198,12 +167,10 @@ def tuned_settings(outcome: TuningOutcome, llm: LLM) -> TunedSettings:
             plain_tokens_per_second=round(outcome.results[0].rate, 1),
             tokens_per_second=round(chosen.rate, 1),
             speedup=round(chosen.speedup, 3),
-            predicted_speedup=round(finalist.predicted or 0.0, 3),
-            tokens_per_step=round(chosen.run.tokens_per_step, 3),
-            acceptance=tuple(round(rate, 3) for rate in best.levels.rates) if best else (),
-            break_even_batch=max(ends, default=0),
+            tokens_per_step=round(run.tokens_per_step, 3),
+            acceptance=tuple(round(rate, 3) for rate in run.counts.rates),
             why=(decision(outcome),),
         ),
-        costs=_known_costs(outcome),
+        costs=replace(costs, passes=passes),
         machine=MachineIdentity.of(llm.target),
     )
