@@ -39,10 +39,10 @@ def test_json_report_and_trace(arguments: list[str], tmp_path: Path) -> None:
         for phase in phases.values():
             parts = phase["kernels"] + phase["launches"] + phase["python"]
             assert parts == pytest.approx(phase["seconds"])
-        assert phases["target"]["passes"] == pytest.approx(1)
         assert len(item["verdict"]) >= 2
-    assert fast["phases"]["target"]["rows"] == pytest.approx(3)
-    assert fast["phases"]["draft"]["passes"] == pytest.approx(2)
+    targets = [run["phases"]["target"] for run in (plain, fast)]
+    assert 3 <= targets[1]["flops"] / targets[0]["flops"] < 4  # three rows, and their attention
+    assert targets[1]["parameters"] == targets[0]["parameters"] > 0
     assert "Whose time it is" in report.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
     assert record["trace"] == str(trace)

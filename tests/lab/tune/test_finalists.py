@@ -15,7 +15,7 @@ from paceline.lab.tune.candidates import DrafterCandidate
 from paceline.lab.tune.finalists import (
     Confirmation,
     Finalist,
-    Trial,
+    DrafterTrial,
     affordable,
     choose,
     unrest_between,
@@ -32,12 +32,12 @@ PLAIN = Finalist("plain", "none", 0)
 
 def trial(
     label: str, speedup: float, passes: bool = True, levels: int = 4, family: str = ""
-) -> Trial:
+) -> DrafterTrial:
     """One in which every draft had so many levels."""
     counts = {"drafted": 10 * levels, "levels": 10 * levels, "reached_at": [10], "accepted_at": [9]}
     costs = {label: PassCosts((1,), (0.1,))} if passes else {}
     one = DrafterCandidate(label, label, family or label)
-    return Trial(one, timed(1 / speedup, **counts), timed(1.0), costs)
+    return DrafterTrial(one, timed(1 / speedup, **counts), timed(1.0), costs)
 
 
 TRIALS = [

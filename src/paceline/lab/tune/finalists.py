@@ -26,7 +26,7 @@ SIZES = (8, 4, 2, 1)  # prompts of a round
 
 
 @dataclass(frozen=True)
-class Trial:
+class DrafterTrial:
     """A candidate beside ``plain`` decoding, on the same prompts in turns, at an adaptive length.
     ``passes``: what passes of its drafters take, of those that run a model."""
 
@@ -63,7 +63,7 @@ class Finalist:
     label: str
     spec: str
     length: Length
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[DrafterTrial, ...] = ()
     default: bool = False
 
     @property
@@ -76,15 +76,17 @@ class Finalist:
         return PLAIN if self.spec == "none" else f"{self.spec}, length {self.length}"
 
 
-def choose(trials: Sequence[Trial], default: DrafterCandidate | None = None) -> list[Finalist]:
+def choose(
+    trials: Sequence[DrafterTrial], default: DrafterCandidate | None = None
+) -> list[Finalist]:
     """Plain decoding; the ``default`` draft, adapting; the best two families, at their mean length
     and adapting, first those that gain and look text up; a hybrid of the best drafter that looks
     text up and the best that runs a model, if both gain anything."""
-    best: dict[str, Trial] = {}
+    best: dict[str, DrafterTrial] = {}
     for trial in sorted(trials, key=lambda trial: -trial.speedup):
         best.setdefault(trial.candidate.family, trial)
 
-    def adapting(one: DrafterCandidate, *members: Trial) -> Finalist:
+    def adapting(one: DrafterCandidate, *members: DrafterTrial) -> Finalist:
         return Finalist(one.label, one.spec, "auto", members, one.default)
 
     finalists = [Finalist(PLAIN, "none", 0)]

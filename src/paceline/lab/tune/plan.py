@@ -32,7 +32,7 @@ from paceline.lab.tune.finalists import (
     SIZES,
     Confirmation,
     Finalist,
-    Trial,
+    DrafterTrial,
     affordable,
     choose,
     confirmations,
@@ -61,7 +61,7 @@ class TuningOutcome:
     parameters: int
     prompt_count: int = 0
     costs: KnownCosts | None = None
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[DrafterTrial] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     finalists: list[Finalist] = field(default_factory=list)
     heats: list[Heat] = field(default_factory=list)
@@ -282,7 +282,7 @@ class _Tuning:
             merged([heat.outcomes[name] for heat in heats]) for name in (PLAIN, engine.name)
         )
         if run.counts.drafted:
-            self.outcome.trials.append(Trial(candidate, run, plain, passes))
+            self.outcome.trials.append(DrafterTrial(candidate, run, plain, passes))
         else:
             self.outcome.left_out.append((candidate.label, "it drafted nothing for these prompts"))
 

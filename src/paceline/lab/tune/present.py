@@ -20,7 +20,7 @@ from paceline.lab.report.document import (
     table_of,
     times,
 )
-from paceline.lab.tune.finalists import CALM, Confirmation, Trial
+from paceline.lab.tune.finalists import CALM, Confirmation, DrafterTrial
 from paceline.lab.tune.plan import TuningOutcome
 from paceline.llm import LLM
 from paceline.settings.tuned import (
@@ -38,7 +38,7 @@ _LONGEST = 8  # levels of the adaptive length
 _rounded = "{:.0f}".format
 
 
-def _drafting(trial: Trial) -> str:
+def _drafting(trial: DrafterTrial) -> str:
     return share(trial.draft_seconds / trial.step_seconds) if trial.step_seconds else ""
 
 
