@@ -14,8 +14,8 @@ from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.candidates import DrafterCandidate
 from paceline.lab.tune.finalists import (
     Confirmation,
-    Finalist,
     DrafterTrial,
+    Finalist,
     affordable,
     choose,
     unrest_between,
