@@ -238,10 +238,8 @@ def shares(events: Iterable[Any]) -> dict[str, Share]:
             if is_kernel(event.name):
                 phase.kernel_seconds += seconds
                 phase.kernel_calls += 1
-    columns = {
-        name: zip(*map(astuple, steps.values()), strict=True) for name, steps in of_steps.items()
-    }
+    rows = {name: [astuple(share) for share in steps.values()] for name, steps in of_steps.items()}
     return {
-        name: Share(*(len(of_steps[name]) * statistics.median(column) for column in each))
-        for name, each in columns.items()
+        name: Share(*(len(of_phase) * statistics.median(c) for c in zip(*of_phase, strict=True)))
+        for name, of_phase in rows.items()
     }

@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import cycle, islice
 from typing import Any
 
-from paceline.control.adaptive import AdaptiveController
 from paceline.core.params import SamplingParams
 from paceline.errors import DataError, PacelineError
 from paceline.lab.bench.engines import PLAIN, Paceline, Starter
@@ -304,8 +303,8 @@ class _Tuning:
 
 
 def _passes_of(llm: LLM) -> dict[str, PassCosts]:
-    """As the engine measured them when it was made."""
-    controller = llm.engine.controller
-    known = controller.cost.drafters if isinstance(controller, AdaptiveController) else {}
+    """As the engine measured them when it was made; none where its controller has no costs."""
+    cost = getattr(llm.engine.controller, "cost", None)
+    known = {} if cost is None else cost.drafters
     curves = {str(name): costs.seconds for name, costs in known.items() if not costs.costless}
     return {name: PassCosts(curve.tokens, curve.seconds) for name, curve in curves.items()}
