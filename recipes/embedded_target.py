@@ -24,8 +24,8 @@ from paceline.model.loading import load_tokenizer
 from paceline.settings import changed, setting
 from paceline.train.chat import conversation_of
 from paceline.train.configs import DraftConfig
+from paceline.train.data import Windows
 from paceline.train.draft import DraftTrainer
-from paceline.train.losses import rows_that_count
 from paceline.train.records import Records, RefusedError
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
@@ -124,12 +124,10 @@ class TargetTrainer(DraftTrainer):
         model.config.eos_token_id = model.generation_config.eos_token_id = ends
         return model
 
-    def loss(
-        self, inputs: torch.Tensor, targets: torch.Tensor, shares: torch.Tensor, masks: Any
-    ) -> torch.Tensor:
-        logits = self.model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
-        shares, logits, targets = rows_that_count(shares.flatten(), logits, targets.flatten())
-        return (F.cross_entropy(logits.float(), targets, reduction="none") * shares).sum()
+    def loss(self, windows: Windows) -> torch.Tensor:
+        ids, learn = windows.ids.to(self.device), windows.learn[:, 1:].to(self.device)
+        logits = self._student(input_ids=ids[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits[learn].float(), ids[:, 1:][learn])
 
     def about(self) -> str:
         return (

@@ -44,13 +44,17 @@ BEHIND = [
     pytest.param(
         f"datastore:{WEIGHTS['datastore']}", id="datastore"
     ),  # the folder has no fixed name
+    "quantized",
+    "hybrid:medusa:paceline/tiny-medusa+ngram",
+    "hybrid:ngram+eagle3:paceline/tiny-eagle3",
+]
+# Others: forced text is a draft of its own beside theirs.
+BESIDE = [
     "lookahead",
     "recycling",
     "tree:paceline/tiny-draft",
     "tree:paceline/tiny-draft,nodes=8,width=3",
     "quantized:int4,nodes=8,width=3",
-    "hybrid:medusa:paceline/tiny-medusa+ngram",
-    "hybrid:ngram+eagle3:paceline/tiny-eagle3",
     "medusa:paceline/tiny-medusa",
     "eagle:paceline/tiny-eagle",
     "eagle3:paceline/tiny-eagle3",
@@ -84,8 +88,8 @@ def expected(target: LLM) -> list[tuple[list[SamplingParams], list[list[int]]]]:
 @pytest.mark.parametrize(
     "draft",
     [
-        *("paceline/tiny-draft", "hybrid:suffix+ngram", "quantized", "hybrid:suffix+quantized"),
-        *(*BEHIND, *UNLEARNT),
+        *("paceline/tiny-draft", "hybrid:suffix+ngram", "hybrid:suffix+quantized"),
+        *(*BEHIND, *BESIDE, *UNLEARNT),
     ],
 )
 def test_the_text_is_plain_decodings(
@@ -140,8 +144,8 @@ def test_a_drafter_takes_them_into_its_chain(
 
 @pytest.mark.parametrize("draft", BEHIND)
 def test_drafts_go_on_behind_it(target: LLM, draft: str) -> None:
-    """Of lookups, trees and heads: fewer steps for the same text than if what is
-    forced were a draft of its own. A datastore of other texts finds nothing, and costs none."""
+    """Of lookups and chains: fewer steps for the same text than if what is forced were a draft of
+    its own. A datastore of other texts finds nothing, and costs none."""
     schema = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}
     steps, texts = [0, 0], list[list[int]]()
     for takes in (False, True):
@@ -176,7 +180,7 @@ class Fixed:
         pass
 
 
-@pytest.mark.parametrize("draft", [*BEHIND, *UNLEARNT])
+@pytest.mark.parametrize("draft", BEHIND)
 def test_a_tree_has_room_for_what_is_forced(target: LLM, draft: str) -> None:
     """Of any length of drafts, alone and beside others, at any place of the text."""
     item = {"type": "object", "properties": {"is": {"type": "boolean"}}, "required": ["is"]}

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.batch import Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.ngram import NGram, NGramDrafter
@@ -19,7 +17,6 @@ from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.text_index import TAKEN_IN, IndexedDrafter, Predictions
 
 VOCAB, LONG = 500, 8 * TAKEN_IN
-OUT = ModelOutput(torch.empty(0, VOCAB))
 DRAFTERS: list[Callable[[], IndexedDrafter]] = [
     lambda: NGramDrafter("cpu"),
     lambda: NGramDrafter("cpu", NGram(source="prompt")),
@@ -113,40 +110,11 @@ def test_a_prompt_is_taken_in_while_it_is_prefilled(made: Callable[[], IndexedDr
 
 
 @pytest.mark.parametrize("made", DRAFTERS)
-def test_where_nobody_asks_prompts_are_left_alone(made: Callable[[], IndexedDrafter]) -> None:
-    drafter = made()
-    for number in range(300):
-        seq = request(Watched(text(40)), number)
-        seq.cached = 0
-        propose(drafter, seq, scheduled=20, length=0)
-    assert seq.tokens.most() <= 16  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("made", DRAFTERS)
 def test_a_long_text_holds_up_no_other(made: Callable[[], IndexedDrafter]) -> None:
     drafter = made()
     long, short = request(text(LONG)), request(text(200, 1) * 2, 1)
     drafts = propose(drafter, long, short)
     assert drafts[1][0][:8] == short.tokens[:8]
-
-
-def test_finished_outputs_enter_in_parts() -> None:
-    """All that has been written while nobody asked, and an output that is long itself."""
-    drafter = SuffixDrafter("cpu", VOCAB)
-    output = text(LONG // 2)
-    for seq_id in range(3):
-        seq = request([seq_id, 7], seq_id)
-        propose(drafter, seq, length=0)
-        drafter.observe([Commit(seq_id, tuple(output), finish_reason="stop")], OUT)
-        drafter.forget(seq_id)
-    asked = request(output[40:60], 9)
-    sizes = [len(drafter.memory().index)]
-    for _ in range(3 * LONG // 2 // TAKEN_IN + 1):
-        drafts = propose(drafter, asked)
-        sizes.append(len(drafter.memory().index))
-    steps = [after - before for before, after in pairwise(sizes)]
-    assert max(steps) <= TAKEN_IN and sizes[-1] == 3 * (len(output) + 2)
-    assert drafts[0][0][:4] == output[60:64]
 
 
 def test_a_long_prediction_enters_in_parts() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.draft.text_index import TextIndex, open_index
 from paceline.kernels.lookup import Lookup, NativeTextIndex, functions
+from support.searched_index import SearchedIndex
 
 LENGTHS = (1, 2, 4, 8, 16, 32)
 SUFFIXES = Lookup(LENGTHS, 64, factor=2.0, offset=1.0)
@@ -47,7 +48,7 @@ def shares(text: list[int], string: tuple[int, ...]) -> dict[int, float]:
 @settings(max_examples=60, deadline=None)
 def test_suffixes_follow_the_longest_match(text: list[int], depth: int) -> None:
     lengths = tuple(length for length in LENGTHS if length <= depth)
-    index = TextIndex(Lookup(lengths, depth, factor=2.0, offset=1.0))
+    index = SearchedIndex(Lookup(lengths, depth, factor=2.0, offset=1.0))
     tokens, parents, matched = index.suffixes(text, (), levels=4, nodes=9)
     assert matched == longest_brute(text, depth)
     assert bool(tokens) == (matched > 0)
@@ -71,7 +72,7 @@ def test_suffixes_follow_the_longest_match(text: list[int], depth: int) -> None:
 
 
 def test_frequent_goes_before_recent_and_recent_before_old() -> None:
-    index = TextIndex(Lookup(LENGTHS, 64, factor=9.0))
+    index = SearchedIndex(Lookup(LENGTHS, 64, factor=9.0))
     for following in (7, 8, 7, 9):
         index.extend([1, 2, following])
         index.finish()
@@ -79,7 +80,7 @@ def test_frequent_goes_before_recent_and_recent_before_old() -> None:
 
 
 def test_a_match_never_crosses_texts() -> None:
-    index = TextIndex(SUFFIXES)
+    index = SearchedIndex(SUFFIXES)
     for text in ([1, 2], [3, 4]):
         index.extend(text)
         index.finish()
@@ -88,7 +89,7 @@ def test_a_match_never_crosses_texts() -> None:
 
 
 def test_the_better_of_two_texts_drafts() -> None:
-    own, memory = TextIndex(SUFFIXES), TextIndex(SUFFIXES)
+    own, memory = SearchedIndex(SUFFIXES), SearchedIndex(SUFFIXES)
     memory.extend([1, 2, 3, 4, 5, 6, 7])
     assert own.suffixes([3, 9, 2, 3], (), 4, 4, memory)[0] == [4, 5, 6, 7]
     assert own.suffixes((), (), 4, 4)[0] == [9, 2, 3]
@@ -103,7 +104,7 @@ class Both:
     """An index of each kind: whatever one is told the other is told, and they answer alike."""
 
     def __init__(self, rule: Lookup) -> None:
-        self.plain = TextIndex(rule)
+        self.plain = SearchedIndex(rule)
         self.native: Any = NativeTextIndex(functions(), rule)
 
     def tell(self, name: str, *told: Any) -> None:
@@ -231,3 +232,12 @@ def test_without_kernels_texts_are_searched(monkeypatch: pytest.MonkeyPatch) -> 
     assert index.suffixes([1, 2, 3, 1, 2], (), 3, 3)[0] == [3, 1, 2]
     ends: Sequence[int] = (1, 2)
     assert index.ngrams((), ends, 2, 4)[0] == [3, 1]
+
+
+def test_without_kernels_the_longer_match_drafts() -> None:
+    own, memory = TextIndex(SUFFIXES), TextIndex(SUFFIXES)
+    for text in ([8, 9], [1, 2, 3, 4]):
+        memory.extend(text)
+        memory.finish()
+    assert own.suffixes([3, 9, 2, 3], (), 4, 6, memory) == ([4], (-1,), 2)
+    assert own.suffixes([9], (), 2, 4, memory)[:1] == ([2, 3],)

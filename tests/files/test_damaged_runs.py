@@ -149,7 +149,7 @@ def test_a_damaged_token_stream_is_made_again(
     before = file.read_bytes()
     file.write_bytes(damage(before))
     again = new_trainer(corpus, tmp_path)
-    assert (again.mixture.streams[0].ids == first.mixture.streams[0].ids).all()
+    assert (again.documents.streams[0].ids == first.documents.streams[0].ids).all()
     assert file.read_bytes() == before
 
 

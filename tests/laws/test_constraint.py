@@ -126,8 +126,17 @@ class Follows(NoneTwice):
         return torch.arange(self.vocab) == last + 1 if last < 2 else super().allowed(path)
 
 
-def below_forced(make, depth, below=TokenTree.below):
-    """Drafts of ``make(levels)`` below the chain that is forced, as the drafters' trees are."""
+def below_chain(tree, chain):
+    """The tree below a chain of tokens that are certain."""
+    above, tokens, q = len(chain), torch.tensor(chain, dtype=torch.int64), tree.q
+    if q is not None:
+        q = torch.cat([torch.nn.functional.one_hot(tokens, q.shape[1]).to(q.dtype), q])
+    parents = (*range(-1, above - 1), *(parent + above for parent in tree.parents))
+    return replace(tree, tokens=torch.cat([tokens, tree.tokens]), parents=parents, q=q)
+
+
+def below_forced(make, depth, below=below_chain):
+    """Drafts of ``make(levels)`` below the chain that is forced."""
 
     def propose(table):
         vocab, run, node = table.shape[1], [], 0
@@ -185,7 +194,7 @@ def test_forgetting_how_tokens_below_were_drawn_is_noticed(case):
 
     def evenly(tree, run):
         q = torch.full_like(tree.q, 1 / tree.q.shape[1])
-        return replace(tree, q=q).below(run)
+        return below_chain(replace(tree, q=q), run)
 
     make, method = BELOW[case]
     setting = forcing(PARAMS["plain"])

@@ -1,4 +1,4 @@
-"""Reading corpora: formats, licences, bad files, and the mixture."""
+"""Reading corpora: formats, licences, and bad files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gzip
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from embedded_target import own_text, train_tokenizer
 from paceline import DataError
 from paceline.train.configs import PromptSelection
-from paceline.train.data import Mixture, Stream, encode_stream
+from paceline.train.data import encode_stream
 from paceline.train.prompts import prompts_of
 from paceline.train.records import Records, Source
 from support.heard_stages import heard
@@ -132,38 +131,6 @@ def test_conversations_are_rendered_in_turns() -> None:
     assert (
         own_text({"text": "User: hi\n\nAssistant: yo"}) == "<|user|>hi<|end|><|assistant|>yo<|end|>"
     )
-
-
-def numbers(start: int, stop: int) -> Stream:
-    """Ids that are numbers, of which the odd ones are to be learnt."""
-    ids = np.arange(start, stop, dtype=np.uint16)
-    return Stream("numbers", ids, ids % 2 == 1, np.array([0]))
-
-
-def test_batches_depend_on_seed_and_step_only() -> None:
-    streams = [numbers(0, 100), numbers(1000, 1100)]
-    first, second, other = (Mixture(streams, [3, 1], seed, 8) for seed in (5, 5, 6))
-    first.windows(0, 4, 8)
-    batch, _ = first.windows(7, 4, 8)
-    assert (batch == second.windows(7, 4, 8)[0]).all()
-    assert (batch != first.windows(8, 4, 8)[0]).any()
-    assert (batch != other.windows(7, 4, 8)[0]).any()
-
-
-def test_batches_are_windows_in_the_given_shares() -> None:
-    streams = [numbers(0, 100), numbers(1000, 1100)]
-    batch, learn = Mixture(streams, [3, 1], 0, 8).windows(0, 4000, 8)
-    assert batch.shape == (4000, 9)
-    assert batch.dtype == np.int64
-    assert (np.diff(batch, axis=1) == 1).all()
-    assert (learn == (batch % 2 == 1)).all()
-    share = (batch[:, 0] < 1000).mean()
-    assert abs(share - 0.75) < 0.04
-
-
-def test_a_stream_shorter_than_a_window_is_an_error() -> None:
-    with pytest.raises(DataError, match="only 9 tokens"):
-        Mixture([numbers(0, 9)], [1], 0, 8)
 
 
 def foreign_tokenizer() -> PreTrainedTokenizerFast:

@@ -8,9 +8,7 @@ from enum import Enum
 from functools import lru_cache
 
 import torch
-from torch.nn.functional import one_hot
 
-from paceline.core.transfer import to_device
 from paceline.errors import ConfigError
 
 
@@ -131,20 +129,6 @@ class TokenTree:
             return self
         q = None if self.q is None else self.q.to(device)
         return replace(self, tokens=self.tokens.to(device), q=q)
-
-    def below(self, chain: Sequence[int]) -> TokenTree:
-        """The tree below a chain of tokens that are certain."""
-        above, q, known = len(chain), self.q, self.known
-        if not above:
-            return self
-        tokens = to_device(chain, self.tokens.device)
-        return replace(
-            self,
-            tokens=torch.cat([tokens, self.tokens]),
-            parents=(*chain_parents(above), *(parent + above for parent in self.parents)),
-            q=q if q is None else torch.cat([one_hot(tokens, q.shape[1]).to(q.dtype), q]),
-            known=known if known is None else (*chain, *known),
-        )
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> TokenTree:

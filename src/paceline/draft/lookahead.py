@@ -34,7 +34,7 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.base import LookupDrafter, States, forced_run
+from paceline.draft.base import LookupDrafter, States
 from paceline.draft.spec import DraftSpec, Loading, Prepared, option
 from paceline.draft.trees.shape import merge
 
@@ -91,7 +91,6 @@ class LookaheadDrafter(LookupDrafter):
         super().__init__(device)
         spec = spec or Lookahead()
         self._window, self._ngram, self._candidates = spec.window, spec.ngram, spec.candidates
-        self.takes_forced = spec.window - 1
 
     def max_nodes(self, length: int) -> int:
         if not length:
@@ -114,20 +113,15 @@ class LookaheadDrafter(LookupDrafter):
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         seq, length = item.seq, item.draft_length
-        state, forced = self.states.of(seq, self.begin), forced_run(item)
-        if len(forced) >= min(self._window, length):
-            return (), ()  # it ends in no column's head
-        # In place of the guesses: what stands there.
-        for column, token in zip(state.columns, [seq.tokens[-1], *forced], strict=False):
-            column[0] = token
-        last = state.columns[len(forced)][0]
+        state, last = self.states.of(seq, self.begin), seq.tokens[-1]
+        state.columns[0][0] = last
         used = [
             column[: self._limit(j, length)] for j, column in enumerate(state.columns[: length + 1])
         ]
         heads = [column[0] for column in used[1:]]
         paths = [[*heads[:j], *column[1:]] for j, column in enumerate(used)]
         known = reversed(state.pool.get(last, ()))
-        candidates = [[*forced, *rest][:length] for rest in known]
+        candidates = [rest[:length] for rest in known]
         tokens, parents = merge([*candidates, *paths])
         node_of = {index: node for node, index in enumerate(zip(parents, tokens, strict=True))}
         state.nodes = len(tokens)

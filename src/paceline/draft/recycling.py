@@ -21,7 +21,7 @@ from paceline.core.ranking import top
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.draft.base import LookupDrafter, States, forced_run
+from paceline.draft.base import LookupDrafter, States
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
 from paceline.draft.trees.grow import levels_of
 from paceline.draft.trees.shape import Shape, best_shape
@@ -109,7 +109,6 @@ class RecyclingDrafter(LookupDrafter):
         self._vocab, self._k = vocab, k
         chances = (*CHANCES, *(CHANCES[-1],) * k)[:k]
         self._shape = best_shape((chances,) * DEPTH, spec.nodes)
-        self.takes_forced = self._shape.depth - 1
         self._shared: ByAdapter[Matrix] | None = ByAdapter() if spec.share else None
         self._asked = False  # in this step
         self._idle = 0  # steps since drafts were asked for
@@ -124,26 +123,23 @@ class RecyclingDrafter(LookupDrafter):
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         self._asked = any(item.draft_length for item in plan.slices)
-        # Of each its forced text, the token before the tree, and the tree's levels.
-        ready: list[tuple[int, Sequence[int], int, int, _State]] = []
+        ready: list[tuple[int, int, int, _State]] = []  # of each the tree's root and its levels
         for index, item in enumerate(plan.slices):
             state = self.states.of(item.seq, self.begin)
             state.tokens = None
             if not (item.decodes and item.draft_length):
                 continue
-            forced = forced_run(item)
-            root = (forced or item.seq.tokens)[-1]
-            levels = min(item.draft_length, self._shape.depth) - len(forced)
-            if levels > 0 and root in state.matrix.known:
-                ready.append((index, forced, root, levels, state))
+            root, levels = item.seq.tokens[-1], min(item.draft_length, self._shape.depth)
+            if root in state.matrix.known:
+                ready.append((index, root, levels, state))
         trees = [self._empty] * len(plan.slices)
         for group in _by_matrix(ready):
             shape = self._shape.cut(max(levels for *_, levels, _ in group))
-            roots = [root for _, _, root, _, _ in group]
+            roots = [root for _, root, _, _ in group]
             tokens = group[0][-1].matrix.grow(roots, shape)
-            for row, (index, forced, _, levels, state) in zip(tokens, group, strict=True):
+            for row, (index, _, levels, state) in zip(tokens, group, strict=True):
                 parents = shape.cut(levels).parents  # the first levels come first
-                trees[index] = TokenTree(row[: len(parents)], parents).below(forced)
+                trees[index] = TokenTree(row[: len(parents)], parents)
                 state.tokens = trees[index].tokens
         return trees
 

@@ -5,8 +5,6 @@ Oliaro, Jia, Campos and Qiao 2024 (SuffixDecoding, arXiv 2411.04975); Snowflake'
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from paceline.core.adapter import Adapter, ByAdapter
 from paceline.core.batch import Commit, ModelOutput, Slice
 from paceline.core.sequence import SequenceView
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
-from paceline.draft.text_index import TAKEN_IN, IndexedDrafter, TextIndex, open_index
+from paceline.draft.text_index import IndexedDrafter, TextIndex, open_index
 from paceline.errors import ConfigError, DataError, ModelLoadError, VocabularyMismatchError
 from paceline.files import replace_files
 from paceline.kernels.lookup import Draft, Ids, Lookup
@@ -78,44 +76,19 @@ class Suffix(DraftSpec):
 
 
 class Memory:
-    """Finished outputs in an index of at most ``capacity`` tokens; new ones wait to be indexed."""
+    """Finished outputs in an index of at most ``capacity`` tokens."""
 
     def __init__(self, index: TextIndex, capacity: int) -> None:
         self.index, self._capacity = index, capacity
-        self.waiting: deque[Sequence[int]] = deque()
-        self._entering: Sequence[int] = ()  # the output that is indexed in part
-
-    @property
-    def waits(self) -> bool:
-        """Whether there are outputs to be indexed."""
-        return bool(self._entering or self.waiting)
 
     def add(self, text: Sequence[int]) -> None:
-        """An output to be indexed. Drops those that would not stay, where no step drafts and so
-        none is indexed."""
-        self.waiting.append(text)
-        if len(self.waiting) % 64 == 0:
-            total = sum(map(len, self.waiting))
-            while total > self._capacity and self.waiting:
-                total -= len(self.waiting.popleft())
-
-    def take_in(self, most: float = math.inf) -> None:
-        """Index up to ``most`` waiting tokens; drop the oldest outputs that no longer fit."""
-        index, capacity = self.index, self._capacity
-        while most > 0 and self.waits:
-            self._entering = self._entering or self.waiting.popleft()
-            if len(self._entering) > capacity:
-                self._entering = ()
-                continue
-            entered = index.open_tokens
-            while len(index) - entered + len(self._entering) > capacity:
-                index.drop_oldest()  # before: never above the capacity
-            part = self._entering[entered : int(min(entered + most, len(self._entering)))]
-            index.extend(part)
-            most -= len(part)
-            if index.open_tokens == len(self._entering):
-                index.finish()
-                self._entering = ()
+        """Take in an output; the oldest that no longer fit are dropped before."""
+        if len(text) > self._capacity:
+            return
+        while len(self.index) + len(text) > self._capacity:
+            self.index.drop_oldest()
+        self.index.extend(text)
+        self.index.finish()
 
 
 class SuffixDrafter(IndexedDrafter):
@@ -123,8 +96,7 @@ class SuffixDrafter(IndexedDrafter):
     proposes the draft that expects more accepted tokens. Saved is the memory without adapter.
 
     A finished request's output enters the memory with the last tokens of its prompt; a cancelled
-    one's does not. Beyond ``max_tokens`` the oldest outputs are dropped. Long texts and outputs are
-    indexed in parts, ``TAKEN_IN`` tokens a step.
+    one's does not. Beyond ``max_tokens`` the oldest outputs are dropped.
     """
 
     name = "suffix"
@@ -146,9 +118,7 @@ class SuffixDrafter(IndexedDrafter):
     @property
     def stored_tokens(self) -> int:
         """Tokens in the memory of requests without adapter."""
-        memory = self.memory()
-        memory.take_in()
-        return len(memory.index)
+        return len(self.memory().index)
 
     def memory(self, adapter: Adapter | None = None) -> Memory:
         """The earlier outputs of an adapter's requests."""
@@ -167,10 +137,6 @@ class SuffixDrafter(IndexedDrafter):
     def take_in(self, slices: Sequence[Slice]) -> None:
         for item in slices:
             self.states.of(item.seq, self.begin)
-        for item in slices:
-            memory = self._texts[item.seq.seq_id][1]
-            if memory.waits and item.draft_length and item.decodes:
-                memory.take_in(TAKEN_IN)
         super().take_in(slices)
 
     def _open(self) -> TextIndex:
@@ -192,7 +158,7 @@ class SuffixDrafter(IndexedDrafter):
         return index.suffixes(fresh, end, length, self.max_nodes(length), memory)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Extend the texts; finished ones wait for the memory."""
+        """Extend the texts; finished ones enter the memory."""
         for commit in commits:
             if commit.seq_id in self._texts:
                 text, memory = self._texts[commit.seq_id]
@@ -212,9 +178,7 @@ class SuffixDrafter(IndexedDrafter):
         target = self._file if path is None else Path(path)
         if target is None:
             raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")
-        memory = self.memory()
-        memory.take_in()
-        ids = [token for text in memory.index.texts() for token in (*text, -1)]
+        ids = [token for text in self.memory().index.texts() for token in (*text, -1)]
         tensors = {_TEXTS: torch.tensor(ids, dtype=torch.int32)}
         content, _ = as_bytes({**tensors, _SIZE: torch.tensor(self._vocab_size)})
         replace_files({target: content}, "the suffix tree", _is_tree)
@@ -223,9 +187,8 @@ class SuffixDrafter(IndexedDrafter):
     def load(self, path: str | Path) -> None:
         """Add the texts of a saved tree. Raises DataError for other or damaged files,
         VocabularyMismatchError."""
-        memory = self.memory()
-        memory.waiting += _read(Path(path), self._vocab_size)
-        memory.take_in()
+        for text in _read(Path(path), self._vocab_size):
+            self.memory().add(text)
 
 
 def _is_tree(file: Path) -> bool:

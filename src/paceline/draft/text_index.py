@@ -1,7 +1,7 @@
 """Indexes of texts for lookups, and the drafts that lookups give.
 
-``open_index`` makes one in the kernels' library if that can be loaded. ``TextIndex`` does the same
-by searching all texts; the other is tested against it.
+``open_index`` makes one in the kernels' library if that can be loaded. ``TextIndex`` searches all
+texts instead; of n-grams it finds the same.
 
 A request may bring drafts with it. Where its grammar leaves one text (keys, quotes and brackets of
 a schema), that is the draft (jump-forward decoding, Zheng et al. 2023, arXiv 2312.07104). OpenAI's
@@ -11,11 +11,11 @@ wherever the answer rejoins it.
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle, islice, takewhile
 from operator import itemgetter
 
 import numpy as np
@@ -38,13 +38,11 @@ from paceline.draft.trees.shape import merge
 from paceline.kernels.lookup import Draft, Ids, Lookup, NativeTextIndex, functions
 
 _END = -1  # after every finished text
-# The next three are also in csrc/lookup.cpp.
+# The next two are also in csrc/lookup.cpp.
 _OCCURRENCES = 4  # latest ones of an n-gram: on our prompts more gained nothing
 BRANCH = 2  # nodes of an n-gram's candidates after the first
-_LATEST = 64  # occurrences of a suffix that are compared
-TAKEN_IN = 1024  # tokens of all texts that are indexed in a step: 3 ms for n-grams
+TAKEN_IN = 1024  # tokens of a text that are indexed in a step: a millisecond or two
 _ASIDE = 64  # new tokens that are indexed with a lookup
-_FOLLOWED = 256  # plans without a lookup after which prompts are no longer indexed
 
 
 class TextIndex:
@@ -99,12 +97,7 @@ class TextIndex:
             ends = self._latest(text, length, _OCCURRENCES)
             match = match or (length if ends else 0)
             positions += [match_end for match_end in ends if match_end not in positions]
-        stream = self._stream
-        # Past the end of the text they repeat.
-        chains = [
-            [stream[match_end + step % (len(stream) - match_end)] for step in range(levels)]
-            for match_end in positions
-        ]
+        chains = [self._going_on(match_end, levels) for match_end in positions]
         return *merge(chains, nodes, BRANCH), match
 
     def suffixes(
@@ -113,13 +106,18 @@ class TextIndex:
         """The likeliest continuations of the newest text's longest suffix, in its own texts or in
         ``memory``, whichever expects more accepted tokens. Best first by the product of shares
         along the path; at most ``levels`` levels, ``nodes`` and ``factor * match + offset`` nodes,
-        none less likely than ``min_prob``. ``fresh`` and ``end`` as in ``ngrams``."""
-        self.extend(fresh)
-        text = list(end or self._end())
-        drafts = [
-            index._grown(text, levels, nodes) for index in (self, memory) if index is not None
-        ]
-        return max(drafts, key=lambda ends: ends[0])[1]
+        none less likely than ``min_prob``. ``fresh`` and ``end`` as in ``ngrams``. A search of all
+        texts has no time for shares: here it is what ``ngrams`` finds for the longer match."""
+        own = self.ngrams(fresh, end, levels, nodes)
+        if memory is None:
+            return own
+        other = memory.ngrams((), end or self._end(), levels, nodes)
+        return max(own, other, key=itemgetter(2))
+
+    def _going_on(self, start: int, levels: int) -> list[int]:
+        """The tokens of a text from a position on; past the end of the newest they repeat."""
+        behind = takewhile(lambda token: token != _END, cycle(self._stream[start : start + levels]))
+        return list(islice(behind, levels))
 
     def _end(self) -> Sequence[int]:
         return self._stream[len(self._stream) - min(self.open_tokens, self.rule.depth) :]
@@ -137,60 +135,6 @@ class TextIndex:
         latest: list[int] = ends[ends < self.rule.stop][::-1][:most].tolist()
         return latest
 
-    def _longest(self, text: Sequence[int]) -> tuple[list[int], int]:
-        """The latest occurrences of the longest suffix, and its length. Only occurrences of the
-        longest match of the known lengths are compared: older, longer ones can be missed."""
-        for length in reversed(self.rule.lengths):
-            positions = self._latest(text, length, _LATEST)
-            if positions:
-                matches = [self._match(text, begin) for begin in positions]
-                best = max(matches)
-                return [
-                    p for p, match in zip(positions, matches, strict=True) if match == best
-                ], best
-        return [], 0
-
-    def _match(self, text: Sequence[int], end: int) -> int:
-        """Tokens of the text's end that stand before an occurrence."""
-        most = min(end, len(text), self.rule.depth)
-        pairs = ((self._stream[end - back], text[-back]) for back in range(1, most + 1))
-        return next((n for n, (pair, other) in enumerate(pairs) if pair != other), most)
-
-    def _grown(self, text: list[int], levels: int, nodes: int) -> tuple[float, Draft]:
-        """A draft, and the expected number of its tokens that are accepted."""
-        stream, rule = self._stream, self.rule
-        positions, match = self._longest(text)
-        nodes = min(nodes, int(rule.factor * match + rule.offset)) if match else 0
-        tokens, parents, paths = list[int](), list[int](), list[list[int]]()
-        heap: list[tuple[float, int, int, int, list[int]]] = []
-        ticket = 0  # breaks ties: first come, first served
-        path, chance, score = list[int](), 1.0, 0.0
-        while len(tokens) < nodes:
-            if len(path) < levels:
-                positions = [p for p in positions if p < len(stream) and stream[p] != _END]
-                if not positions:  # where the text ends: as if the path were appended
-                    positions, _ = self._longest([*text, *path])
-                following: dict[int, list[int]] = {}
-                for begin in positions:
-                    following.setdefault(stream[begin], []).append(begin + 1)
-                # Frequent ones first, then recent ones.
-                for token, behind in sorted(following.items(), key=lambda item: -len(item[1])):
-                    share = len(behind) / len(positions)
-                    if chance * share < rule.min_prob:
-                        break  # the others are no likelier
-                    ticket += 1
-                    parent = len(tokens) - 1 if path else -1
-                    heapq.heappush(heap, (-chance * share, ticket, parent, token, behind))
-            if not heap:
-                break
-            negative, _, parent, token, positions = heapq.heappop(heap)
-            path, chance = [*(paths[parent] if parent >= 0 else ()), token], -negative
-            tokens.append(token)
-            parents.append(parent)
-            paths.append(path)
-            score += chance
-        return score, (tokens, tuple(parents), match)
-
 
 def open_index(rule: Lookup) -> TextIndex:
     """An empty index, in the kernels' library if that can be loaded."""
@@ -204,29 +148,17 @@ class IndexedDrafter(LookupDrafter):
     are prefilled, the rest beside the first lookups."""
 
     takes_forced = ANY_FORCED
-    _unasked = 0  # plans since a draft was wanted
     states: States[TextIndex]
 
     def take_in(self, slices: Sequence[Slice]) -> None:
-        """A step's share of texts for which drafts are wanted now or after their prefill; those
-        that lack least first, so no text holds up another."""
-        asked = any(item.draft_length and item.decodes for item in slices)
-        self._unasked = 0 if asked else self._unasked + 1
-        if self._unasked > _FOLLOWED:
-            return
-        lacking: list[tuple[int, TextIndex, Sequence[int]]] = []
+        """The next part of each text for which drafts are wanted now or after its prefill."""
         for item in slices:
             seq = item.seq
             if item.draft_length if item.decodes else seq.params.may_draft:
                 index = self.states.of(seq, self.begin)
-                missing = len(seq.tokens) - index.open_tokens
-                if missing > _ASIDE:
-                    lacking.append((missing, index, seq.tokens))
-        left = TAKEN_IN
-        for _, index, tokens in sorted(lacking, key=itemgetter(0)):
-            part = tokens[index.open_tokens : index.open_tokens + left]
-            index.extend(part)
-            left -= len(part)
+                known = index.open_tokens
+                if len(seq.tokens) - known > _ASIDE:
+                    index.extend(seq.tokens[known : known + TAKEN_IN])
 
     def guess(self, item: Slice) -> Guess:
         """What is found, behind the text that a grammar forces there."""

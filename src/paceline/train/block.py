@@ -79,7 +79,7 @@ class BlockTrainer(ChainHeadTrainer):
 
     # -- loss ----------------------------------------------------------------------------------
 
-    def loss(self, seen: Observed) -> torch.Tensor:
+    def loss_of(self, seen: Observed) -> torch.Tensor:
         config, drafts = self.config, self.head.config.drafts
         probs, row_of = self.target_probs(seen)
         starts, _ = DraftStarts.of(seen.learn).every(config.stride, self.step)
@@ -89,17 +89,15 @@ class BlockTrainer(ChainHeadTrainer):
         for j, weight in enumerate(falling(config.step_decay, drafts)):
             before = ids[starts.ahead(1 + j)]
             logits = self.logits(outputs[:, j], before)
-            step = (1 - config.tv_weight) * loss_ahead(starts, j, learn, logits, probs, row_of)
+            tv_weight = config.tv_weight
+            step = loss_ahead(starts, j, learn, logits, probs, row_of, tv_weight=tv_weight)
             if config.kind == "dspark":
                 wanted = starts.inside(2 + j) & learn[starts.ahead(2 + j)]
                 target = probs[row_of[starts.ahead(1 + j)]].float()
-                lost = total_variation(target, logits.float().softmax(-1))
+                lost = total_variation(target, logits.detach().float().softmax(-1))
                 chance = self.head.confidence(outputs[:, j], before).float()
-                unsure = F.binary_cross_entropy_with_logits(
-                    chance, 1 - lost.detach(), reduction="none"
-                )
-                added = config.tv_weight * lost + config.confidence_weight * unsure
-                step = step + (added * wanted).mean()
+                unsure = F.binary_cross_entropy_with_logits(chance, 1 - lost, reduction="none")
+                step = step + config.confidence_weight * (unsure * wanted).mean()
             result = result + weight * step
         return result
 

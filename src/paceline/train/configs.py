@@ -42,11 +42,11 @@ class TrainConfig:
     loss_on: str = _data(
         "assistant", "What is learnt of conversations.", choices=("assistant", "all")
     )
-    seq_len: int = _schedule(256, "Tokens of a training window.", low=1)
+    seq_len: int = _schedule(256, "Longest piece of a document, in tokens.", low=1)
     long_every: int = _schedule(
-        10, "Every so many steps windows of --max-positions; 0: never.", low=0
+        10, "Every so many steps, documents joined to --max-positions; 0: never.", low=0
     )
-    max_positions: int = _schedule(1024, "Longest context.", low=1)
+    max_positions: int = _schedule(1024, "Longest of joined documents, and context.", low=1)
     batch_tokens: int = _schedule(8192, "Tokens a step.", low=1)
     micro_tokens: int = _schedule(2048, "Tokens of one forward pass.", low=1)
     steps: int = _schedule(1500, "Steps in all.", low=1)
@@ -90,14 +90,13 @@ class DraftConfig(TrainConfig):
         metavar="FOLDER",
         shown="a new one of the shape below",
     )
-    loss: str = _loss(
-        "kl",
-        "kl: learns fast. tv: total variation, the chance of rejection itself; best to finish "
-        "with. mixed: both.",
-        choices=("kl", "tv", "mixed"),
+    tv_weight: float = _loss(
+        0.0,
+        "Share of total variation, the chance of rejection itself: 0 learns fast, 1 is best to "
+        "finish with.",
+        low=0,
+        high=1,
     )
-    tv_weight: float = _loss(0.5, "Share of total variation in the mixed loss.", low=0, high=1)
-    text_weight: float = _loss(0.0, "Share of the text itself.", low=0, high=1)
     parallel: bool = _loss(
         False, "Learn to draft --draft-length tokens in one pass, behind tokens of one kind (PARD)."
     )
@@ -117,11 +116,7 @@ class HeadConfig(TrainConfig):
         "Keep what the target says about each document on disk, for several passes.",
         flags=("--cache-features/--stream-features",),
     )
-    seq_len: int = _general("seq_len", 1024, help="Longest piece of a document, in tokens.")
-    long_every: int = _general(
-        "long_every", 10, help="Every so many steps, documents joined to --max-positions; 0: never."
-    )
-    max_positions: int = _general("max_positions", 1024, help="Longest of joined documents.")
+    seq_len: int = _general("seq_len", 1024)
     batch_tokens: int = _general("batch_tokens", 4096)
     steps: int = _general("steps", 1000)
     adam_lr: float = _general("adam_lr", 0.003)

@@ -1,11 +1,11 @@
 """Data files as streams of token ids, one a file, with a mask of what is to be learnt, and pieces
-of them: random windows for draft models, documents for heads.
+of their documents in batches.
 
 A record holds ``messages``, ``conversations`` or ``turns``, which the target's chat template
 writes; ``text``, perhaps in turns (``turns_of``); or ``ids``, of which the first ``prompt`` were
-given. Heads are trained on documents from their first token, in batches of like length: in a window
-from the middle of a text the target has not read what stands before, so its features are none that
-decoding meets.
+given. Drafts are trained on documents from their first token, in batches of like length: in a
+window from the middle of a text the target has not read what stands before, so its features are
+none that decoding meets.
 """
 
 from __future__ import annotations
@@ -223,44 +223,13 @@ def write_stream(file: Path, stream: Stream) -> None:
                 np.lib.format.write_array(part, np.asarray(value))
 
 
-class Mixture:
-    """Random windows from weighted token streams; batch n depends only on (seed, n). Raises
-    DataError if a stream has no window of ``seq_len`` tokens and its last target."""
-
-    def __init__(
-        self, streams: Sequence[Stream], weights: Sequence[float], seed: int, seq_len: int
-    ) -> None:
-        for stream in streams:
-            if len(stream.ids) < seq_len + 2:
-                raise DataError(
-                    f"{stream.name} has only {len(stream.ids)} tokens of text, but a window takes "
-                    f"{seq_len + 2}; give more text or a shorter --seq-len"
-                )
-        self.streams = list(streams)
-        self.weights = np.array(weights) / sum(weights)
-        self.seed = seed
-        self.longest = min(len(stream.ids) for stream in streams) - 2  # windows of all files
-
-    def windows(self, step: int, batch_size: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """int64 ``[batch_size, seq_len + 1]``, inputs and, shifted by one, their targets; and
-        bool of the same shape, which of them are to be learnt."""
-        rng = np.random.default_rng((self.seed, step))
-        ids, learn = [], []
-        for index in rng.choice(len(self.streams), size=batch_size, p=self.weights):
-            stream = self.streams[index]
-            start = rng.integers(0, len(stream.ids) - seq_len - 1)
-            ids.append(stream.ids[start : start + seq_len + 1])
-            learn.append(stream.learn[start : start + seq_len + 1])
-        return np.stack(ids).astype(np.int64), np.stack(learn)
-
-
 SHORTEST = 4  # tokens: with fewer there is nowhere to draft from
 
 
 @dataclass(frozen=True)
 class Windows:
     """Pieces of text side by side: ``ids`` int64 ``[B, W]``, shorter ones padded at the end, and
-    ``learn`` bool ``[B, W]``, the tokens that a head shall learn to draft."""
+    ``learn`` bool ``[B, W]``, the tokens to be learnt."""
 
     ids: torch.Tensor
     learn: torch.Tensor

@@ -8,9 +8,7 @@ divergence (Hinton et al. 2015) bounds it and learns fast from nothing; total va
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,16 +21,10 @@ from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.tokenizer import differences
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, context_of, walk
 from paceline.train.configs import DraftConfig as DraftConfig
-from paceline.train.data import Mixture
-from paceline.train.losses import distillation_loss, rows_that_count
+from paceline.train.data import Windows
+from paceline.train.losses import distribution_loss, mixed_probs
 from paceline.train.trainer import Trainer, run_name, save_model
 from paceline.train.unrolled import MaskedRows
-
-_LOSSES = {
-    "kl": "the KL divergence",
-    "tv": "total variation",
-    "mixed": "KL divergence and total variation",
-}
 
 
 class DraftTrainer(Trainer):
@@ -44,12 +36,9 @@ class DraftTrainer(Trainer):
     config: DraftConfig
     noun = "draft"
     model: PreTrainedModel
-    long_len: int  # tokens of a long window
 
     def check(self) -> None:
         config = self.config
-        if config.text_weight + config.argmax_weight > 1:
-            raise ConfigError("text_weight and argmax_weight must be shares that sum to at most 1")
         misfit = config.hidden_size % (2 * config.heads) or config.heads % config.kv_heads
         if config.init is None and misfit:
             raise ConfigError(
@@ -59,22 +48,17 @@ class DraftTrainer(Trainer):
 
     def prepare(self) -> None:
         self.tokenizer = self._tokenizer()
-        self.begin()
         self.drafts_for = self._load(self.config.model).requires_grad_(False)
-        limits = [context_of(model, sys.maxsize) for model in (self.model, self.drafts_for)]
-        self.long_len = max(self.config.seq_len, min(self.long_len, *limits))
+        self._teacher = self.compiled_form(self.drafts_for)
+        self.begin(context_of(self.drafts_for, sys.maxsize))
 
-    def begin(self) -> None:
-        """Read the data and make the model, once there is a tokenizer."""
-        config = self.config
-        streams = [self.stream_of(source) for source in self.sources]
-        weights = [source.weight for source in self.sources]
-        self.mixture = Mixture(streams, weights, config.seed, config.seq_len)
-        self.long_len = max(config.seq_len, min(config.max_positions, self.mixture.longest))
-        torch.manual_seed(config.seed)
+    def begin(self, context: int = sys.maxsize) -> None:
+        """Make the model and read the data, once there is a tokenizer; ``context``: the target's
+        longest."""
+        torch.manual_seed(self.config.seed)
         self.learner = self.model = self.new_model().train()
-        # Two shapes (short and long windows), each compiled once; needs a C++ compiler on CPU.
-        self._loss = torch.compile(self.loss, dynamic=False) if self.compiled else self.loss
+        self._student = self.compiled_form(self.model)
+        self.read_data(min(context, context_of(self.model, context)))
 
     # -- set-up ----------------------------------------------------------------------------
 
@@ -146,45 +130,24 @@ class DraftTrainer(Trainer):
         mask, count = self.model.config.pard_token, self.config.draft_length
         return MaskedRows.of(mask, seq_len, count, generator=dropped)
 
-    def loss(
-        self,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        shares: torch.Tensor,
-        masks: MaskedRows | None,
-    ) -> torch.Tensor:
-        """Loss of inputs, next tokens and their shares of it, ``[rows, seq_len]``."""
-        config, read = self.config, {"input_ids": inputs}
-        positions: Any = slice(None)
+    def loss(self, windows: Windows) -> torch.Tensor:
+        ids, learn = windows.ids.to(self.device), windows.learn[:, 1:].to(self.device)
+        inputs = ids[:, :-1].contiguous()
+        masks = self._masks(inputs.shape[1])
+        read, positions = {"input_ids": inputs}, torch.arange(inputs.shape[1])
         if masks is not None:
             read, positions = masks.inputs(inputs), masks.positions
-            shares = shares * (inputs.shape[1] / len(positions))
-        logits = self.model(**read, use_cache=False).logits.flatten(0, 1)
-        targets, shares = (part[:, positions].flatten() for part in (targets, shares))
+        rows = learn[:, positions].flatten().nonzero()[:, 0]
+        logits = self._student(**read, use_cache=False).logits.flatten(0, 1)[rows]
         with torch.no_grad():
-            teacher = self.drafts_for(input_ids=inputs, use_cache=False).logits
+            teacher = self._teacher(input_ids=inputs, use_cache=False).logits
             teacher = teacher[:, positions].flatten(0, 1)
         width = min(logits.shape[1], teacher.shape[1])  # either may be padded
-        shares, logits, teacher, targets = rows_that_count(
-            shares, logits[:, :width], teacher[:, :width], targets
-        )
-        tv_weight = {"kl": 0.0, "tv": 1.0, "mixed": config.tv_weight}[config.loss]
-        weights = config.text_weight, config.argmax_weight, tv_weight
-        return (distillation_loss(logits, teacher, targets, *weights) * shares).sum()
-
-    def losses(self) -> Iterator[torch.Tensor]:
-        config = self.config
-        seq_len = self.long_len if self.is_long(self.step) else config.seq_len
-        rows = max(1, config.batch_tokens // seq_len)
-        ids, learn = self.mixture.windows(self.step, rows, seq_len)
-        windows = torch.from_numpy(ids).to(self.device)
-        shares = torch.from_numpy(learn).to(self.device)[:, 1:].float()
-        shares /= shares.sum().clamp(min=1)
-        size = max(1, config.micro_tokens // seq_len)
-        for start in range(0, len(windows), size):
-            part = windows[start : start + size]
-            inputs, masks = part[:, :-1].contiguous(), self._masks(seq_len)
-            yield self._loss(inputs, part[:, 1:], shares[start : start + size], masks)
+        share = self.config.argmax_weight
+        probs = mixed_probs(rows, lambda some: teacher[some, :width], share)
+        weights = torch.full((len(rows),), 1 / len(rows), device=rows.device)
+        index, tv_weight = torch.arange(len(rows), device=rows.device), self.config.tv_weight
+        return distribution_loss(logits[:, :width], probs, index, weights, tv_weight=tv_weight)
 
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
         # A drafted token counts only where all before it were right, so one forward over the
@@ -212,7 +175,6 @@ class DraftTrainer(Trainer):
         return (
             f"A draft model for `{run_name(config.model)}`: {type(self.model).__name__} "
             f"with {self.model.num_parameters():,} parameters, trained by Paceline from {start} on "
-            f"{_LOSSES[config.loss]} from the target's probabilities, in bf16 with float32 master "
-            "weights. It speaks the target's vocabulary: "
-            "`paceline generate --model TARGET --draft FOLDER`."
+            "the target's probabilities, in bf16 with float32 master weights. It speaks the "
+            "target's vocabulary: `paceline generate --model TARGET --draft FOLDER`."
         )

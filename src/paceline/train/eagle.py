@@ -129,7 +129,7 @@ class EagleTrainer(ChainHeadTrainer):
 
     # -- loss ----------------------------------------------------------------------------------
 
-    def loss(self, seen: Observed) -> torch.Tensor:
+    def loss_of(self, seen: Observed) -> torch.Tensor:
         config, head = self.config, self.head
         if config.version == 3 and head.config.has_lm_head:
             head.lm_head.requires_grad_(self.step >= config.frozen_steps)

@@ -27,7 +27,7 @@ from paceline.train.acceptance import (
     walk,
 )
 from paceline.train.configs import HeadConfig
-from paceline.train.data import Documents, Windows
+from paceline.train.data import Windows
 from paceline.train.losses import mixed_probs
 from paceline.train.reading import FeatureCache, NativeReader, Observed
 from paceline.train.trainer import Trainer, run_name
@@ -54,20 +54,13 @@ class HeadTrainer(Trainer):
         self.target.requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
         self.head_shape = self.head_config()  # before data is read
-        streams = [self.stream_of(source) for source in self.sources]
-        context = context_of(self.target, config.max_positions)
-        rows = min(config.seq_len, context)  # tokens of a piece of a document
-        self.long_rows = max(rows, min(config.max_positions, context))  # and of joined ones
-        weights = [source.weight for source in self.sources]
-        self.documents = Documents(streams, weights, config.seed, rows)
+        self.read_data(context_of(self.target, config.max_positions))
         torch.manual_seed(config.seed)
         self.learner = self.head = self.new_head().to(self.device, dtype)
         self._head_is_product = self._is_product()
         # Without the head: its product of one row a window copies the whole weight.
-        self._forward = self.target.base_model if self._head_is_product else self.target
-        if self.compiled:
-            # Documents have many lengths: one compilation for all. CPU needs a C++ compiler.
-            self._forward = torch.compile(self._forward, dynamic=True)
+        forward = self.target.base_model if self._head_is_product else self.target
+        self._forward = self.compiled_form(forward)
         self._reader: NativeReader | None = None
         if self.device.type == "cpu" and not self.compiled and self._head_is_product:
             self._reader = NativeReader.of(self.target, config.model)
@@ -95,7 +88,7 @@ class HeadTrainer(Trainer):
         """A head of ``head_shape`` with its first weights."""
 
     @abstractmethod
-    def loss(self, seen: Observed) -> torch.Tensor:
+    def loss_of(self, seen: Observed) -> torch.Tensor:
         """Mean loss over the positions that drafts start from."""
 
     @abstractmethod
@@ -193,21 +186,9 @@ class HeadTrainer(Trainer):
 
     # -- the loop ------------------------------------------------------------------------------
 
-    def _batch(self, step: int) -> list[Windows]:
-        """The windows of a step, in parts that one forward takes."""
-        config, documents = self.config, self.documents
-        numbers = documents.batch(step, config.batch_tokens)
-        if self.is_long(step):
-            return documents.joined(numbers, self.long_rows)
-        return documents.windows(numbers, config.micro_tokens)
-
-    def losses(self) -> Iterator[torch.Tensor]:
-        parts = self._batch(self.step)
-        drafts = sum(part.drafts for part in parts)
-        for part in parts:
-            kept = None if self.is_long(self.step) else self._cache  # joined ones do not come again
-            seen = self.observe_windows(part) if kept is None else kept.look(part)
-            yield self.loss(seen) * (part.drafts / drafts)
+    def loss(self, windows: Windows) -> torch.Tensor:
+        kept = None if self.is_long(self.step) else self._cache  # joined ones do not come again
+        return self.loss_of(self.observe_windows(windows) if kept is None else kept.look(windows))
 
     def seen_of(self, text: WrittenText) -> Observed:
         """What the target says about a held-out text; looked at once."""

@@ -75,7 +75,7 @@ class MedusaTrainer(HeadTrainer):
 
     # -- loss ----------------------------------------------------------------------------------
 
-    def loss(self, seen: Observed) -> torch.Tensor:
+    def loss_of(self, seen: Observed) -> torch.Tensor:
         config = self.config
         starts, learn = DraftStarts.of(seen.learn), seen.learn.flatten()
         probs, row_of = self.target_probs(seen)

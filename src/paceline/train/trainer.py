@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from paceline.model.tensorfile import add_checksums
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
 from paceline.train.checkpoint import alone_in, previous, read_state, write_state
 from paceline.train.configs import TrainConfig
-from paceline.train.data import Stream, token_stream
+from paceline.train.data import Documents, Windows, token_stream
 from paceline.train.records import Source
 
 _MAX_NORM = 1.0  # of all gradients together
@@ -175,8 +175,8 @@ class Trainer(ABC):
         """Load and make everything but optimizers."""
 
     @abstractmethod
-    def losses(self) -> Iterator[torch.Tensor]:
-        """The step's mean loss in parts, one forward each."""
+    def loss(self, windows: Windows) -> torch.Tensor:
+        """Mean loss of some windows, which one forward takes."""
 
     @abstractmethod
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
@@ -202,10 +202,21 @@ class Trainer(ABC):
         known = (getattr(self.tokenizer, f"{kind}_token_id") for kind in kinds)
         return next((token for token in known if token is not None), 0)
 
-    def stream_of(self, source: Source) -> Stream:
-        """The tokens of a file of the run, which has its ``tokenizer`` by then."""
+    def read_data(self, context: int) -> None:
+        """Read the documents to learn from, for models that take ``context`` tokens; needs the
+        tokenizer."""
         config, folder = self.config, self.out / "tokens"
-        return token_stream(folder, source, self.tokenizer, config.exclude_licenses, config.loss_on)
+        given = self.tokenizer, config.exclude_licenses, config.loss_on
+        streams = [token_stream(folder, source, *given) for source in self.sources]
+        rows = min(config.seq_len, context)  # tokens of a piece of a document
+        self.long_rows = max(rows, min(config.max_positions, context))  # and of joined ones
+        weights = [source.weight for source in self.sources]
+        self.documents = Documents(streams, weights, config.seed, rows)
+
+    def compiled_form(self, module: Any) -> Any:
+        """A module as it runs. Documents have many lengths: one compilation for all, which takes a
+        C++ compiler on a processor."""
+        return torch.compile(module, dynamic=True) if self.compiled else module
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -241,10 +252,20 @@ class Trainer(ABC):
         every = self.config.long_every
         return every > 0 and step % every == every - 1
 
+    def parts(self, step: int) -> list[Windows]:
+        """The windows of a step, in parts that one forward takes."""
+        config, documents = self.config, self.documents
+        numbers = documents.batch(step, config.batch_tokens)
+        if self.is_long(step):
+            return documents.joined(numbers, self.long_rows)
+        return documents.windows(numbers, config.micro_tokens)
+
     def train_step(self) -> float:
         """One optimizer step; returns the mean loss over what is to be learnt."""
-        total_loss = 0.0
-        for loss in self.losses():
+        total_loss, parts = 0.0, self.parts(self.step)
+        drafts = sum(part.drafts for part in parts)
+        for part in parts:
+            loss = self.loss(part) * (part.drafts / drafts)
             loss.backward()  # type: ignore[no-untyped-call]
             total_loss += float(loss.detach())
         self.optimizer.step(learning_rate_scale(self.step, self.config.steps, self.config.warmup))

@@ -112,7 +112,7 @@ class BlockDrafter(OnePassDrafter, FeatureDrafter):
         parents, seen = _within(config.block_size, config.causal, device)
         masks = [self._mask] * (config.block_size - 1)
         blocks = [
-            Span.of(tree.item.seq.seq_id, tree.text, (), parents, [last, *masks], ancestors=seen)
+            Span.of(tree.item.seq.seq_id, tree.base, (), parents, [last, *masks], ancestors=seen)
             for tree in trees
             for last in tree.item.seq.tokens[-1:]
         ]
@@ -121,7 +121,7 @@ class BlockDrafter(OnePassDrafter, FeatureDrafter):
         count = max(self._policy.depth(tree.item.draft_length) for tree in trees)
         outputs = outputs[:, :count]
         logits = self._step.logits(outputs)
-        lasts = to_device([[*t.item.seq.tokens[-1:], *t.forced][-1] for t in trees], device)
+        lasts = to_device([tree.item.seq.tokens[-1] for tree in trees], device)
         self._after = {
             tree.item.seq.seq_id: _Block(*block)
             for tree, *block in zip(trees, outputs, logits, lasts[:, None], strict=True)
@@ -186,8 +186,7 @@ class DSparkDrafter(BlockDrafter):
         for tree, done in zip(trees, finished, strict=True):
             block, tokens = self._after[tree.item.seq.seq_id], done.tree.tokens
             before = torch.cat((block.last, tokens[:-1]))
-            outputs = block.outputs[len(tree.forced) :][: len(tokens)]
-            chances = self.head.confidence(outputs, before).float().sigmoid()
+            chances = self.head.confidence(block.outputs[: len(tokens)], before).float().sigmoid()
             sure.append((chances.cumprod(0) >= self.stop).sum())
         lengths = torch.stack(sure).tolist()  # a second wait for the device, which knows the shapes
         return [_cut(done, max(1, length)) for done, length in zip(finished, lengths, strict=True)]

@@ -24,7 +24,6 @@ import torch
 
 from paceline.core.batch import ModelOutput, Span
 from paceline.core.sequence import SEQUENCE_IDS
-from paceline.core.transfer import to_device
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
 from paceline.draft.heads.features import FeatureDrafter, FeatureRows, HeadSpec, on_features
@@ -126,29 +125,17 @@ class EagleDrafter(FeatureDrafter):
         return self._step.growth
 
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
-        """Run the rows whose features have arrived, then what is forced, in one pass."""
-        logits = self._run(spans, trees, self._taken(spans), fused=False)
-        rows = [row for row, tree in enumerate(trees) if tree.forced]
-        if rows:
-            some = [trees[row] for row in rows]
-            runs = [Span.of(tree.item.seq.seq_id, tree.text, tree.forced) for tree in some]
-            logits.index_copy_(0, to_device(rows, logits.device), self._below(runs, some))
-        return self._narrow(logits)
+        """Run the rows whose features have arrived."""
+        return self._narrow(self._run(spans, trees, self._taken(spans), fused=False))
 
     def _level(self, trees: list[Growing]) -> Logits:
-        """Run the newest nodes of some trees."""
-        return self._narrow(self._below([tree.newest() for tree in trees], trees))
-
-    def _below(self, spans: Sequence[Span], trees: Sequence[Growing]) -> torch.Tensor:
-        """Run rows of some trees, each with its parent's output as its feature; all that is forced
-        has that of the token before it: one pass, and no less is accepted than by one for each."""
-        inputs = []
-        for span, tree in zip(spans, trees, strict=True):
-            assert tree.outputs is not None
+        """Run the newest nodes of some trees, each with its parent's output as its feature."""
+        spans, inputs = [tree.newest() for tree in trees], []
+        for tree in trees:
             outputs, above = tree.outputs, tree.above
-            outputs = outputs if above is None else outputs.index_select(0, above)
-            inputs.append(outputs.expand(span.pending or -1, -1))
-        return self._run(spans, trees, torch.cat(inputs), fused=True)
+            assert outputs is not None
+            inputs.append(outputs if above is None else outputs.index_select(0, above))
+        return self._narrow(self._run(spans, trees, torch.cat(inputs), fused=True))
 
     def _run(
         self, spans: Sequence[Span], trees: Sequence[Growing], inputs: torch.Tensor, fused: bool

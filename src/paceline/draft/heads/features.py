@@ -26,7 +26,7 @@ from paceline.draft.spec import (
     option,
     reduced,
 )
-from paceline.draft.trees.grow import Growing, Logits, Narrow
+from paceline.draft.trees.grow import Logits, Narrow
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import LayerShape, PagedCache, bytes_per_token
@@ -207,9 +207,6 @@ class FeatureDrafter(LevelDrafter):
         shared = self.cache.admit(seq.seq_id, keys, adapter=seq.adapter_number)
         state.rows = keys[:shared]
         state.drop(max(0, shared - state.start))
-
-    def _with_run(self, tree: Growing, span: Span) -> Span:
-        return span  # the target's features of what is forced are not known
 
     def _taken(self, spans: Sequence[Span]) -> torch.Tensor:
         """The features ``[T, layers * hidden]`` that become rows in these spans."""

@@ -27,7 +27,6 @@ from paceline.core.sampling import Rows, needs_paths
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of
-from paceline.draft.base import forced_run
 from paceline.draft.heads.medusa_head import FILES, load_medusa
 from paceline.draft.spec import (
     DraftSpec,
@@ -139,7 +138,6 @@ class MedusaDrafter:
 
     def __post_init__(self) -> None:
         self.features: tuple[int, ...] = (self.target.num_layers,)
-        self.takes_forced = self.shapes[-1].depth - 1
         # By sequence that may draft: a step's last hidden states [T, width], its row, its position.
         self._seen: dict[int, tuple[torch.Tensor, int, int] | None] = {}
         self._empty = TokenTree.empty(self.target.device)
@@ -217,18 +215,13 @@ class MedusaDrafter:
         return trees
 
     def _grown(self, item: Slice, logits: torch.Tensor) -> TokenTree:
-        """A tree grown level by level, for distributions that depend on the path: behind what a
-        grammar forces, for which the first heads stand."""
-        shape = self._shape(item.draft_length)
-        run = forced_run(item)[: shape.depth - 1]
-        tree = StaticTree(item, shape.cut(shape.depth - len(run)), logits.device)
-        tree.forced = run
+        """A tree grown level by level, for distributions that depend on the path."""
+        tree = StaticTree(item, self._shape(item.draft_length), logits.device)
 
         def following(trees: Sequence[Growing]) -> torch.Tensor:
             return logits[tree.depth].expand(tree.rows, -1)
 
-        grown = grow([tree], following([tree]), following, self.generator)[0].tree
-        return grown.below(run)
+        return grow([tree], following([tree]), following, self.generator)[0].tree
 
     # -- observing ---------------------------------------------------------------------------
 

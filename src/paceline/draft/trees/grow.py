@@ -61,12 +61,11 @@ class Growing(ABC):
     int64: tokens of the newest expanded nodes. ``above`` int64: the row, among the newest expanded
     nodes before, of each one's parent; None if they are those rows.
 
-    ``forced``: tokens between the committed ones and the tree; ``base``: rows of both in the
-    drafter's cache. ``outputs [rows, H]``: an EAGLE head's outputs at the newest rows.
+    ``base``: rows of the text in the drafter's cache. ``outputs [rows, H]``: an EAGLE head's
+    outputs at the newest rows.
     """
 
     samples: bool
-    forced: Sequence[int] = ()
 
     def __init__(self, item: Slice, width: int, device: torch.device, base: int) -> None:
         self.item, self.width, self.base = item, width, base
@@ -84,13 +83,8 @@ class Growing(ABC):
 
     @property
     def depth(self) -> int:
-        """Of the newest expanded nodes, or of what is forced before there are any."""
-        return len(self.forced) + sum(depths_of(self.expanded_parents)[-1:])
-
-    @property
-    def text(self) -> int:
-        """Committed tokens in the drafter's cache."""
-        return self.base - len(self.forced)
+        """Of the newest expanded nodes; 0 before there are any."""
+        return sum(depths_of(self.expanded_parents)[-1:])
 
     @property
     def rows(self) -> int:
@@ -99,8 +93,7 @@ class Growing(ABC):
 
     def first(self, span: Span) -> Span:
         """What to run before the first candidates; ``span``: the tokens not read yet."""
-        more = self.forced and [*span.tokens, *self.forced]
-        return Span.of(span.seq_id, span.context, more, adapter=span.adapter) if more else span
+        return span
 
     def newest(self, nodes: torch.Tensor | None = None, adapter: Adapter | None = None) -> Span:
         """The newest expanded nodes; ``nodes``: their tokens in the drafter's own vocabulary."""
@@ -117,8 +110,7 @@ class Growing(ABC):
             path.insert(0, tokens if rows is None else tokens[rows])
             if above is not None:
                 rows = above if rows is None else above[rows]
-        forced = to_device(self.forced, self.fresh.device).expand(self.rows, -1)
-        return torch.cat([forced, *(tokens.unsqueeze(1) for tokens in path)], 1)
+        return torch.stack(path, 1) if path else self.fresh.new_empty(self.rows, 0)
 
     def plain_size(self) -> tuple[int, int, int] | None:
         """Depth, width and nodes of a tree that needs no draws: the likeliest candidates (with a

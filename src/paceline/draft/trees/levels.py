@@ -46,7 +46,7 @@ class LevelDrafter(ABC):
     features: tuple[int, ...] = ()
     reads_logits = False
     adapts = False  # its model runs with a request's adapter
-    _along = True  # its chains take in what a grammar forces wherever it comes
+    _along = True  # its chains follow a grammar, and take in what that forces
 
     def __init__(self, levels: Levels, max_positions: int) -> None:
         """``max_positions``: longest context of the model."""
@@ -75,16 +75,17 @@ class LevelDrafter(ABC):
         for item, span in zip(plan.slices, known, strict=True):
             if span is not None and span.wants_logits:
                 base = span.context + span.pending
-                given = self._ending(item.seq), self._forced(item), sequences
+                along = item.seq.constraint is not None and self.takes_forced > 0
+                given = self._ending(item.seq), along, sequences
                 trees.append(self._policy.start(item, self.cache.device, base, *given))
-                span = self._with_run(trees[-1], span)
+                span = trees[-1].first(span)
             if span is not None:
                 spans.append(span)
         grown: dict[int, TokenTree] = {}
         for tree, done in zip(trees, self._grow(trees, spans), strict=True):
-            seq, whole = tree.item.seq, _with_forced(tree, done)
-            self._confidences.proposed(seq.seq_id, seq.params, whole)
-            grown[seq.seq_id] = self._finish(tree.item, whole)
+            seq = tree.item.seq
+            self._confidences.proposed(seq.seq_id, seq.params, done)
+            grown[seq.seq_id] = self._finish(tree.item, done)
         return [grown.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
     def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
@@ -147,23 +148,13 @@ class LevelDrafter(ABC):
 
     @property
     def takes_forced(self) -> int:
-        """So many tokens that a grammar forces become part of its trees."""
-        return self._policy.depth(_DEEPEST) - 1 if self._follows_grammars() else 0
+        """So many tokens that a grammar forces become part of its chains."""
+        along = self._along and self._policy.chain and self._follows_grammars()
+        return self._policy.depth(_DEEPEST) - 1 if along else 0
 
     def _follows_grammars(self) -> bool:
         # States of recurrent layers are kept for pending tokens and nodes alone.
         return self.cache.states is None
-
-    def _forced(self, item: Slice) -> Sequence[int] | None:
-        """As in ``Policy.start``."""
-        constraint = item.seq.constraint
-        if constraint is None or not self.takes_forced:
-            return ()
-        return None if self._along and self._policy.chain else constraint.forced() or ()
-
-    def _with_run(self, tree: Growing, span: Span) -> Span:
-        """What to run before the first level: the tokens not read yet, and what is forced."""
-        return tree.first(span)
 
     @property
     def prefers_seeds(self) -> bool:
@@ -242,11 +233,3 @@ class LevelDrafter(ABC):
         finally:
             for seq in seqs:
                 cache.free(seq.seq_id)
-
-
-def _with_forced(tree: Growing, done: GrownTree) -> GrownTree:
-    """The finished tree below what was forced, whose rows stand before it."""
-    above = len(tree.forced)
-    slots = (*range(above), *(slot + above if slot >= 0 else -1 for slot in done.slots))
-    scores = (*[0.0] * above, *done.scores) if done.scores else ()
-    return GrownTree(done.tree.below(tree.forced), slots, scores) if above else done

@@ -47,7 +47,7 @@ class OnePassDrafter(LevelDrafter):
 
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
         """Run the text and its masks: logits of the first drafted token."""
-        ends = {t.item.seq.seq_id: t.text + self._room(t.item.draft_length) for t in trees}
+        ends = {t.item.seq.seq_id: t.base + self._room(t.item.draft_length) for t in trees}
         known = [(span, span.context + span.pending) for span in spans]
         masked = [self._masked(span, ends.get(span.seq_id, end) - end) for span, end in known]
         return self._drafted(masked, trees)

@@ -146,29 +146,21 @@ class Policy:
         device: torch.device,
         base: int = 0,
         ending: Ending = WHOLE,
-        forced: Sequence[int] | None = (),
+        along: bool = False,
         sequences: int = 1,
     ) -> Growing:
         """An empty tree for a sequence with a draft length above 0, of so many that decode;
-        ``base`` as in Growing. ``forced``: what a grammar forces before the tree; None: a chain
-        takes it in wherever it comes."""
+        ``base`` as in Growing. ``along``: a chain along its grammar."""
         length = self.depth(item.draft_length)
-        if forced is None:
+        if along:
             return GrammarChain(item, length, device, base, ending)
-        run = forced[: length - 1]
-        base, length = base + len(run), length - len(run)
-        nodes = self.max_nodes(item.draft_length, sequences) - len(run)
-        tree: Growing
         if not self.nodes:
-            tree = StaticTree(item, self.shape.cut(length), device, base)
-        elif draws_unseeded(item.seq.params):
-            tree = StaticTree(item, sampled_shape(nodes, length), device, base)
-        else:
-            most = max(1, self.nodes // sequences) if self.shared else self.width
-            width = min(self.width, most)
-            tree = DynamicTree(item, length, width, nodes, device, base, ending)
-        tree.forced = run
-        return tree
+            return StaticTree(item, self.shape.cut(length), device, base)
+        nodes = self.max_nodes(item.draft_length, sequences)
+        if draws_unseeded(item.seq.params):
+            return StaticTree(item, sampled_shape(nodes, length), device, base)
+        most = max(1, self.nodes // sequences) if self.shared else self.width
+        return DynamicTree(item, length, min(self.width, most), nodes, device, base, ending)
 
 
 @lru_cache(maxsize=256)
