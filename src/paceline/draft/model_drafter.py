@@ -1,22 +1,19 @@
-"""Running a draft model: level by level, in one pass, or on a text of its own tokens."""
+"""Running a draft model: level by level, or in one pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
-from paceline.core.transfer import to_device
-from paceline.core.tree import TokenTree, children_of, paths_of
+from paceline.core.tree import TokenTree
 from paceline.draft.base import States
 from paceline.draft.trees.grow import Growing, Logits
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.draft.trees.one_pass import OnePassDrafter
-from paceline.draft.trees.shape import merge
-from paceline.draft.vocabulary import Match, Shadow, SharedVocabulary
+from paceline.draft.vocabulary import SharedVocabulary
 from paceline.model.backends.base import GrownTree, Growth
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import path_moves
@@ -183,58 +180,3 @@ class ParallelDrafter(OnePassDrafter, ModelDrafter):
 
     def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
         return super()._finish(item, replace(done, slots=()))  # no node has a cache row
-
-
-class StringDrafter(ModelDrafter):
-    """Drafts for shadows of the sequences and translates trees by their text: each path is
-    tokenised again, and paths that begin alike share nodes."""
-
-    prefers_seeds = False  # a shadow is not sampled
-    takes_forced = 0
-
-    def __init__(
-        self, model: CausalModel, levels: Levels, match: Match, deliver_to: torch.device
-    ) -> None:
-        size = model.vocab_size
-        super().__init__(model, levels, SharedVocabulary(size, size), deliver_to)
-        covered = f"shared tokens {100 * match.share:.0f} % of text"
-        self._vocabulary.description = f"string-level match, {covered}"
-        self._match = match
-        self._shadows: States[Shadow] = States()
-
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        slices = tuple(self._shadow(item).slice_of(item) for item in plan.slices)
-        drafts = super().propose(Plan(slices))
-        parts = [draft.tokens for draft in drafts if len(draft)]
-        values = iter(torch.cat(parts).tolist() if parts else ())
-        pairs = zip(plan.slices, drafts, strict=True)
-        return [self._translated(item, d, list(islice(values, len(d)))) for item, d in pairs]
-
-    def _shadow(self, item: Slice) -> Shadow:
-        return self._shadows.of(item.seq, lambda seq: Shadow(seq.seq_id, self._match))
-
-    def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
-        if not tokens:
-            return self._empty
-        text, length = self._shadows[item.seq.seq_id].text, item.draft_length
-        pairs = zip(paths_of(draft.parents), children_of(draft.parents), strict=True)
-        leaves = ([tokens[node] for node in path] for path, below in pairs if not below)
-        proposals = (text.proposal(leaf)[:length] for leaf in leaves)
-        merged, parents = merge(proposals, self.max_nodes(length))
-        return TokenTree(to_device(merged, draft.tokens.device), parents)
-
-    def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """The draft keeps settled tokens and reads its drafts again as text."""
-        for commit in commits:
-            state, shadow = self._states.get(commit.seq_id), self._shadows.get(commit.seq_id)
-            if state is not None and shadow is not None:
-                length = len(shadow.text.settled)
-                del state.tokens[length:]
-                state.read = len(state.tokens)
-                state.cached, state.slots = min(state.cached, length), ()
-                if commit.seq_id in self.cache:
-                    self.cache.commit(commit.seq_id, state.tokens, state.cached)
-
-    def forget(self, seq_id: int) -> None:
-        self._shadows.pop(seq_id, None)
-        super().forget(seq_id)

@@ -72,15 +72,14 @@ class DraftContext:
         self,
         shapes: list[LayerShape],
         dtype: torch.dtype,
-        share: bool = True,
         device: torch.device | None = None,
         rope_switch: int | None = None,
     ) -> PagedCache:
-        """A cache for a drafter's layers, of as many tokens as the target's. ``share``: share
-        prefixes if the target's does; ``device``: None for the target's."""
+        """A cache for a drafter's layers, of as many tokens as the target's. ``device``: None for
+        the target's."""
         pool, device = self.cache, device or self.cache.device
         size = pool.num_blocks, pool.block_size
-        return PagedCache(shapes, *size, dtype, device, pool.shares and share, rope_switch)
+        return PagedCache(shapes, *size, dtype, device, pool.shares, rope_switch)
 
     def generator_on(self, device: torch.device) -> torch.Generator:
         """Randomness of requests without a seed, on any device."""

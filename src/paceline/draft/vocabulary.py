@@ -1,37 +1,23 @@
 """Drafts with another vocabulary: which tokens both have, and how ids are translated.
 
-Timor et al. 2025 (arXiv 2502.05202). Tokens are the same if they stand for the same bytes. Where
-these cover most text, the draft proposes from the intersection alone ("token-level intersection"):
-its logits are mapped to the target's ids before anything is drawn, so q is exact, renormalised over
-the intersection.
-
-Elsewhere the draft model writes in its vocabulary, and the target tokenises the text ("string-level
-exact match"): this works for any two tokenizers that decode what they encode. Drafts are then the
-draft's likeliest tokens, also for sampled requests: without common ids there is no q, so trees are
-POINT. Texts are on the host: one more synchronisation per draft.
+Timor et al. 2025 (arXiv 2502.05202). Tokens are the same if they stand for the same bytes. The
+draft proposes from the intersection alone ("token-level intersection"): its logits are mapped to
+the target's ids before anything is drawn, so q is exact, renormalised over the intersection.
 """
 
 from __future__ import annotations
 
-import codecs
-import logging
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
-from paceline.core.batch import Slice
-from paceline.core.params import SamplingParams
-from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.errors import VocabularyMismatchError
 from paceline.model.tokenizer import Tokenizer, TokenSpeller, differences
-
-ENOUGH = 0.5  # from here on token by token: measured, see docs/contributing/decisions.md
 
 # What users ask of models: a story, a question with an answer, numbers, code, other languages.
 SAMPLE = Path(__file__).parents[1] / "assets" / "vocabulary_sample.txt"
@@ -72,8 +58,8 @@ class SharedVocabulary:
 
 
 class TokenTexts:
-    """The bytes of each token of a tokenizer, and encoding in the middle of a text.
-    ``strings[id]``: bytes of an ordinary token; ``special[id]``: name of a special one."""
+    """The bytes of each token of a tokenizer. ``strings[id]``: bytes of an ordinary token;
+    ``special[id]``: name of a special one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -112,23 +98,6 @@ class TokenTexts:
         return b"".join(
             self.strings[i] if i in self.strings else self.special.get(i, "").encode() for i in ids
         )
-
-    def after(self, lead: str, text: str) -> list[int] | None:
-        """Ids of ``text`` where it follows ``lead``; None if a token spans the border."""
-        ids = self.encode(lead + text)
-        # Some tokenizers put a space before the first word.
-        surplus = len(self.spelt(ids)) - len((lead + text).encode())
-        border = len(lead.encode()) + max(0, surplus) if lead else 0
-        position = 0
-        for column, index in enumerate(ids):
-            if position == border:
-                return ids[column:]
-            position += len(self.spelt((index,)))
-        return [] if position == border else None
-
-    def reads_back(self, text: str) -> bool:
-        """Whether decoding an encoded text gives it back."""
-        return self.spelt(self.encode(text)).removeprefix(b" ") == text.encode()
 
     def spell(self, string: bytes) -> list[int]:
         """``string`` in the longest tokens, greedily from the left; skips unknown bytes."""
@@ -172,10 +141,9 @@ def overlap(target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sam
 
 @dataclass(frozen=True)
 class Match:
-    """What two vocabularies have in common, and the method to use. ``pairs``: target id -> draft
-    id; ``share``: how much of text these cover."""
+    """What two vocabularies have in common. ``pairs``: target id -> draft id; ``share``: how much
+    of text these cover."""
 
-    method: Literal["intersection", "string"]
     target: TokenTexts
     draft: TokenTexts
     pairs: dict[int, int]
@@ -183,16 +151,12 @@ class Match:
 
 
 def match_vocabularies(
-    target: Named,
-    draft: Named,
-    tokenizer: Tokenizer,
-    draft_tokenizer: Tokenizer,
-    method: str = "auto",
+    target: Named, draft: Named, tokenizer: Tokenizer, draft_tokenizer: Tokenizer
 ) -> Match | None:
-    """How to translate; None if the ids agree and "auto" is asked for. Raises
-    VocabularyMismatchError if no (or not this) method is lossless and useful."""
+    """How to translate; None if the ids agree. Raises VocabularyMismatchError for a draft with too
+    few embeddings, or nothing in common."""
     differing = differences(tokenizer, draft_tokenizer)
-    if not differing and method == "auto":
+    if not differing:
         if draft.vocab_size < (count := len(tokenizer.get_vocab())):
             raise VocabularyMismatchError(
                 f"draft {draft.name} has only {draft.vocab_size} embeddings for {count} tokens; "
@@ -207,26 +171,12 @@ def match_vocabularies(
     }
     sample = SAMPLE.read_text(encoding="utf-8")
     share = overlap(ours, theirs, pairs, sample)
-    unreadable = [
-        f"the tokenizer of {model.name} does not give text back as it was"
-        for model, texts in ((target, ours), (draft, theirs))
-        if not texts.reads_back(sample)
-    ]
-    tokenwise = method == "intersection" or (method == "auto" and share >= ENOUGH)
-    if (tokenwise and share == 0) or (not tokenwise and unreadable):
-        reasons = [f"shared tokens cover {100 * share:.0f} % of text", *unreadable]
+    if share == 0:
         raise VocabularyMismatchError(
-            f"draft {draft.name} and target {target.name} differ in {differing or 'nothing'}; "
-            f"{', and '.join(reasons)}; use a draft of the same family"
+            f"draft {draft.name} and target {target.name} differ in {differing}; no shared token "
+            "occurs in text; use a draft of the same family"
         )
-    logging.getLogger("paceline.draft.vocabulary").info(
-        "draft %s and target %s differ in %s; shared tokens cover %.0f %% of text",
-        draft.name,
-        target.name,
-        differing,
-        100 * share,
-    )
-    return Match("intersection" if tokenwise else "string", ours, theirs, pairs, share)
+    return Match(ours, theirs, pairs, share)
 
 
 class Intersection(SharedVocabulary):
@@ -262,114 +212,3 @@ class Intersection(SharedVocabulary):
 
     def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._source[tokens]
-
-
-# Between two words: every tokenizer begins a new token there, whatever follows.
-_BORDER = re.compile(r"(?<=\w) (?=\w)")
-_LEAD = 32  # characters before a text that are encoded with it, for the sake of its spacing
-_TAIL = 256  # longest text without a border between words that is encoded again and again
-
-
-class Retokeniser:
-    """A sequence's committed text in the draft's tokens. ``settled`` ones never change; those of
-    the last word do when it grows::
-
-        Once upon a time there was a ho|use
-        settled ..................|tail
-    """
-
-    def __init__(self, match: Match) -> None:
-        self._target, self._draft, self._pairs = match.target, match.draft, match.pairs
-        self._back = {theirs: ours for ours, theirs in match.pairs.items()}
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.settled: list[int] = []
-        self._lead = ""
-        self._tail = ""
-        self._read = 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether the text so far ends within a character."""
-        return bool(self._decoder.getstate()[0])
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Take in the tokens appended since the last call."""
-        if not self._read:
-            self._begin(tokens)
-        for token in tokens[self._read :]:
-            if token in self._target.special:
-                self._tail += self._decoder.decode(b"", final=True)
-                self._settle(len(self._tail))
-                self.settled += self._special(token)
-                self._lead = ""
-            else:
-                self._tail += self._decoder.decode(self._target.strings.get(token, b""))
-        self._read = len(tokens)
-        borders = [match.start() for match in _BORDER.finditer(self._tail)]
-        self._settle(borders[-1] if borders else max(0, len(self._tail) - _TAIL))
-
-    def _begin(self, tokens: Sequence[int]) -> None:
-        """Begin with a beginning-of-text token if the draft uses one."""
-        opening: list[int] = self._draft.tokenizer.encode("")
-        bos = self._draft.tokenizer.bos_token_id
-        if opening[:1] == [bos] and self._pairs.get(tokens[0]) != bos:
-            self.settled.append(bos)
-
-    def _special(self, token: int) -> list[int]:
-        shared = self._pairs.get(token)
-        if shared is not None:
-            return [shared]
-        if token == self._target.tokenizer.bos_token_id:
-            return []  # a draft without such a token never saw one
-        return self._draft.encode(self._target.special[token])
-
-    def _settle(self, end: int) -> None:
-        text, self._tail = self._tail[:end], self._tail[end:]
-        if text:
-            self.settled += self._encode(text)
-            self._lead = (self._lead + text)[-_LEAD:]
-
-    def _encode(self, text: str) -> list[int]:
-        ids = self._draft.after(self._lead, text)
-        return self._draft.encode(text) if ids is None else ids
-
-    def context(self) -> list[int]:
-        """All of the text in the draft's tokens."""
-        return self.settled + (self._encode(self._tail) if self._tail else [])
-
-    def proposal(self, drafted: Sequence[int]) -> list[int]:
-        """The target's tokens of a drafted continuation, cut at the last whole character and after
-        a special token; [] if a token would span the border."""
-        data = bytearray()
-        end: list[int] = []
-        for token in drafted:
-            if token in self._draft.special:
-                end = [self._back[token]] if token in self._back else []
-                break
-            data += self._draft.strings.get(token, b"")
-        text = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(data))
-        whole = text.partition("\ufffd")[0]
-        ids = self._target.after(self._lead + self._tail, whole)
-        if ids is None:
-            return []
-        return ids + end if len(whole.encode()) == len(data) else ids
-
-
-class Shadow:
-    """A sequence in the draft model's tokens, greedy."""
-
-    def __init__(self, seq_id: int, match: Match) -> None:
-        self.text = Retokeniser(match)
-        self.request = SequenceView(seq_id, (), 0, SamplingParams())
-
-    def slice_of(self, item: Slice) -> Slice:
-        """The draft's part in the step: as much of a prompt as the target reads of its own."""
-        if item.decodes and not item.draft_length:
-            return Slice(self.request, len(self.request.tokens))  # left alone; caught up on later
-        self.text.extend(item.seq.tokens)
-        tokens = self.text.context()
-        self.request = replace(self.request, tokens=tokens)
-        if item.decodes:
-            return Slice(self.request, len(tokens), 0 if self.text.waits else item.draft_length)
-        share = len(tokens) * (item.seq.cached + item.scheduled) // len(item.seq.tokens)
-        return Slice(self.request, min(share, len(tokens) - 1))
