@@ -1,8 +1,7 @@
-"""Speculative decoding configurations of vLLM and SGLang, read as drafts.
+"""Speculative decoding configurations of vLLM, read as drafts.
 
-``--draft @vllm.json``, or the JSON itself: the value of vLLM's ``--speculative-config``, or
-SGLang's ``speculative_*`` arguments by name, as JSON; also inside the engine's whole configuration,
-or an ``export.json`` of ``paceline export``.
+``--draft @vllm.json``, or the JSON itself: the value of vLLM's ``--speculative-config``, also
+inside the engine's whole configuration, or an ``export.json`` of ``paceline export``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from paceline.core.params import is_whole
 from paceline.errors import ConfigError
 from paceline.files import json_object
 
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _WITH_MODEL = {  # vLLM's methods, as our specs
     **{"eagle": "eagle:{},nodes=0", "eagle3": "eagle3:{},nodes=0"},
     **{"draft_model": "model:{}", "medusa": "medusa:{},tree=chain"},
@@ -30,9 +28,8 @@ _GENERIC = f"paceline can read methods {', '.join(_WITH_MODEL)}, ngram and suffi
 class ForeignDraft:
     """``spec`` is ours, ``length`` in levels, ``rule`` None if not given."""
 
-    engine: str
     spec: str
-    length: int | None
+    length: int
     rule: str | None
 
 
@@ -62,8 +59,8 @@ def _read(text: str) -> ForeignDraft:
         parsed = None
     if not isinstance(parsed, dict):
         raise ConfigError(
-            f"{where} is not JSON, or no JSON object; give vLLM's --speculative-config or "
-            "SGLang's arguments by name, or a spec such as ngram:min=2"
+            f"{where} is not JSON, or no JSON object; give vLLM's --speculative-config, or a spec "
+            "such as ngram:min=2"
         )
     return foreign_draft(parsed, path or where)
 
@@ -75,14 +72,19 @@ def foreign_draft(config: Mapping[str, Any], where: str = "the configuration") -
         if isinstance(inner, dict):
             config = inner
     values = {key.lstrip("-").replace("-", "_"): value for key, value in config.items()}
-    if "speculative_algorithm" in values:
-        return _sglang(values, where)
-    if "method" in values or "num_speculative_tokens" in values:
-        return _vllm(values, where)
-    raise ConfigError(
-        f"{where} has neither vLLM's method and num_speculative_tokens nor SGLang's "
-        "speculative_algorithm; give one of them"
-    )
+    if "method" not in values and "num_speculative_tokens" not in values:
+        raise ConfigError(
+            f"{where} has neither vLLM's method nor num_speculative_tokens; give both"
+        )
+    length = _whole(values, "num_speculative_tokens", where)
+    sampling = values.get("rejection_sample_method")
+    if sampling not in (None, "standard", "block"):
+        raise ConfigError(
+            f"{where} has rejection_sample_method {sampling!r}, which is not lossless; "
+            "use standard or block"
+        )
+    rule = "token" if sampling == "standard" else sampling
+    return ForeignDraft(_spec(values, where), length, rule)
 
 
 def _whole(values: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
@@ -95,35 +97,13 @@ def _whole(values: Mapping[str, Any], key: str, where: str, default: int | None 
     return value
 
 
-def _model(values: Mapping[str, Any], key: str, where: str) -> str:
-    model = values.get(key)
-    if not isinstance(model, str) or not model:
-        raise ConfigError(f"{where} names no {key}; give the folder of the draft")
-    return model
-
-
 def _head_config(model: str) -> Mapping[str, Any]:
     """The config.json of a local folder; {} if it cannot be read."""
     return json_object(Path(model).expanduser() / "config.json")
 
 
-# -- vLLM --------------------------------------------------------------------------------------
-
-
-def _vllm(values: Mapping[str, Any], where: str) -> ForeignDraft:
-    length = _whole(values, "num_speculative_tokens", where)
-    sampling = values.get("rejection_sample_method")
-    if sampling not in (None, "standard", "block"):
-        raise ConfigError(
-            f"{where} has rejection_sample_method {sampling!r}, which is not lossless; "
-            "use standard or block"
-        )
-    rule = "token" if sampling == "standard" else sampling
-    return ForeignDraft("vllm", _vllm_spec(values, length, where), length, rule)
-
-
-def _vllm_method(values: Mapping[str, Any]) -> str:
-    """The method, or vLLM's guess where none is named."""
+def _method(values: Mapping[str, Any]) -> str:
+    """vLLM's method, or its guess where none is named."""
     method, model = values.get("method"), str(values.get("model", ""))
     if method:
         return str(method)
@@ -134,10 +114,12 @@ def _vllm_method(values: Mapping[str, Any]) -> str:
     return next(named, "draft_model").replace("peagle", "eagle3")
 
 
-def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
-    method = _vllm_method(values)
+def _spec(values: Mapping[str, Any], where: str) -> str:
+    method = _method(values)
     if method in _WITH_MODEL:
-        model = _model(values, "model", where)
+        model = values.get("model")
+        if not isinstance(model, str) or not model:
+            raise ConfigError(f"{where} names no model; give the folder of the draft")
         alone = method == "draft_model" and "pard_token" in _head_config(model)
         off = ",parallel=off" if alone and not values.get("parallel_drafting") else ""
         return _WITH_MODEL[method].format(model) + off
@@ -146,6 +128,7 @@ def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
         given = {key: _whole(values, key, where) for key in ends if values.get(key)}
         usual = next(iter(given.values()), 5)  # 5: vLLM's own default
         least, most = (given.get(key, usual) for key in ends)
+        length = _whole(values, "num_speculative_tokens", where)
         return f"ngram:min={least},max={most},length={length},candidates=1"
     if method == "suffix":
         kept = values.get("suffix_decoding_max_cached_requests", 10_000)
@@ -156,52 +139,3 @@ def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
             + ("" if kept else ",global=off")
         )
     raise ConfigError(f"{where} has vLLM's method {method!r}; {_GENERIC}")
-
-
-# -- SGLang ------------------------------------------------------------------------------------
-
-
-def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
-    algorithm = str(values["speculative_algorithm"]).upper()
-    for key in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-        if str(values.get(key, 1.0)) not in ("1", "1.0", "None"):
-            raise ConfigError(
-                f"{where} has {key} {values[key]}, which is not lossless; leave it at 1.0"
-            )
-    nodes = _whole(values, "speculative_num_draft_tokens", where, 9) - 1  # without the root
-    nodes = max(1, nodes)
-    if algorithm == "NGRAM":
-        return ForeignDraft("sglang", f"ngram:length={nodes}", nodes, None)
-    kinds = {"EAGLE3": "eagle3", "EAGLE": "eagle", "STANDALONE": "model"}
-    kinds |= {"DFLASH": "dflash", "DSPARK": "dspark"}
-    if algorithm not in kinds:
-        raise ConfigError(
-            f"{where} has SGLang's algorithm {algorithm}; paceline can read {', '.join(kinds)} "
-            "and NGRAM"
-        )
-    kind, model = kinds[algorithm], _model(values, "speculative_draft_model_path", where)
-    rule = "block" if values.get("speculative_use_block_verification") else None
-    if algorithm in ("DFLASH", "DSPARK"):
-        sizes = {"num_draft_tokens": 1, "dflash_block_size": 1, "dspark_block_size": 0}
-        given = [(f"speculative_{key}", root) for key, root in sizes.items()]
-        lengths = [_whole(values, key, where) - root for key, root in given if key in values]
-        length = max(1, *lengths) if lengths else None  # None: the head's block
-        return ForeignDraft("sglang", f"{kind}:{model}", length, rule)
-    steps = _whole(values, "speculative_num_steps", where)
-    width = _whole(values, "speculative_eagle_topk", where, 1)
-    shape = "nodes=0" if width == 1 else f"nodes={nodes},width={width}"
-    if kind == "eagle" and width > 1:
-        kind = "eagle2"  # which grows trees
-    layers = _inputs(model) if kind == "eagle3" else ""
-    if values.get("speculative_use_rejection_sampling"):
-        rule = "token"
-    return ForeignDraft("sglang", f"{kind}:{model},{shape}{layers}", steps, rule)
-
-
-def _inputs(model: str) -> str:
-    """The layers of a head numbered by outputs, as SGLang does, as inputs: one more."""
-    nested = _head_config(model).get("eagle_config")
-    ids = nested.get(_LAYERS) if isinstance(nested, dict) else None
-    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
-        return ""
-    return ",feature_layers=" + "x".join(str(number + 1) for number in ids)
