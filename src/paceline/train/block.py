@@ -89,8 +89,7 @@ class BlockTrainer(ChainHeadTrainer):
         for j, weight in enumerate(falling(config.step_decay, drafts)):
             before = ids[starts.ahead(1 + j)]
             logits = self.logits(outputs[:, j], before)
-            tv_weight = config.tv_weight
-            step = loss_ahead(starts, j, learn, logits, probs, row_of, tv_weight=tv_weight)
+            step = loss_ahead(starts, j, learn, logits, probs, row_of, config.tv_weight)
             if config.kind == "dspark":
                 wanted = starts.inside(2 + j) & learn[starts.ahead(2 + j)]
                 target = probs[row_of[starts.ahead(1 + j)]].float()

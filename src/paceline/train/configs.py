@@ -136,9 +136,7 @@ class EagleTrainConfig(HeadConfig):
 
     trainer = "paceline.train.eagle:EagleTrainer"
     version: int = 3
-    init: str = _head("", "Go on from this head; 'target': from its last layer.", metavar="FOLDER")
-    frozen_steps: int = _head(0, "Steps in which lm_head stays the target's rows.", low=0)
-    lk_eta: float = _loss(0.0, "LK hybrid loss: 3 is the paper's eta, 0 none.", low=0)
+    init: str = _head("", "Go on from this head.", metavar="FOLDER")
     ttt_steps: int = _head(
         4, "Drafting steps that training unrolls (training-time test); 1 is none.", low=1
     )

@@ -147,7 +147,7 @@ class DraftTrainer(Trainer):
         probs = mixed_probs(rows, lambda some: teacher[some, :width], share)
         weights = torch.full((len(rows),), 1 / len(rows), device=rows.device)
         index, tv_weight = torch.arange(len(rows), device=rows.device), self.config.tv_weight
-        return distribution_loss(logits[:, :width], probs, index, weights, tv_weight=tv_weight)
+        return distribution_loss(logits[:, :width], probs, index, weights, tv_weight)
 
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
         # A drafted token counts only where all before it were right, so one forward over the

@@ -30,7 +30,6 @@ class _DistributionLoss(torch.autograd.Function):
         probs: torch.Tensor,
         index: torch.Tensor,
         weights: torch.Tensor,
-        eta: float,
         tv_weight: float,
     ) -> torch.Tensor:
         gradient = torch.empty_like(logits)
@@ -43,11 +42,10 @@ class _DistributionLoss(torch.autograd.Function):
             logs = logits[rows].float().log_softmax(-1)
             entropy, q = -torch.linalg.vecdot(p, logs), logs.exp_()
             overlap = torch.minimum(p, q).sum(-1)
-            share = (1 - tv_weight) * torch.exp(-eta * overlap)
-            total += ((share * entropy + (1 - share) * (1 - overlap)) * weight).sum()
+            total += (torch.lerp(entropy, 1 - overlap, tv_weight) * weight).sum()
             below = (q < p) * q  # more of these would be accepted
             rising = q * below.sum(-1, keepdim=True) - below
-            slope = (q - p).mul_(share[:, None]).add_(rising.mul_(1 - share[:, None]))
+            slope = (q - p).lerp_(rising, tv_weight)
             gradient[rows] = slope.mul_(weight[:, None])
         ctx.save_for_backward(gradient)
         return total
@@ -57,7 +55,7 @@ class _DistributionLoss(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient * grad.to(gradient.dtype), None, None, None, None, None
+        return gradient * grad.to(gradient.dtype), None, None, None, None
 
 
 def distribution_loss(
@@ -65,18 +63,15 @@ def distribution_loss(
     probs: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
-    eta: float = 0.0,
     tv_weight: float = 0.0,
 ) -> torch.Tensor:
     """``sum_n weights[n] * L(probs[index[n]], softmax(logits[n]))``, float32.
 
     ``logits [N, V]``, ``probs [M, V]`` that sum to one, ``index`` int64 ``[N]``, ``weights``
-    float32 ``[N]``. Only the logits get a gradient. L is ``s H + (1 - s) TV`` with ``s = 1 -
-    tv_weight``: the cross-entropy H(p, q), which is KL(p || q) up to p's entropy (Hinton et al.
-    2015), and total variation. With ``eta`` that takes over as it falls: s is multiplied by
-    ``exp(-eta (1 - TV))``, the LK hybrid (Samarin et al. 2026, arXiv 2602.23881).
+    float32 ``[N]``. Only the logits get a gradient. L is the cross-entropy, the KL
+    divergence up to p's entropy (Hinton et al. 2015), and a share ``tv_weight`` of total variation.
     """
-    result: torch.Tensor = _DistributionLoss.apply(logits, probs, index, weights, eta, tv_weight)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _DistributionLoss.apply(logits, probs, index, weights, tv_weight)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -142,18 +142,17 @@ def loss_ahead(
     logits: torch.Tensor,
     probs: torch.Tensor,
     row_of: torch.Tensor,
-    eta: float = 0.0,
     tv_weight: float = 0.0,
 ) -> torch.Tensor:
     """Mean over the drafts of the loss of ``logits [N, V]`` about token t + 2 + ``count``, where
     that is to be learnt (``learn`` bool ``[B * W]``).
 
     ``probs [M, V]`` are what the target says, ``row_of [B * W]`` which of them about a
-    position's next token; ``eta`` and ``tv_weight`` as in ``distribution_loss``.
+    position's next token; ``tv_weight`` as in ``distribution_loss``.
     """
     wanted = starts.inside(2 + count) & learn[starts.ahead(2 + count)]
     index = row_of[starts.ahead(1 + count)]
-    return distribution_loss(logits, probs, index, wanted.float() / len(wanted), eta, tv_weight)
+    return distribution_loss(logits, probs, index, wanted.float() / len(wanted), tv_weight)
 
 
 _KEPT, _LEAST = 0.7, 0.2  # PARD's conditional drop: of each further token, and at least
