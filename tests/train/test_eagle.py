@@ -217,7 +217,7 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     trainer = EagleTrainer(own, tmp_path, device="cpu")
     cache = trainer._cache
     assert cache is not None
-    for windows in trainer._batch(0):
+    for windows in trainer.parts(0):
         first, again = cache.look(windows), cache.look(windows)
         streamed = trainer.observe_windows(windows)
         real = torch.arange(windows.ids.shape[1]) < torch.tensor(windows.lengths)[:, None]
@@ -226,7 +226,9 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
             assert torch.equal(getattr(first, name), getattr(again, name))
             near = 0.0 if expected.dtype != torch.float32 else float(expected.abs().max()) / 200
             torch.testing.assert_close(getattr(first, name)[real], expected, rtol=0, atol=near)
-        torch.testing.assert_close(trainer.loss(again), trainer.loss(streamed), rtol=0.02, atol=0)
+        torch.testing.assert_close(
+            trainer.loss_of(again), trainer.loss_of(streamed), rtol=0.02, atol=0
+        )
     trainer.run()
     files = list((tmp_path / "features").rglob("*.safetensors"))
     assert 0 < len(files) <= len(trainer.documents.pieces)
@@ -236,7 +238,7 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     beside.mkdir()
     (beside / "features").symlink_to(tmp_path / "features")
     others = EagleTrainer(replace(own, feature_layers=layers), beside, device="cpu")
-    windows = others._batch(0)[0]
+    windows = others.parts(0)[0]
     assert others._cache is not None
     features = others._cache.look(windows).features[0, :4]
     expected = others.observe_windows(windows).features[0, :4]
@@ -252,7 +254,7 @@ def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long
 ) -> None:
     own = replace(config, seq_len=64, max_positions=64, long_every=3)
     trainer = EagleTrainer(own, tmp_path, device="cpu")
-    batches = [trainer._batch(step) for step in range(6)]
+    batches = [trainer.parts(step) for step in range(6)]
     assert [all(len(part.lengths) == 1 for part in parts) for parts in batches] == [
         False,
         False,
@@ -300,7 +302,7 @@ def test_the_loss_is_that_of_single_drafts(
     everything = torch.arange(head.config.draft_vocab_size)
     with torch.no_grad():
         seen = trainer.observe(ids, learn)
-        found = float(trainer.loss(seen))
+        found = float(trainer.loss_of(seen))
         out = trainer.target(input_ids=ids)
         probs = out.logits[0][:, head.to_target_ids(everything)].softmax(-1)
         total_loss = 0.0

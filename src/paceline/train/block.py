@@ -16,13 +16,13 @@ import torch.nn.functional as F
 
 from paceline.draft.heads.block_head import BlockConfig, BlockHead, save_block, usual_layers
 from paceline.train.configs import DFlashTrainConfig
-from paceline.train.heads import ChainHeadTrainer
+from paceline.train.heads import HeadTrainer
 from paceline.train.losses import falling, total_variation
 from paceline.train.reading import Observed
 from paceline.train.unrolled import DraftAttention, DraftStarts, loss_ahead
 
 
-class BlockTrainer(ChainHeadTrainer):
+class BlockTrainer(HeadTrainer):
     """Trains a block drafter on a frozen target."""
 
     config: DFlashTrainConfig

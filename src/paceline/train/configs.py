@@ -231,7 +231,6 @@ class MedusaTrainConfig(HeadConfig):
         "Use the target's vocabulary layer instead of one per head: far smaller.",
         flags=("--shared-head/--own-heads",),
     )
-    nodes: int = _heads(8, "Nodes of the tree that is measured.", low=1)
 
 
 @forgiving("PromptSelection")

@@ -27,13 +27,13 @@ from paceline.draft.heads.eagle_head import (
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
-from paceline.train.heads import ChainHeadTrainer
+from paceline.train.heads import HeadTrainer
 from paceline.train.losses import falling
 from paceline.train.reading import Observed
 from paceline.train.unrolled import DraftAttention, DraftStarts, loss_ahead
 
 
-class EagleTrainer(ChainHeadTrainer):
+class EagleTrainer(HeadTrainer):
     """Trains an EAGLE head on a frozen target."""
 
     config: EagleTrainConfig

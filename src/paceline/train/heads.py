@@ -92,6 +92,11 @@ class HeadTrainer(Trainer):
         """Mean loss over the positions that drafts start from."""
 
     @abstractmethod
+    def levels(self, seen: Observed, starts: DraftStarts, length: int) -> Iterator[torch.Tensor]:
+        """Greedy drafts of at most ``length`` tokens, level by level: of each of N starts a target
+        id, int64 ``[N]``."""
+
+    @abstractmethod
     def write_head(self, folder: Path) -> None:
         """Write configuration and weights of the head in their public layout."""
 
@@ -198,6 +203,22 @@ class HeadTrainer(Trainer):
             self._seen[id(text)] = replace(seen, logits=None)
         return self._seen[id(text)]
 
+    def drafts(self, seen: Observed, length: int) -> torch.Tensor:
+        """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts, -1 for none.
+        Row t drafts from the features up to t and token t + 1; column j is about token t + 2 + j.
+        What a draft says beyond the text's end is never compared."""
+        starts = DraftStarts.of(torch.ones_like(seen.learn))
+        levels = torch.stack([*self.levels(seen, starts, length)], 1)
+        drafted = levels.new_full((seen.ids.shape[1], levels.shape[1]), -1)
+        drafted[starts.flat] = levels
+        return drafted
+
+    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
+        seen = self.seen_of(text)
+        rows = drafting_rows(seen.ids[0], text.prompt)
+        drafts = self.drafts(seen, self.config.draft_length)[rows]
+        return walk(ranks_of(drafts[..., None], seen.ids[0], rows) == 0)
+
     def write_result(self) -> Path:
         folder = self.out / self.result
         self.write_head(folder)
@@ -212,28 +233,3 @@ class HeadTrainer(Trainer):
             "probabilities. It drafts for this target only: "
             f"`paceline generate --model TARGET --draft {self.spec}FOLDER`."
         )
-
-
-class ChainHeadTrainer(HeadTrainer):
-    """Trains a head that drafts chains; acceptance is counted on its greedy ones."""
-
-    @abstractmethod
-    def levels(self, seen: Observed, starts: DraftStarts, length: int) -> Iterator[torch.Tensor]:
-        """Greedy drafts of at most ``length`` tokens, level by level: of each of N starts a target
-        id, int64 ``[N]``."""
-
-    def drafts(self, seen: Observed, length: int) -> torch.Tensor:
-        """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts, -1 for none.
-        Row t drafts from the features up to t and token t + 1; column j is about token t + 2 + j.
-        What a draft says beyond the text's end is never compared."""
-        starts = DraftStarts.of(torch.ones_like(seen.learn))
-        drafted = torch.full((seen.ids.shape[1], length), -1, device=seen.ids.device)
-        for j, level in enumerate(self.levels(seen, starts, length)):
-            drafted[starts.flat, j] = level
-        return drafted
-
-    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
-        seen = self.seen_of(text)
-        rows = drafting_rows(seen.ids[0], text.prompt)
-        drafts = self.drafts(seen, self.config.draft_length)[rows]
-        return walk(ranks_of(drafts[..., None], seen.ids[0], rows) == 0)

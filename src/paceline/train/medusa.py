@@ -6,6 +6,7 @@ Head k learns the target's distribution two tokens and k further on. The target 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,8 @@ import torch
 from torch import nn
 
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
-from paceline.draft.trees.shape import Shape, best_shape
 from paceline.errors import ConfigError
-from paceline.train.acceptance import AcceptanceCounts, WrittenText, drafting_rows, ranks_of, walk
+from paceline.train.acceptance import WrittenText, drafting_rows, ranks_of
 from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
 from paceline.train.heads import HeadTrainer
 from paceline.train.losses import falling
@@ -46,10 +46,6 @@ class MedusaTrainer(HeadTrainer):
     def lm_head(self) -> nn.Linear:
         module: nn.Linear = self.target.get_output_embeddings()
         return module
-
-    @property
-    def measured_drafts(self) -> str:
-        return f"trees of {self.config.nodes} nodes and at most {self.config.draft_length} levels"
 
     def head_config(self) -> MedusaConfig:
         config = self.config
@@ -86,20 +82,20 @@ class MedusaTrainer(HeadTrainer):
             result = result + weight * loss_ahead(starts, k, learn, logits, probs, row_of)
         return result
 
-    # -- held-out acceptance -------------------------------------------------------------------
+    # -- drafting ------------------------------------------------------------------------------
+
+    def levels(self, seen: Observed, starts: DraftStarts, length: int) -> Iterator[torch.Tensor]:
+        features = seen.features.flatten(0, 1)[starts.flat]
+        for k in range(min(length, self.config.medusa_heads)):
+            yield self.head.logits(k, features, self.lm_head).argmax(-1)
 
     @torch.no_grad()
-    def measure(self) -> dict[str, AcceptanceCounts]:
-        """Held-out acceptance by validation file, drafting with the best tree of ``nodes``."""
+    def write_head(self, folder: Path) -> None:
+        """With how often each candidate of each head was right, by which trees are shaped."""
         if self.valid_sources:
-            ranks = [self._ranks(text) for text in self.held_out_texts]
-            accuracy = accuracy_of(torch.cat(ranks), _RANKS)
-            self.head.config = replace(self.head.config, accuracy=accuracy)
-            self._tree = best_shape(accuracy[: self.config.draft_length], self.config.nodes)
-        return super().measure()
-
-    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
-        return walk(matches_of(self._ranks(text), self._tree))
+            ranks = torch.cat([self._ranks(text) for text in self.held_out_texts])
+            self.head.config = replace(self.head.config, accuracy=accuracy_of(ranks, _RANKS))
+        save_medusa(self.head, folder, self.num_layers)
 
     def _ranks(self, text: WrittenText) -> torch.Tensor:
         """int64 [n, heads]: at which rank each head had the token of the text (``ranks_of``)."""
@@ -108,11 +104,6 @@ class MedusaTrainer(HeadTrainer):
         logits = self.head(seen.features[0, rows], self.lm_head)  # [heads, n, vocab]
         best = logits.topk(_RANKS, -1).indices.transpose(0, 1)
         return ranks_of(best, seen.ids[0], rows).cpu()
-
-    def write_head(self, folder: Path) -> None:
-        if self.valid_sources and not self.head.config.accuracy:
-            self.measure()
-        save_medusa(self.head, folder, self.num_layers)
 
 
 def accuracy_of(ranks: torch.Tensor, count: int) -> tuple[tuple[float, ...], ...]:
@@ -128,13 +119,3 @@ def accuracy_of(ranks: torch.Tensor, count: int) -> tuple[tuple[float, ...], ...
         table.append(tuple((hits / max(1, int(alive.sum()))).tolist()))
         alive &= rank < count
     return tuple(table)
-
-
-def matches_of(ranks: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """bool ``[n, depth]`` for ``walk``: whether a tree of this shape is right up to each level."""
-    paths: list[tuple[int, ...]] = []
-    for parent, rank in zip(shape.parents, shape.ranks, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), rank))
-    levels = range(1, shape.depth + 1)
-    rows = [[tuple(row[:level]) in paths for level in levels] for row in ranks.tolist()]
-    return torch.tensor(rows, dtype=torch.bool).view(len(rows), shape.depth)

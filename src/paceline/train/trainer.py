@@ -301,11 +301,6 @@ class Trainer(ABC):
 
     # -- held-out acceptance -----------------------------------------------------------------------
 
-    @property
-    def measured_drafts(self) -> str:
-        """What held-out acceptance is measured with, for the model card."""
-        return f"drafts of {self.config.draft_length} tokens"
-
     @torch.no_grad()
     def measure(self) -> dict[str, AcceptanceCounts]:
         """Held-out acceptance by validation file: greedy drafts of ``draft_length`` tokens."""
