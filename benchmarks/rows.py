@@ -42,7 +42,7 @@ def skip_option(old: int, new: int) -> str:
     where = [*inflate.positions(old, new), new]
     candidates = skippable(old)
     chosen = spread(candidates, min(len(candidates), max(1, round(0.45 * old))))
-    return ":skip=" + "x".join(f"{where[n]}-{where[n + 1] - 1}" for n in chosen)
+    return ":skip=" + "x".join(str(n) for one in chosen for n in range(where[one], where[one + 1]))
 
 
 def specs_of(weights: Weights) -> dict[str, str]:

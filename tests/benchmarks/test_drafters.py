@@ -102,7 +102,7 @@ def test_every_drafter_of_the_issue_has_a_row() -> None:
     heads = {"medusa", "mtp", "eagle", "eagle2", "eagle3", "dflash", "dspark"}
     assert without == {"draft", "draft_tree", "datastore", "hybrid", *heads}
     found = specs_of(Weights("t", "d", skip=skip_option(3, 7)))
-    assert found["layer_skip"] == "layer_skip:skip=2-3"
+    assert found["layer_skip"] == "layer_skip:skip=2x3"
     assert found["hybrid"] == "hybrid:suffix+ngram+model:d"
 
 

@@ -30,7 +30,7 @@ SPECS = {
     "recycling": "recycling:k=2,nodes=6",
     "early_exit": "early_exit:layers=8",
     "quantized": "quantized:int8",
-    "layer_skip": "layer_skip:skip=10-19",
+    "layer_skip": "layer_skip:skip=10x11x12x13x14x15x16x17x18x19",
     "model": "model:paceline/tiny-draft",
     "tree": "tree:paceline/tiny-draft,nodes=6",
     "hybrid": "hybrid:suffix+ngram:min=1",

@@ -9,7 +9,6 @@ from typing import Any
 
 from paceline.draft.selfspec import noted_layers, prepared_view
 from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec, option
-from paceline.errors import ConfigError
 from paceline.model.copies import LayerView
 
 Layers = tuple[int, ...]
@@ -17,14 +16,14 @@ Layers = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSkip(TreeSpec):
-    """The target without layers ``skip`` ("2-5x8"), else without ``ratio`` of them, spread."""
+    """The target without the layers ``skip``, else without ``ratio`` of them, spread."""
 
     kind = "layer_skip"
     page = "layer_skip.md"
     tried = "real"
     examples = ("layer_skip:skip=0", "layer_skip:nodes=9,ratio=0.3")
 
-    skip: str | None = None
+    skip: tuple[int, ...] | None = option(None, like="2x3x8 (layers of the target)")
     ratio: float = option(0.45, above=0, below=1)
 
     def __post_init__(self) -> None:
@@ -43,7 +42,11 @@ class LayerSkip(TreeSpec):
     def _skipped(self, target: Target) -> Layers:
         total = target.num_layers
         if self.skip is not None:
-            return parse_layers(self.skip, total)
+            if not set(self.skip) < set(range(total)):
+                raise self.refuse(
+                    f"skip names some of the target's layers 0 to {total - 1}, not all"
+                )
+            return self.skip
         candidates = skippable(total)
         if not candidates:
             raise self.refuse("the target has one layer, which it needs")
@@ -59,21 +62,3 @@ def spread(candidates: Sequence[int], count: int) -> Layers:
 def skippable(num_layers: int) -> Layers:
     """Layers that may be skipped: not the first and the last, if there are others."""
     return tuple(range(1, num_layers - 1)) or tuple(range(1, num_layers))
-
-
-def parse_layers(text: str, num_layers: int) -> Layers:
-    """``2-5x8``: layers 2, 3, 4, 5 and 8. Raises ConfigError."""
-    layers: set[int] = set()
-    for part in text.split("x"):
-        ends = part.split("-")
-        if len(ends) > 2 or not all(end.isdecimal() for end in ends):
-            raise ConfigError(f"skip={text!r} is not like 2-5x8 (layers 2 to 5, and 8)")
-        first, last = int(ends[0]), int(ends[-1])
-        if not first <= last < num_layers:
-            raise ConfigError(
-                f"skip={text!r} asks for layers {part}; the target has 0 to {num_layers - 1}"
-            )
-        layers.update(range(first, last + 1))
-    if len(layers) == num_layers:
-        raise ConfigError(f"skip={text!r} leaves no layer to draft with; skip fewer")
-    return tuple(sorted(layers))

@@ -40,7 +40,6 @@ from paceline.draft.spec import (
 )
 from paceline.draft.trees.grow import Growing, StaticTree, grow
 from paceline.draft.trees.shape import Shape, best_shape
-from paceline.errors import ConfigError
 from paceline.model.backends.base import DraftingHeads
 from paceline.model.target import CausalModel
 
@@ -58,32 +57,17 @@ def shapes_of(
     heads: int, nodes: int, tree: str, accuracy: Sequence[Sequence[float]]
 ) -> tuple[Shape, ...]:
     """The tree for every draft length from 0 to ``heads``. ``tree``: "auto" (the best for the node
-    budget by ``accuracy``), "chain", or paths of ranks such as "0/0.0/0.1/1" (Medusa's choices).
-    Raises ConfigError."""
-    if tree == "auto":
-        known = accuracy or _typical(heads)
-        return tuple(best_shape(known[:length], nodes) for length in range(heads + 1))
+    budget by ``accuracy``) or "chain"."""
     if tree == "chain":
         return tuple(Shape.branching((1,) * length) for length in range(heads + 1))
-    try:
-        paths = [tuple(int(rank) for rank in path.split(".")) for path in tree.split("/")]
-    except ValueError:
-        paths = [(-1,)]
-    shape = Shape.of_paths(paths)
-    if min(shape.ranks) < 0 or not shape.complete:
-        raise ConfigError(
-            f"medusa: tree={tree!r} is not auto, chain or paths such as 0/0.0/0.1/1, where the "
-            "ranks below a node are 0, 1, 2 ... without gaps"
-        )
-    if shape.depth > heads:
-        raise ConfigError(f"medusa: tree={tree!r} has {shape.depth} levels for {heads} heads")
-    return tuple(shape.cut(length) for length in range(heads + 1))
+    known = accuracy or _typical(heads)
+    return tuple(best_shape(known[:length], nodes) for length in range(heads + 1))
 
 
 @dataclass(frozen=True)
 class Medusa(DraftSpec):
     """Medusa heads by folder, built-in or hub name. ``tree``: "auto" (the best of ``nodes`` nodes
-    by the heads' measured accuracy), "chain", or paths of ranks such as "0/0.0/0.1/1"."""
+    by the heads' measured accuracy) or "chain"."""
 
     kind = "medusa"
     page = "medusa.md"
@@ -95,7 +79,7 @@ class Medusa(DraftSpec):
     path: str = option(needs="heads")
     _: KW_ONLY
     nodes: int = option(8, least=1)
-    tree: str = "auto"
+    tree: str = option("auto", choices=("auto", "chain"))
 
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
