@@ -52,6 +52,16 @@ def test_long_documents_are_cut_and_what_teaches_nothing_is_left_out() -> None:
         Documents([stream("few.jsonl", [3, 3])], [1.0], 0, 32)
 
 
+def test_the_separator_behind_a_text_is_its_end() -> None:
+    """Where it is to be learnt: behind a conversation it is not, which has end tokens of its own."""
+    ids = np.array([9, 1, 2, 3, 9, 4, 5, 6, 9, 7, 8, 6, 5], np.uint16)
+    learn = np.ones(13, bool)
+    learn[8] = False
+    documents = Documents([Stream("a", ids, learn, np.array([0, 4, 8]))], [1.0], 0, 64)
+    pieces = [piece.tolist() for piece, _ in documents.pieces]
+    assert pieces == [[9, 1, 2, 3, 9], [9, 4, 5, 6], [9, 7, 8, 6, 5]]
+
+
 def test_windows_are_of_like_length_and_padded_at_the_end() -> None:
     lengths = [30, 5, 28, 6, 29, 50]
     own = stream("a", lengths, first=1)

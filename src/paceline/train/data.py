@@ -270,6 +270,9 @@ class Documents:
 
     def _cut(self, stream: Stream) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for begin, end in pairwise([*stream.starts.tolist(), len(stream.ids)]):
+            # The separator behind a text is its end, which is to be learnt with it.
+            if end < len(stream.ids) and stream.learn[end] and stream.ids[end] == stream.ids[begin]:
+                end += 1
             for start in range(begin, end, self.longest):
                 part = slice(start, min(end, start + self.longest))
                 ids, learn = stream.ids[part], stream.learn[part]
