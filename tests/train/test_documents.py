@@ -53,7 +53,7 @@ def test_long_documents_are_cut_and_what_teaches_nothing_is_left_out() -> None:
 
 
 def test_the_separator_behind_a_text_is_its_end() -> None:
-    """Where it is to be learnt: behind a conversation it is not, which has end tokens of its own."""
+    """Where it is to be learnt: conversations have end tokens of their own."""
     ids = np.array([9, 1, 2, 3, 9, 4, 5, 6, 9, 7, 8, 6, 5], np.uint16)
     learn = np.ones(13, bool)
     learn[8] = False
