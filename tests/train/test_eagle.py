@@ -64,8 +64,8 @@ def test_windows_of_a_batch_do_not_see_each_other(finished: EagleTrainer) -> Non
     stream = torch.from_numpy(finished.documents.streams[0].ids.astype("int64"))
     windows = stream[:120].view(3, 40)
     with torch.no_grad():
-        whole = float(finished.loss(finished.observe(windows)))  # as many starts in each
-        alone = [float(finished.loss(finished.observe(row[None]))) for row in windows]
+        whole = float(finished.loss_of(finished.observe(windows)))  # as many starts in each
+        alone = [float(finished.loss_of(finished.observe(row[None]))) for row in windows]
     assert whole == pytest.approx(sum(alone) / 3, rel=1e-4)
 
 
@@ -103,11 +103,11 @@ def test_strided_positions_unroll_the_same_way(finished: EagleTrainer) -> None:
     config, step = finished.config, finished.step
     try:
         with torch.no_grad():
-            whole = float(finished.loss(seen))
+            whole = float(finished.loss_of(seen))
             finished.config = replace(config, stride=3)
             strided = []
             for finished.step in range(3):
-                strided.append(float(finished.loss(seen)))
+                strided.append(float(finished.loss_of(seen)))
     finally:
         finished.config, finished.step = config, step
     assert max(strided) > min(strided)
@@ -270,20 +270,20 @@ def test_only_what_is_to_be_learnt_counts(finished: EagleTrainer) -> None:
     other = ids.clone()
     other[0, 25:] = other[0, 25:].flip(0)
     with torch.no_grad():
-        loss = float(finished.loss(finished.observe(ids, learn)))
-        assert float(finished.loss(finished.observe(other, learn))) == pytest.approx(loss)
-        assert float(finished.loss(finished.observe(ids))) != pytest.approx(loss)
+        loss = float(finished.loss_of(finished.observe(ids, learn)))
+        assert float(finished.loss_of(finished.observe(other, learn))) == pytest.approx(loss)
+        assert float(finished.loss_of(finished.observe(ids))) != pytest.approx(loss)
         before = ids.clone()
         before[0, 3] = (before[0, 3] + 1) % 300
-        assert float(finished.loss(finished.observe(before, learn))) != pytest.approx(loss)
+        assert float(finished.loss_of(finished.observe(before, learn))) != pytest.approx(loss)
 
 
 def test_padding_at_the_end_changes_nothing(finished: EagleTrainer) -> None:
     ids = torch.from_numpy(finished.documents.streams[0].ids[:30].astype("int64"))[None]
     padded, learn = F.pad(ids, (0, 9)), F.pad(torch.ones_like(ids, dtype=torch.bool), (0, 9))
     with torch.no_grad():
-        expected = float(finished.loss(finished.observe(ids)))
-        assert float(finished.loss(finished.observe(padded, learn))) == pytest.approx(expected)
+        expected = float(finished.loss_of(finished.observe(ids)))
+        assert float(finished.loss_of(finished.observe(padded, learn))) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -79,7 +79,7 @@ def test_the_heads_learn(
     seen = learnt.seen
     assert seen[-1].loss < 0.7 * seen[0].loss
     after = total(seen[-1].acceptance.values()).mean_accepted_length
-    assert after > 1.4 and after > learnt.before.mean_accepted_length
+    assert after > 1.25 and after > learnt.before.mean_accepted_length
     untouched = MedusaTrainer(config, tmp_path / "new", device="cpu").target
     assert same(untouched.state_dict(), learnt.trainer.target.state_dict())
 
@@ -109,7 +109,7 @@ def test_held_out_acceptance_is_what_the_engine_measures(
     spec = f"medusa:{finished.out / 'head'},tree=chain"
     llm = LLM(target, spec, dtype="float32", device="cpu", draft_length=length)
     # Or the comparison would say little.
-    assert training_runs.check_held_out(finished, llm).mean_accepted_length > 1.4
+    assert training_runs.check_held_out(finished, llm).mean_accepted_length > 1.25
 
 
 def test_the_accuracy_is_written_for_the_tree(finished: MedusaTrainer) -> None:

@@ -23,6 +23,6 @@ def test_layers_there_and_back(tmp_path: Path) -> None:
     head = "eagle3:paceline/tiny-eagle3,nodes=0"
     export("sglang", "paceline/tiny", head, draft_length=4, out=tmp_path)
     ours = tokens_per_step(llm, head)
-    assert tokens_per_step(llm, f"@{tmp_path / 'export.json'}") == ours
     as_they_stand = f"eagle3:{tmp_path / 'head'},nodes=0"  # outputs taken for inputs
+    assert tokens_per_step(llm, f"{as_they_stand},feature_layers=2x6x11") == ours
     assert tokens_per_step(llm, as_they_stand) < ours
