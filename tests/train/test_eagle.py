@@ -144,6 +144,21 @@ def test_the_head_learns_what_the_target_says(learnt: training_runs.Learnt) -> N
     assert history[-1]["acceptance"]["toy"]["mean_accepted_length"] == pytest.approx(after)
 
 
+def test_a_head_starts_as_the_last_layer(config: EagleTrainConfig, tmp_path: Path) -> None:
+    own = replace(config, init="target", held_out=2)
+    trainer = EagleTrainer(own, tmp_path, device="cpu")
+    head, last = trainer.head, trainer.target.base_model.layers[-1]
+    assert torch.equal(head.midlayer.mlp.up_proj.weight, last.mlp.up_proj.weight)
+    width = head.config.hidden_size
+    assert torch.equal(
+        head.midlayer.self_attn.q_proj.weight[:, width:], last.self_attn.q_proj.weight
+    )
+    rows = trainer.target.get_output_embeddings().weight[head.draft_ids]
+    assert torch.equal(head.lm_head.weight, rows)
+    with pytest.raises(ConfigError, match="other sizes"):
+        EagleTrainer(replace(own, ffn_size=8), tmp_path / "other", device="cpu")
+
+
 @pytest.mark.slow  # it learns
 def test_a_head_learns_to_draft_in_one_pass(
     config: EagleTrainConfig, corpus: str, tmp_path: Path

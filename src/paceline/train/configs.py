@@ -133,7 +133,7 @@ class EagleTrainConfig(HeadConfig):
 
     trainer = "paceline.train.eagle:EagleTrainer"
     version: int = 3
-    init: str = _head("", "Go on from this head.", metavar="FOLDER")
+    init: str = _head("", "Go on from this head; 'target': from its last layer.", metavar="FOLDER")
     ttt_steps: int = _head(
         4, "Drafting steps that training unrolls (training-time test); 1 is none.", low=1
     )

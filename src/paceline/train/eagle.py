@@ -32,6 +32,9 @@ from paceline.train.losses import falling
 from paceline.train.reading import Observed
 from paceline.train.unrolled import DraftAttention, DraftStarts, loss_ahead
 
+_FROM_TARGET = "target"  # --init
+_SMALL = 0.1
+
 
 class EagleTrainer(HeadTrainer):
     """Trains an EAGLE head on a frozen target."""
@@ -43,6 +46,8 @@ class EagleTrainer(HeadTrainer):
         third = self.config.version == 3
         self.spec = "eagle3:" if third else "eagle2:"
         self.what = "An EAGLE-3 head" if third else "An EAGLE head"
+        if not third and self.config.init == _FROM_TARGET:
+            raise ConfigError("--init target is for EAGLE-3 heads; leave it out")
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -62,7 +67,7 @@ class EagleTrainer(HeadTrainer):
     def new_head(self) -> EagleHead:
         shape: EagleConfig = self.head_shape
         target_head = self.target.get_output_embeddings()
-        if self.config.init:
+        if self.config.init not in ("", _FROM_TARGET):
             width, vocab = self.shape.hidden_size, self.vocab_size
             known = TargetShape(width, vocab, self.num_layers)
             head = load_eagle(self.config.init, known, self.config.version, target_head=target_head)
@@ -87,7 +92,28 @@ class EagleTrainer(HeadTrainer):
         head = EagleHead(shape, ids)
         with torch.no_grad():  # a start that already knows the target's token directions
             head.lm_head.weight.copy_(target_head.weight[ids])
+            if self.config.init == _FROM_TARGET:
+                self._start_from_target(head)
         return head
+
+    def _start_from_target(self, head: EagleHead) -> None:
+        """Copy the target's last layer, whose input is near the last feature; what reads the
+        embedding and the other features starts small. Raises ConfigError for other shapes."""
+        base, width = self.target.base_model, head.config.hidden_size
+        try:
+            known = dict(base.layers[-1].named_parameters())
+            known["hidden_norm.weight"] = known["input_layernorm.weight"]
+            known["input_layernorm.weight"] = base.layers[0].input_layernorm.weight
+            for name, weight in head.midlayer.named_parameters():
+                weight[..., -known[name].shape[-1] :].copy_(known[name])
+                weight[..., : -known[name].shape[-1]].mul_(_SMALL)
+            head.norm.weight.copy_(base.norm.weight)
+        except (AttributeError, KeyError, RuntimeError):
+            raise ConfigError(
+                "the head cannot start as the target's last layer, which has other sizes or names; "
+                "leave --init target out"
+            ) from None
+        head.fc.weight.mul_(_SMALL)[:, -width:].add_(torch.eye(width))
 
     def frequent_tokens(self, count: int) -> list[int]:
         """The ``count`` most frequent ids of what is to be learnt, by the files' shares,
