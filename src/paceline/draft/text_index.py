@@ -108,11 +108,11 @@ class TextIndex:
         along the path; at most ``levels`` levels, ``nodes`` and ``factor * match + offset`` nodes,
         none less likely than ``min_prob``. ``fresh`` and ``end`` as in ``ngrams``. A search of all
         texts has no time for shares: here it is what ``ngrams`` finds for the longer match."""
-        own = self.ngrams(fresh, end, levels, nodes)
+        draft = self.ngrams(fresh, end, levels, nodes)
         if memory is None:
-            return own
-        other = memory.ngrams((), end or self._end(), levels, nodes)
-        return max(own, other, key=itemgetter(2))
+            return draft
+        remembered = memory.ngrams((), end or self._end(), levels, nodes)
+        return max(draft, remembered, key=itemgetter(2))
 
     def _going_on(self, start: int, levels: int) -> list[int]:
         """The tokens of a text from a position on; past the end of the newest they repeat."""
