@@ -72,7 +72,6 @@ def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
     ("text", "shapes"),
     [
         ("some/draft", ["chain", "2x2 tree", "16 nodes", "", ""]),
-        ("model:some/draft,vocab=auto", ["chain", "2x2 tree", "16 nodes", "", ""]),
         ("model:some/draft,quantize=int8", ["chain", "2x2 tree", "16 nodes"]),
         ("quantized", ["chain", ""]),
         ("quantized:int8", ["chain"]),
