@@ -48,6 +48,19 @@ def test_the_nearest_limit_of_a_nested_group(groups: Groups) -> None:
     assert memory.memory_left() == GIB
 
 
+def test_version_1(groups: Groups) -> None:
+    groups.mine.write_text("5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/x\n")
+    files = {"memory__limit_in_bytes": str(3 * GIB), "memory__usage_in_bytes": str(2 * GIB)}
+    # In a container the mount is the group itself.
+    groups.write("memory", **files, memory__stat=f"total_inactive_file {GIB}")
+    groups.write("cpu", cpu__cfs_quota_us="100000", cpu__cfs_period_us="100000")
+    assert memory.memory_left() == 2 * GIB
+    assert memory.processors() == 1
+    groups.write("memory", memory__limit_in_bytes="9223372036854771712")
+    groups.write("cpu", cpu__cfs_quota_us="-1")
+    assert memory.memory_left() is None
+
+
 @pytest.mark.parametrize(("quota", "count"), [("100000 100000", 1), ("150000 100000", 2)])
 def test_processors_follow_the_quota(
     groups: Groups, quota: str, count: int, monkeypatch: pytest.MonkeyPatch

@@ -40,7 +40,7 @@ def model(folder: Path, number: int) -> None:
 
 
 def exported(folder: Path, number: int) -> None:
-    export("vllm", "paceline/tiny", "ngram", draft_length=number, out=folder / "out")
+    export("openvino", "paceline/tiny", "ngram", draft_length=number, out=folder / "out")
 
 
 WRITERS: dict[str, Callable[[Path, int], Any]] = {

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
 
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
@@ -144,7 +146,7 @@ def chat(
         except (PacelineError, KeyboardInterrupt) as error:
             if not sys.stdin.isatty():
                 raise
-            info(f"error: {error}" if isinstance(error, PacelineError) else "\nstopped")
+            info(f"error: {error}" if isinstance(error, PacelineError) else "stopped")
 
 
 @dataclass
@@ -164,10 +166,15 @@ class _Session:
         self.clear("")
 
     def answer(self, text: str) -> None:
-        """A turn of the user, and the answer to it."""
+        """A turn of the user, and the answer to it as far as it came."""
         asked = [*self.messages, {"role": "user", "content": text}]
         params = replace(self.sampling.params(self.llm.sampling_defaults), lora=self.lora)
-        answer = run(self.llm, [self.llm.render_chat(asked)], params, self.output)[0].text
+        prompts = [self.llm.render_chat(asked)]
+        rendered = sys.stdout.isatty() and params.n == 1
+        if rendered and not self.output.as_json and self.output.show_draft is None:
+            answer = _stream_markdown(self.llm, prompts[0], params)
+        else:
+            answer = run(self.llm, prompts, params, self.output)[0].text
         self.messages = [*asked, {"role": "assistant", "content": answer}]
 
     def obeyed(self, line: str) -> bool:
@@ -225,6 +232,37 @@ class _Session:
 
     def clear(self, _: str) -> None:
         self.messages = list(self.opening)
+
+
+def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str:
+    """Show an answer as it grows; finished blocks stay, the last one is drawn anew. Ctrl-C ends it;
+    returns the text."""
+    console, text, shown = Console(), "", 0
+    done: Completion | None = None
+    events, reading = llm.stream([prompt], params), f"reading {len(prompt):,} tokens"
+    with suppress(KeyboardInterrupt), Live(reading, console=console, transient=True) as live:
+        for event in events:
+            text, done = text + event.text, event.completion
+            end = _finished(text, shown)
+            if end > shown:
+                console.print(Markdown(text[shown:end]))
+                shown = end
+            live.update(Markdown(text[shown:]))
+    events.close()  # type: ignore[attr-defined]
+    console.print(Markdown(text[shown:]))
+    if done is None:
+        info("stopped")
+    else:
+        note(summary(done, llm.drafters != ("none",)))
+    return text
+
+
+def _finished(text: str, shown: int) -> int:
+    """Where the last block that is complete ends: at an empty line outside a fence."""
+    end = text.rfind("\n\n", shown)
+    while end >= 0 and text.count("```", shown, end) % 2:
+        end = text.rfind("\n\n", shown, end)
+    return shown if end < 0 else end + 2
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def quantize(
     output.show(report.record(), report.table())
 
 
-ENGINES = "vllm|sglang|tensorrt-llm|llama.cpp"
+ENGINES = "vllm|sglang|tensorrt-llm|llama.cpp|openvino"
 
 
 @expand

@@ -258,6 +258,7 @@ def test_what_is_approximated_is_named_with_its_cost() -> None:
         ("sglang", "suffix", "suffix"),
         ("tensorrt-llm", "eagle:paceline/tiny-eagle", "eagle:"),
         ("llama.cpp", "medusa:paceline/tiny-medusa", "medusa"),
+        ("openvino", HEAD, "eagle3"),
     ],
 )
 def test_what_has_no_equivalent_is_refused_by_name(to: str, draft: str, named: str) -> None:
@@ -287,6 +288,14 @@ def test_the_files_say_how_to_run_it(tmp_path: Path, to: str) -> None:
     assert script.splitlines()[-1] == f"exec {made.command_line}"
     assert json.loads((tmp_path / "export.json").read_text()) == made.record()
     assert all((tmp_path / name).read_text() == text for name, text in made.files.items())
+
+
+def test_the_openvino_program_is_python(tmp_path: Path) -> None:
+    made = exported("openvino", "ngram:max=3", tmp_path)
+    (program,) = made.files.values()
+    compile(program, "openvino", "exec")
+    assert "config.num_assistant_tokens = 4\nconfig.max_ngram_size = 3\n" in program
+    assert "prompt_lookup=True" in program
 
 
 @pytest.mark.parametrize("draft", [f"{HEAD},nodes=0", "paceline/tiny-draft", *BLOCKS])

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline.drafters import DFlash, DraftModel, DSpark, Eagle, Medusa, NGram, Suffix
+from paceline.files import render_template
 from paceline.lab.export.speculation import FEWER_MATCHES, Export, eagle_of, outputs_of
 from paceline.model.gguf import gguf_file
 
@@ -177,6 +179,39 @@ def _gguf(export: Export, path: str, name: str, *more: str) -> str:
     return export.convert(name, convert)
 
 
+def _openvino(export: Export) -> None:
+    """A short Python program; models converted by optimum."""
+    draft = export.draft
+    export.config["num_assistant_tokens"] = export.length
+    target = _openvino_model(export, export.target_path, "target")
+    if isinstance(draft, DraftModel):
+        folder = _openvino_model(export, export.draft_path, "draft")
+        speculation = f'draft_model=genai.draft_model({folder!r}, "CPU")'
+    elif isinstance(draft, NGram):
+        export.config["max_ngram_size"] = draft.max
+        speculation = "prompt_lookup=True"
+        if draft.candidates > 1 or draft.source != "prompt":
+            what = f"{draft.candidates} candidates from {draft.source}"
+            export.approximate(what, "one match", FEWER_MATCHES)
+    else:
+        raise export.refuse(
+            "export a draft model or ngram (its EAGLE-3 counts layers by outputs and takes the "
+            "numbers only from inside a converted model; left alone it reads one layer too far)"
+        )
+    file = "openvino_generate.py"
+    values = {"target": repr(target), "draft": speculation, "settings": export.config}
+    export.files[file] = render_template(Path(__file__).with_name("openvino.py.txt"), **values)
+    export.command = ["python", export.in_folder(file), "Once upon a time"]
+
+
+def _openvino_model(export: Export, path: str, name: str) -> str:
+    """The folder of a converted model; where it is none, the command that makes it is a step."""
+    if (Path(path) / "openvino_model.xml").is_file():
+        return path
+    convert = ["optimum-cli", "export", "openvino", "--model", path, "--weight-format", "fp32"]
+    return export.convert(f"{name}-openvino", convert)
+
+
 DIALECTS = {
     "vllm": Dialect("vllm 0.32.0", _vllm, parallel=True, rules=("token", "block")),
     "sglang": Dialect("sglang 0.5.23", _sglang, trees=True, rules=("token", "block")),
@@ -185,4 +220,5 @@ DIALECTS = {
         _tensorrt_llm,
     ),
     "llama.cpp": Dialect("llama.cpp 0.5.0-dev", _llama_cpp, rules=("token", "coupled")),
+    "openvino": Dialect("openvino-genai 2026.4.1", _openvino),
 }

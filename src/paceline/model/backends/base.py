@@ -19,6 +19,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.errors import ConfigError, PacelineError
+from paceline.files import FileStamp
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.segments import FULL, AttentionStep, Pattern
@@ -29,7 +30,7 @@ NATIVE, REFERENCE = "native", "reference"
 class Adapted(Protocol):
     """A model as ``CausalModel`` adapts it: what backends read of it. ``hf`` is the module of
     transformers, whose attention goes through our paged cache; ``cache_shapes`` and ``patterns``
-    (windows, chunks) are by layer."""
+    (windows, chunks) are by layer; ``checkpoint``: the files that it was loaded from."""
 
     hf: Any
     name: str
@@ -40,6 +41,7 @@ class Adapted(Protocol):
     max_positions: int
     cache_shapes: list[LayerShape]
     patterns: tuple[Pattern, ...]
+    checkpoint: tuple[FileStamp, ...]
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput: ...
 

@@ -66,31 +66,36 @@ class Packed:
         """The matrices one below the other; ``gated``: two, their outputs interleaved."""
         quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
         weights = common_form([linear.quantised for linear in quantised])
-        form, inputs = Form.of(weights), linears[0].in_features
-        rows = sum(linear.out_features for linear in linears)
-        padded = 2 * -(-rows // 2 // 16) * 16 if gated else -(-rows // _PANEL) * _PANEL
-        members = list(_members(linears, gated))
-        bias = None
-        if any(linear.bias is not None for linear in linears):
-            bias = torch.zeros(padded)
-            for linear, part, first in members:
-                if linear.bias is not None:
-                    places = _packed_outputs(part, first, linear.out_features)
-                    bias[places] = linear.bias.detach().float()
-        if form is None:
-            size = library().pl_packed_bytes(DTYPES[dtype], padded, inputs)
-        else:
-            size = library().pl_quantised_bytes(CWeight(None, None, padded, inputs, *form))
-        outputs, elements = rows // (1 + gated), rows * inputs
-        packed = cls(zeros(size), bias, outputs, inputs, dtype, form, elements)
-        for index, (linear, part, first) in enumerate(members):
+        packed = cls.blank(linears, dtype, gated, Form.of(weights))
+        for index, (linear, part, first) in enumerate(_members(linears, gated)):
             if weights:  # all are quantised: see same_form
                 packed._copy_quantised(weights[index], part, first, out=0)
             else:
                 weight, kind = linear.weight.detach().contiguous(), DTYPES[dtype]
-                shape, data = (linear.out_features, inputs), packed.data.data_ptr()
+                shape, data = (linear.out_features, packed.inputs), packed.data.data_ptr()
                 library().pl_pack(kind, part, weight.data_ptr(), *shape, first, data)
         return packed
+
+    @classmethod
+    def blank(
+        cls, linears: Sequence[AnyLinear], dtype: torch.dtype, gated: bool, form: Form | None
+    ) -> Packed:
+        """A matrix of that form and size, all zeros, with the layers' biases."""
+        inputs = linears[0].in_features
+        rows = sum(linear.out_features for linear in linears)
+        padded = 2 * -(-rows // 2 // 16) * 16 if gated else -(-rows // _PANEL) * _PANEL
+        bias = None
+        if any(linear.bias is not None for linear in linears):
+            bias = torch.zeros(padded)
+            for linear, part, first in _members(linears, gated):
+                if linear.bias is not None:
+                    outputs = _packed_outputs(part, first, linear.out_features)
+                    bias[outputs] = linear.bias.detach().float()
+        if form is None:
+            size = library().pl_packed_bytes(DTYPES[dtype], padded, inputs)
+        else:
+            size = library().pl_quantised_bytes(CWeight(None, None, padded, inputs, *form))
+        return cls(zeros(size), bias, rows // (1 + gated), inputs, dtype, form, rows * inputs)
 
     def _copy_quantised(self, weight: QuantisedWeight, part: int, first: int, out: int) -> None:
         numbers = pointer(weight.codes), pointer(weight.scales), pointer(weight.offsets)
