@@ -18,6 +18,7 @@ from paceline.llm import LLM
 from paceline.train.acceptance import AcceptanceCounts, WrittenText, total
 from paceline.train.draft import DraftConfig, DraftTrainer
 from paceline.train.losses import total_variation
+from paceline.train.unrolled import MaskedRows
 from support import training_runs
 from support.tiny_models import TinyPair
 
@@ -72,6 +73,42 @@ def test_the_number_while_training_is_the_engines(finished: DraftTrainer, target
     """
     assert total(finished.measure().values()).steps > 50
     assert as_the_engine(finished, target, passes=4).accepted[0] > 20
+
+
+@pytest.mark.slow  # it learns
+def test_a_draft_learns_to_draft_in_one_pass(
+    config: DraftConfig, target: str, tmp_path: Path
+) -> None:
+    """Later tokens, too, which it drafts behind masks: far more often than untrained."""
+    own = replace(config, parallel=True, steps=60)
+    trainer = DraftTrainer(own, tmp_path, device="cpu")
+    before = total(trainer.measure().values())
+    trainer.run(eval_every=60)
+    after = total(trainer.measure().values())
+    assert after.mean_accepted_length > before.mean_accepted_length + 0.1
+    assert after.accepted[1] > 2 * before.accepted[1] + 10
+    assert as_the_engine(trainer, target, passes=1).accepted[1] > 10
+
+
+def test_masks_see_the_text_before_them_and_their_own_chain() -> None:
+    rows = MaskedRows.of(9, 5, 3, first=1)
+    assert rows.positions.tolist() == [0, 1, 2, 3, 4, 2, 3, 3, 4]
+    seen = [sorted(row.nonzero().flatten().tolist()) for row in rows.seen]
+    assert seen[3:] == [
+        [0, 1, 2, 3],
+        [0, 1, 2, 3, 4],
+        [0, 1, 5],
+        [0, 1, 2, 6],
+        [0, 1, 5, 7],
+        [0, 1, 2, 6, 8],
+    ]
+    assert rows.inputs(torch.zeros(1, 5).long())["input_ids"].tolist() == [[0] * 5 + [9] * 4]
+    sizes = []
+    for seed in (0, 1):  # as many rows at every step, of others
+        dropped = MaskedRows.of(9, 40, 4, generator=torch.Generator().manual_seed(seed))
+        sizes.append(dropped.positions.shape)
+        assert bool((dropped.seen.sum(1) > dropped.positions - 3).all())
+    assert sizes == [(40 + 25 + 18 + 12,)] * 2
 
 
 def as_the_engine(trainer: DraftTrainer, target: str, passes: int) -> AcceptanceCounts:

@@ -97,6 +97,9 @@ class DraftConfig(TrainConfig):
         low=0,
         high=1,
     )
+    parallel: bool = _loss(
+        False, "Learn to draft --draft-length tokens in one pass, behind tokens of one kind (PARD)."
+    )
     hidden_size: int = _shape(192, "Width.", low=1)
     layers: int = _shape(2, "Depth.", low=1)
     heads: int = _shape(3, "Attention heads.", low=1)

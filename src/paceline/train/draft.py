@@ -24,6 +24,7 @@ from paceline.train.configs import DraftConfig as DraftConfig
 from paceline.train.data import Windows
 from paceline.train.losses import distribution_loss, mixed_probs
 from paceline.train.trainer import Trainer, run_name, save_model
+from paceline.train.unrolled import MaskedRows
 
 
 class DraftTrainer(Trainer):
@@ -78,7 +79,10 @@ class DraftTrainer(Trainer):
     def new_model(self) -> PreTrainedModel:
         """What is trained, with its first weights."""
         config = self.config
-        return self._new_llama() if config.init is None else self._load(config.init)
+        model = self._new_llama() if config.init is None else self._load(config.init)
+        if config.parallel:
+            model.config.pard_token = self.mask_token
+        return model
 
     def _new_llama(self) -> PreTrainedModel:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -118,18 +122,32 @@ class DraftTrainer(Trainer):
 
     # -- the loop --------------------------------------------------------------------------
 
+    def _masks(self, seq_len: int) -> MaskedRows | None:
+        """Rows of masks that learn, too, at this step."""
+        if not self.config.parallel:
+            return None
+        dropped = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
+        mask, count = self.model.config.pard_token, self.config.draft_length
+        return MaskedRows.of(mask, seq_len, count, generator=dropped)
+
     def loss(self, windows: Windows) -> torch.Tensor:
         ids, learn = windows.ids.to(self.device), windows.learn[:, 1:].to(self.device)
-        inputs, rows = ids[:, :-1].contiguous(), learn.flatten().nonzero()[:, 0]
-        logits = self._student(input_ids=inputs, use_cache=False).logits.flatten(0, 1)[rows]
+        inputs = ids[:, :-1].contiguous()
+        masks = self._masks(inputs.shape[1])
+        read, positions = {"input_ids": inputs}, torch.arange(inputs.shape[1])
+        if masks is not None:
+            read, positions = masks.inputs(inputs), masks.positions
+        rows = learn[:, positions].flatten().nonzero()[:, 0]
+        logits = self._student(**read, use_cache=False).logits.flatten(0, 1)[rows]
         with torch.no_grad():
-            teacher = self._teacher(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
+            teacher = self._teacher(input_ids=inputs, use_cache=False).logits
+            teacher = teacher[:, positions].flatten(0, 1)
         width = min(logits.shape[1], teacher.shape[1])  # either may be padded
         share = self.config.argmax_weight
         probs = mixed_probs(rows, lambda some: teacher[some, :width], share)
-        index = torch.arange(len(rows), device=rows.device)
-        weights = torch.full_like(index, 1 / len(rows), dtype=torch.float32)
-        return distribution_loss(logits[:, :width], probs, index, weights, self.config.tv_weight)
+        weights = torch.full((len(rows),), 1 / len(rows), device=rows.device)
+        index, tv_weight = torch.arange(len(rows), device=rows.device), self.config.tv_weight
+        return distribution_loss(logits[:, :width], probs, index, weights, tv_weight)
 
     def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
         # A drafted token counts only where all before it were right, so one forward over the
@@ -138,8 +156,16 @@ class DraftTrainer(Trainer):
         count, first = self.config.draft_length, text.prompt - 1
         wanted = F.pad(ids[text.prompt :], (0, count - 1), value=-1).unfold(0, count, 1)
         self.model.eval()
-        choices = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0].argmax(-1)
-        drafted = F.pad(choices[first:], (0, count - 1), value=-1).unfold(0, count, 1)
+        if self.config.parallel:
+            padded = F.pad(ids[None, :-1], (0, count - 1))
+            width = padded.shape[1]
+            masks = MaskedRows.of(self.model.config.pard_token, width, count, first)
+            choices = self.model(**masks.inputs(padded), use_cache=False).logits[0].argmax(-1)
+            rows = torch.cat((choices[first : first + len(wanted)], choices[width:]))
+            drafted = rows.view(count, -1).T
+        else:
+            choices = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0].argmax(-1)
+            drafted = F.pad(choices[first:], (0, count - 1), value=-1).unfold(0, count, 1)
         self.model.train()
         return walk((drafted == wanted) & (wanted >= 0), undrafted=0)
 
