@@ -75,19 +75,7 @@ def storages(module: torch.nn.Module) -> set[int]:
     return {p.data_ptr() for p in (*module.parameters(), *module.buffers())}
 
 
-IN_TUPLES = {"bamba", "falcon_h1"}  # what their layers return
-
-
-@pytest.mark.parametrize("name", sorted(IN_TUPLES))
-def test_layers_that_return_tuples_are_refused(name: str) -> None:
-    model, _ = tiny_pair(name)
-    for _ in range(2):
-        with pytest.raises(UnsupportedModelError, match="does not return hidden states alone"):
-            LayerView(model, [0])
-    assert logits_of(LayerView(model, range(model.num_layers))).isfinite().all()
-
-
-@pytest.mark.parametrize("name", sorted({*SPECS} - IN_TUPLES))
+@pytest.mark.parametrize("name", sorted(SPECS))
 def test_every_architecture_without_some_layers(name: str) -> None:
     model, reference = tiny_pair(name)
     layers = range(model.num_layers)

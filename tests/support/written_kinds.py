@@ -117,7 +117,7 @@ def tuned_settings(folder: Path, number: int) -> None:
         ModelIdentity("m", "llama", 1, 8, 20, 99, "x", (0.5,)),
         tuned.DraftChoice("ngram", "auto", 5),
         tuned.EngineChoice(number, "block"),
-        tuned.Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, 1.0, (), 1, ()),
+        tuned.Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, (), ()),
         tuned.KnownCosts((1,), (1,), ((0.1,),), {"model": tuned.PassCosts((1,), (0.1,))}),
         tuned.MachineIdentity("x", "cpu", 1, "float32", "native", "2", "5", "0", "3", "today"),
     )

@@ -42,7 +42,8 @@ class TorchBackend(Backend):
         self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
         self._captured: dict[int, torch.Tensor] | None = None
         self._hooked: set[int] = set()
-        self._views_checked = False
+        # Layers that return tuples, and of how many parts; None: unknown yet.
+        self._in_tuples: dict[int, int] | None = None
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
         step = AttentionStep.of(batch, cache, self.patterns, self.hf.device)
@@ -117,10 +118,13 @@ class TorchBackend(Backend):
             )
         if not skipped:
             return self.on(self.hf)
-        if not self._views_checked:
-            self._check_layers()
-            self._check_view(skipped)
-            self._views_checked = True
+        if self._in_tuples is None:
+            self._in_tuples = self._layers_in_tuples()
+            try:
+                self._check_view(skipped)
+            except UnsupportedModelError:
+                self._in_tuples = None
+                raise
         return self._view(skipped)
 
     def _sharing(self, role: str) -> set[int]:
@@ -130,18 +134,24 @@ class TorchBackend(Backend):
 
     def _view(self, skipped: frozenset[int]) -> TorchBackend:
         """Copies the modules above a skipped layer; lists keep their length, for their indices."""
+        in_tuples = self._in_tuples or {}
         above, passing = set[torch.nn.Module](), dict[torch.nn.Module, Any]()
         for layer in skipped:
-            passing[self.layer(layer)] = _passing(self.layer(layer))
+            passing[self.layer(layer)] = _passing(self.layer(layer), in_tuples.get(layer, 0))
             parts = self.layer_names[layer].split(".")
             above |= {self.hf.get_submodule(".".join(parts[:end])) for end in range(len(parts))}
         return self.on(copy_beside(self.hf, lambda m: passing.get(m, None if m in above else m)))
 
-    def _check_layers(self) -> None:
-        """Raises UnsupportedModelError for layers that do not return hidden states alone."""
+    def _layers_in_tuples(self) -> dict[int, int]:
+        """Layers that return a tuple. Raises UnsupportedModelError for more than hidden states."""
+        in_tuples: dict[int, int] = {}
 
-        def check(layer: int, output: Any) -> None:
-            if not isinstance(output, torch.Tensor):
+        def note(layer: int, output: Any) -> None:
+            tensors = [output]
+            if isinstance(output, tuple):
+                in_tuples[layer] = len(output)
+                tensors = [part for part in output if isinstance(part, torch.Tensor)]
+            if len(tensors) != 1 or not isinstance(tensors[0], torch.Tensor):
                 raise UnsupportedModelError(
                     f"{type(self.hf).__name__}: layer {layer} does not return hidden states alone, "
                     "so it cannot be left out; use another drafter"
@@ -149,9 +159,10 @@ class TorchBackend(Backend):
 
         with ExitStack() as hooks:
             for n in range(len(self.layer_names)):
-                hook = self.layer(n).register_forward_hook(lambda *call, n=n: check(n, call[2]))
+                hook = self.layer(n).register_forward_hook(lambda *call, n=n: note(n, call[2]))
                 hooks.enter_context(hook)
             self(_TRIAL, _TrialCache(self))
+        return in_tuples
 
     def _check_view(self, skipped: frozenset[int]) -> None:
         """Raises UnsupportedModelError if other layers run, as a patched ``forward`` might."""
@@ -199,11 +210,13 @@ class TorchBackend(Backend):
             self.layer_names = [f"{stack}.{layer}" for layer in range(len(self.shapes))]
 
 
-def _passing(layer: Any) -> Any:
-    """A layer that returns its input, with the attributes that models read."""
+def _passing(layer: Any, parts: int) -> Any:
+    """A layer that returns its input, as the first of so many parts, or alone for 0; with the
+    attributes that models read."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else kwargs["hidden_states"]
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden, *(None,) * (parts - 1)) if parts else hidden
 
     copied = copy.copy(layer)
     copied.forward = forward
