@@ -7,10 +7,8 @@ import pickle
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,8 +21,7 @@ from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, EngineLostError, ModelLoadError, PacelineError
 from paceline.lab.doctor import examine
 from paceline.parallel import group, processes
-from paceline.parallel.shared import SharedForward
-from paceline.parallel.worker import Follower
+from paceline.parallel.group import BatchOrder
 from support.cache_invariants import check_cache
 from support.engine_models import write_pair
 from support.made_adapters import write_adapter
@@ -250,34 +247,15 @@ def test_an_order_carries_what_only_the_device_knows() -> None:
         ((0,), (1,), (2,)),
         nodes=((2, torch.tensor([71])), (3, torch.tensor([72, 73]))),
     )
-    sent: list[Any] = []
-    orders = SimpleNamespace(broadcast=lambda *order: sent.append(pickle.dumps(order)))
-    ranks = SimpleNamespace(size=2, group=orders, together=nullcontext, close=lambda: None)
-    seen: list[Batch] = []
-    shared = SharedForward(Seeing([]), ranks)  # type: ignore[arg-type]
-    shared._number = lambda _: 1  # type: ignore[method-assign]
-    shared(batch, None)  # type: ignore[arg-type]
-    follower = Follower(Seeing(seen), orders)  # type: ignore[arg-type]
-    follower._caches[1] = None  # type: ignore[assignment]
-    method, *arguments = pickle.loads(sent[0])
-    getattr(follower, method)(*arguments)
-    (again,) = seen
+    order, numbers = BatchOrder.of(batch)
+    assert numbers is not None and len(numbers) == sum(order.sizes) == 3 + 4
+    again = pickle.loads(pickle.dumps(order)).whole(numbers)
     assert [(first, tokens.tolist()) for first, tokens in again.nodes] == [(2, [71]), (3, [72, 73])]
     first, second, third = (span.ancestors for span in again.spans)
     assert first is None and second is None and third is not None and torch.equal(third, mask)
     assert again.spans == batch.spans and torch.equal(again.slots, batch.slots)
-
-
-class Seeing:
-    """A model that only sees batches."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, seen: list[Batch]) -> None:
-        self._seen = seen
-
-    def __call__(self, batch: Batch, cache: Any) -> None:
-        self._seen.append(batch)
+    plain, nothing = BatchOrder.of(replace(batch, nodes=(), spans=batch.spans[:2]))
+    assert nothing is None and sum(plain.sizes) == 0
 
 
 # -- without a model ---------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,51 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.core.batch import Batch
 from paceline.core.memory import free_memory
+
+# -- orders of rank 0 to the other ranks ----------------------------------------------------------
+# Plain data, sent over the CPU group. Tokens of a batch that only rank 0's device knows, which were
+# just drafted, follow as one tensor over the device group, so that rank 0 does not wait for them.
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """``batch`` as the host knows it. ``nodes``: first row and number of tokens that follow;
+    ``ancestors``: side of the mask that follows, by span."""
+
+    batch: Batch
+    nodes: tuple[tuple[int, int], ...]
+    ancestors: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, batch: Batch) -> tuple[BatchOrder, torch.Tensor | None]:
+        """The order, and the numbers that follow it, if any."""
+        masks = [span.ancestors for span in batch.spans]
+        order = cls(
+            replace(batch, nodes=(), features=()),  # pickled spans have no tensors
+            tuple((first, len(tokens)) for first, tokens in batch.nodes),
+            tuple(None if mask is None else len(mask) for mask in masks),
+        )
+        numbers = [tokens for _, tokens in batch.nodes]
+        numbers += [mask.flatten().to(torch.int64) for mask in masks if mask is not None]
+        return order, torch.cat(numbers) if numbers else None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the parts of the numbers that follow."""
+        return [count for _, count in self.nodes] + [(side or 0) ** 2 for side in self.ancestors]
+
+    def whole(self, numbers: torch.Tensor) -> Batch:
+        """The batch with the numbers that followed, int64 ``[sum(sizes)]``."""
+        parts = iter(torch.split(numbers, self.sizes))
+        nodes = tuple((first, next(parts)) for first, _ in self.nodes)
+        spans = tuple(
+            span if side is None else replace(span, ancestors=mask.view(side, side).bool())
+            for span, side, mask in zip(self.batch.spans, self.ancestors, parts, strict=True)
+        )
+        return replace(self.batch, nodes=nodes, spans=spans)
+
 
 _LOADING = timedelta(hours=1)  # for which ranks wait for each other while they load
 _FOREVER = timedelta(days=3650)  # between orders; a lost rank is noticed by processes.py
@@ -41,8 +86,7 @@ class RankGroup:
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def broadcast(self, method: str, *arguments: Any) -> None:
-        """Have the others call this method of ``Follower`` (worker.py), or ``stop``; the arguments
-        are plain data, and tensors of a CPU."""
+        """Have the others call this method of ``Follower`` (worker.py), or ``stop``."""
         dist.broadcast_object_list([method, arguments], src=0, group=self._control)
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
@@ -50,6 +94,11 @@ class RankGroup:
         received: list[Any] = [None, None]
         dist.broadcast_object_list(received, src=0, group=self._control)
         return received[0], received[1]
+
+    def share(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Copy rank 0's ``numbers`` into those of all ranks."""
+        dist.broadcast(numbers, src=0)
+        return numbers
 
     def least_memory(self) -> int:
         """Bytes that every rank has free; on a CPU its memory is divided by the ranks."""

@@ -6,7 +6,6 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Literal, NoReturn
 
@@ -20,7 +19,7 @@ from paceline.model.backends.base import REFERENCE, Backend
 from paceline.model.loading import resolve_device
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
-from paceline.parallel.group import whole_parameters
+from paceline.parallel.group import BatchOrder, whole_parameters
 from paceline.parallel.processes import RankProcesses, check_shareable, load_part
 
 
@@ -72,12 +71,10 @@ class SharedForward(Backend):
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
         with self.ranks.together():
-            # Drafts that only this rank's device knows are waited for here.
-            nodes = tuple((first, tokens.cpu()) for first, tokens in batch.nodes)
-            masks = [span.ancestors for span in batch.spans]  # pickled spans have no tensors
-            ancestors = [None if mask is None else mask.cpu() for mask in masks]
-            order = replace(batch, nodes=nodes, features=()), ancestors
-            self.ranks.group.broadcast("forward", self._number(cache), *order)
+            order, numbers = BatchOrder.of(batch)
+            self.ranks.group.broadcast("forward", self._number(cache), order)
+            if numbers is not None:
+                self.ranks.group.share(numbers)
             return self._model(batch, cache)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,16 +9,14 @@ import logging
 import os
 import sys
 import threading
-from dataclasses import replace
 from typing import TextIO
 
 import torch
 
-from paceline.core.batch import Batch
 from paceline.core.children import exit_now, ignore_signals
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
-from paceline.parallel.group import RankGroup, rank_environment, whole_parameters
+from paceline.parallel.group import BatchOrder, RankGroup, rank_environment, whole_parameters
 from paceline.parallel.processes import READY, load_part
 
 
@@ -77,15 +75,12 @@ class Follower:
     def drop(self, cache: int) -> None:
         del self._caches[cache]
 
-    def forward(self, cache: int, batch: Batch, ancestors: list[torch.Tensor | None]) -> None:
-        """``ancestors``: of the batch's spans."""
-        device = self._model.device
-        spans = tuple(
-            span if mask is None else replace(span, ancestors=mask.to(device))
-            for span, mask in zip(batch.spans, ancestors, strict=True)
-        )
-        nodes = tuple((first, tokens.to(device)) for first, tokens in batch.nodes)
-        self._model(replace(batch, spans=spans, nodes=nodes), self._caches[cache])
+    def forward(self, cache: int, order: BatchOrder) -> None:
+        batch, count = order.batch, sum(order.sizes)
+        if count:
+            numbers = torch.empty(count, dtype=torch.int64, device=self._model.device)
+            batch = order.whole(self._group.share(numbers))
+        self._model(batch, self._caches[cache])
 
     def move(self, cache: int, slots: tuple[tuple[int, int], ...]) -> None:
         """Copy rows of a cache from slots to slots."""
