@@ -74,7 +74,7 @@ def test_small_endpoints(server: Running) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "'user' needs content"),
         ("/v1/completions", {**REQUEST, "prompt": {}}, 400, "prompt: give a text, a list of"),
         ("/v1/completions", {**REQUEST, "beams": 3}, 400, "unknown or unsupported field 'beams'"),
-        ("/v1/completions", {**REQUEST, "suffix": "x"}, 400, "suffix: write the model's"),
+        ("/v1/completions", {**REQUEST, "suffix": "x"}, 400, "no tokens for filling in the middle"),
         ("/v1/completions", {**REQUEST, "model": "gpt"}, 404, "does not exist"),
         ("/v1/completions", {**REQUEST, "prompt": []}, 400, "at least 1 item"),
         ("/v1/completions", {**REQUEST, "n": 1000}, 400, "n: Input should be less"),

@@ -108,8 +108,8 @@ NULLS = (
     *("model", "temperature", "top_p", "n", "stream", "stream_options", "stop", "seed"),
     *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "response_format"),
     *("top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids", "speculation", "echo"),
-    *("tools", "tool_choice", "parallel_tool_calls", "top_logprobs"),
-    *("add_generation_prompt", "chat_template_kwargs", "reasoning_effort"),
+    *("best_of", "suffix", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"),
+    *("add_generation_prompt", "chat_template_kwargs", "reasoning_effort", "functions"),
 )
 
 
@@ -141,6 +141,7 @@ CALL = {
         {"id": "msg_1", "parsed": {"a": 1}, "provider_specific_fields": {"x": 1}},
         {"reasoning_content": "I think.", "prefix": False, "whatever a server says": [1]},
         {"content": None, "tool_calls": [CALL]},
+        {"content": None, "function_call": {"name": "add", "arguments": "{}"}},
         {"content": [{"type": "text", "text": "Hi", "annotations": [], "logprobs": None}]},
         {"content": [{"type": "refusal", "refusal": "No."}]},
         {"content": None, "refusal": "No."},
@@ -213,8 +214,7 @@ def test_a_user_s_images_are_not_passed_over(server: Running) -> None:
         ),
         ({"stop_token_ids": [10**30]}, "stop_token_ids.0: Input should be less than"),
         ({"stream_options": {}}, "stream_options goes with stream=true only"),
-        ({"functions": [{"name": "f"}]}, "functions: give tools"),
-        ({"guided_regex": "a"}, 'guided_regex: write "structured_outputs"'),
+        ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions and tools say the same"),
     ],
 )
 def test_errors_name_their_field_in_one_sentence(
@@ -232,7 +232,8 @@ def test_errors_of_prompts(server: Running) -> None:
     for prompt in wrong:
         refused = complete(server, prompt=prompt)
         assert refused.status == 400 and refused.error["param"].startswith("prompt"), prompt
-    assert complete(server, suffix="x").error["param"] == "suffix"
+    both = complete(server, suffix="x", echo=True)
+    assert both.error["param"] == "suffix"
 
 
 # -- as OpenAI and vLLM treat them -----------------------------------------------------------------
@@ -250,6 +251,55 @@ def test_odd_values_that_have_a_meaning(server: Running) -> None:
     refused = complete(server, prompt=[["a"]])
     assert refused.status == 400 and refused.error["param"] == "prompt"
     assert refused.error["message"].count(":") == 1
+
+
+def test_best_of(server: Running) -> None:
+    answer = complete(
+        server, best_of=4, n=2, temperature=1.5, seed=3, max_tokens=8, logprobs=0
+    ).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    all_four = complete(server, n=4, temperature=1.5, seed=3, max_tokens=8, logprobs=0).json
+    means = {
+        choice["text"]: sum(values) / len(values)
+        for choice in all_four["choices"]
+        for values in [choice["logprobs"]["token_logprobs"]]
+    }
+    best = sorted(means, key=lambda text: -means[text])[:2]
+    assert [choice["text"] for choice in answer["choices"]] == best
+    assert answer["usage"]["completion_tokens"] == all_four["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_before_there_were_tools(server: Running, stream: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    fields = {
+        "functions": [{"name": "add", "parameters": schema}],
+        "function_call": {"name": "add"},
+        "max_tokens": 40,
+    }
+    answer = chat(server, **fields, stream=stream)
+    assert answer.status == 200
+    if stream:
+        choices = [choice for chunk in answer.chunks for choice in chunk["choices"]]
+        parts = [choice["delta"].get("function_call") or {} for choice in choices]
+        call = {
+            "name": "".join(part.get("name", "") for part in parts),
+            "arguments": "".join(part.get("arguments", "") for part in parts),
+        }
+        reason = choices[-1]["finish_reason"]
+        assert "tool_calls" not in answer.text
+    else:
+        choice = answer.json["choices"][0]
+        call, reason = choice["message"]["function_call"], choice["finish_reason"]
+        assert "tool_calls" not in choice["message"]
+    assert (call, reason) == ({"name": "add", "arguments": '{"a": 1}'}, "function_call")
+    result = [
+        *HELLO,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "add", "content": "2"},
+    ]
+    assert chat(server, result, functions=fields["functions"]).status == 200
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 5, 9])
@@ -276,7 +326,9 @@ def test_a_forced_call_that_is_cut_is_a_call(server: Running, tokens: int) -> No
     "fields",
     [
         {"structured_outputs": {"choice": ["red", "blue (dark)"]}},
+        {"guided_choice": ["red", "blue (dark)"]},
         {"structured_outputs": {"regex": "red|blue \\(dark\\)"}},
+        {"guided_regex": "red|blue \\(dark\\)"},
         {"structured_outputs": {"grammar": 'start: "red" | "blue (dark)"'}},
     ],
 )
@@ -291,14 +343,15 @@ def test_structured_json(server: Running) -> None:
     for fields in (
         {"structured_outputs": {"json": schema}},
         {"structured_outputs": {"json": json.dumps(schema)}},
+        {"guided_json": schema},
     ):
         text = complete(server, **fields, max_tokens=30).json["choices"][0]["text"]
         assert set(json.loads(text)) == {"a"}
     anything = complete(server, structured_outputs={"json_object": True})
     assert anything.json["choices"][0]["text"].startswith("{")
-    refused = complete(server, structured_outputs={"json": schema, "regex": "a"})
+    refused = complete(server, guided_json=schema, guided_regex="a")
     assert refused.status == 400 and refused.error["param"] == "structured_outputs"
-    assert complete(server, structured_outputs={"json": "{"}).status == 400
+    assert complete(server, guided_json="{").status == 400
 
 
 def test_usage_in_every_chunk(server: Running) -> None:
@@ -360,6 +413,21 @@ def test_the_template_s_variables(server: Running, target: Any, monkeypatch: Any
     for name in ("chat_template", "tokenize", "messages", "conversation"):
         refused = chat(server, chat_template_kwargs={name: "x"})
         assert refused.status == 400 and refused.error["param"] == "chat_template_kwargs"
+
+
+def test_filling_in_the_middle(server: Running, target: Any, monkeypatch: Any) -> None:
+    refused = complete(server, suffix="The end.")
+    assert refused.status == 400 and refused.error["param"] == "suffix"
+    known = server.service.tokenizer.get_vocab()
+    marks = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}
+    monkeypatch.setattr(server.service.tokenizer, "get_vocab", lambda: {**known, **marks})
+    answer = complete(server, suffix="The end.", return_token_ids=True).json
+    ids = answer["choices"][0]["prompt_token_ids"]
+    encode = target.tokenizer.encode
+    after = encode("The end.", add_special_tokens=False)
+    first, *before = encode("Once upon")  # begins with the token that begins a text
+    assert first == target.tokenizer.bos_token_id
+    assert ids == [first, 1, *before, 2, *after, 3]
 
 
 # -- likelihoods -----------------------------------------------------------------------------------
@@ -476,7 +544,7 @@ def test_the_stop_string_in_the_output(server: Running) -> None:
 
 def test_half_a_character_is_left_out(server: Running, target: Any) -> None:
     """A grammar writes an emoji, whose bytes are several tokens."""
-    fields = {"structured_outputs": {"regex": "(🙂){8}"}, "temperature": 1, "seed": 1}
+    fields = {"guided_regex": "(🙂){8}", "temperature": 1, "seed": 1}
     for tokens in range(1, 8):
         for stream in (False, True):
             answer = complete(server, **fields, max_tokens=tokens, stream=stream)

@@ -45,7 +45,8 @@ _SAME_NAMED = (
     *("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("ignore_eos", "priority", "n", "receipt"),
 )
-_FORMS = ("response_format", "structured_outputs")  # fields that give the text a form
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_FORMS = ("response_format", "structured_outputs", *_GUIDED)  # fields that give the text a form
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Dialogue:
         if not tools:
             return AnswerStream()
         if choice in (None, "auto"):
-            return PossibleCall(tools, self.body.parallel_tool_calls is not False)
+            parallel = self.body.parallel_tool_calls is not False and not self.body.functions
+            return PossibleCall(tools, parallel)
         return ForcedCall(list(self.body.callable_tools))
 
 
@@ -286,13 +288,15 @@ def _grammar(request: Generation) -> Grammar | None:
     """The grammar that one of several fields asks for. Raises APIError if two do."""
     asked, form = request.structured_outputs or StructuredOutputs(), request.response_format
     schema = None if form is None or form.json_schema is None else form.json_schema.schema_
-    choice = None if asked.choice is None else "|".join(map(re.escape, asked.choice))
+    choices = [choice for choice in (asked.choice, request.guided_choice) if choice is not None]
+    regexes = [asked.regex, request.guided_regex]
+    regexes += ["|".join(map(re.escape, choice)) for choice in choices]
     objects = [asked.json_object, form is not None and form.type == "json_object"]
     grammars = [
         *(Grammar.json() for wanted in objects if wanted),
-        *(_json(schema) for schema in (asked.json_, schema) if schema is not None),
-        *(Grammar("regex", regex) for regex in (asked.regex, choice) if regex is not None),
-        *(Grammar("lark", grammar) for grammar in (asked.grammar,) if grammar is not None),
+        *(_json(s) for s in (asked.json_, request.guided_json, schema) if s is not None),
+        *(Grammar("regex", regex) for regex in regexes if regex is not None),
+        *(Grammar("lark", g) for g in (asked.grammar, request.guided_grammar) if g is not None),
     ]
     if len(grammars) > 1:
         raise APIError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from fastapi import FastAPI
@@ -30,6 +32,7 @@ from paceline.server.api.protocol import (
     Speculation,
     StreamOptions,
 )
+from paceline.server.api.tokens import infill
 from paceline.server.api.tools import AnswerStream, Delta, deltas_of, message_of
 from paceline.server.client import Ticket
 from paceline.server.failures import APIError
@@ -50,7 +53,7 @@ class OpenAIAnswer(Answer):
         names: tuple[str, str],
     ) -> None:
         """``visible``: special tokens are part of the text. ``names``: of the id, and the kind."""
-        self._params, self._generation = ticket.params, body
+        self._params, self._generation, self._n = ticket.params, body, ticket.params.n
         self._drafter = ticket.params.drafter or next(iter(service.facts.drafters), "none")
         self._usage_asked = body.stream_options or StreamOptions()
         self._tokenizer, self._prompts, self._visible = service.tokenizer, prompts, visible
@@ -68,7 +71,7 @@ class OpenAIAnswer(Answer):
 
     def _index(self, event: StreamEvent) -> int:
         """The choice that an event belongs to; counts its tokens and keeps its completion."""
-        index = event.request * self._generation.n + event.index
+        index = event.request * self._n + event.index
         self._written += len(event.token_ids)
         if event.completion is not None:
             self._done[index] = event.completion
@@ -90,7 +93,7 @@ class OpenAIAnswer(Answer):
 
     def _prompt(self, index: int) -> list[int]:
         """Token ids of the prompt of a choice."""
-        return self._prompts[index // self._generation.n]
+        return self._prompts[index // self._n]
 
     # -- the whole -----------------------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class OpenAIAnswer(Answer):
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """A prompt counts once, however many completions it has."""
         usage = self._counts(sum(len(done.token_ids) for done in completions))
-        cached = sum(done.stats.cached_tokens for done in completions[:: self._generation.n])
+        cached = sum(done.stats.cached_tokens for done in completions[:: self._n])
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
         expected = self._params.prediction
         if expected:
@@ -161,6 +164,8 @@ async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[
     )
     if not prompt or not ids:
         raise APIError(EMPTY_PROMPT, param="prompt")
+    if body.suffix:
+        return await asyncio.to_thread(infill, service.tokenizer, ids, body.suffix)
     return ids
 
 
@@ -183,9 +188,11 @@ async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, lis
     prompts = [await _prompt(service, body, prompt) for prompt in body.prompt]
     remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
     limit = remaining if body.max_tokens is None else max(1, body.max_tokens)
-    params = sampling_params(body, service.facts, limit, body.logprobs)
+    best_of = body.best_of or body.n
+    logprobs = 0 if body.logprobs is None and best_of > body.n else body.logprobs
+    params = sampling_params(body, service.facts, limit, logprobs)
     scored = body.logprobs if body.echo else None
-    params = replace(params, prompt_logprobs=scored, lora=adapter)
+    params = replace(params, n=best_of, prompt_logprobs=scored, lora=adapter)
     return await service.submit(prompts, params, body.deadline, body.stream), prompts
 
 
@@ -201,7 +208,21 @@ class CompletionAnswer(OpenAIAnswer):
         self._columns: dict[int, LogprobColumns] = {}
 
     def whole(self, events: Sequence[StreamEvent]) -> Chunk:
-        return super().whole(list(map(self._kept, events)))
+        answer = super().whole(list(map(self._kept, events)))
+        if self._n > self._body.n:
+            answer["choices"] = self._likeliest(answer["choices"], events)
+        return answer
+
+    def _likeliest(
+        self, choices: Sequence[dict[str, Any]], events: Sequence[StreamEvent]
+    ) -> list[dict[str, Any]]:
+        """Of ``best_of`` choices of each prompt the ``n`` with the highest mean log-probability."""
+        logprobs = [[entry.logprob for entry in event.logprobs or ()] for event in events]
+        means = [fmean(values or [0.0]) for values in logprobs]
+        groups = [range(first, first + self._n) for first in range(0, len(choices), self._n)]
+        best = [sorted(group, key=lambda at: -means[at])[: self._body.n] for group in groups]
+        kept = [choices[at] for group in best for at in group]
+        return [choice | {"index": index} for index, choice in enumerate(kept)]
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
         kept = self._kept(event)
@@ -258,7 +279,7 @@ class CompletionAnswer(OpenAIAnswer):
         )
 
     def _prompt_text(self, index: int) -> str:
-        prompt = self._body.prompt[index // self._body.n]
+        prompt = self._body.prompt[index // self._n]
         if isinstance(prompt, str):
             return prompt
         skip = self._body.skip_special_tokens
@@ -284,14 +305,27 @@ class ChatAnswer(OpenAIAnswer):
         return answer
 
     def _choice(self, index: int, event: StreamEvent) -> dict[str, Any]:
-        deltas, reason = deltas_of(self._dialogue.reader(), event)
+        deltas, ended = deltas_of(self._dialogue.reader(), event)
+        message, reason = self._in_asked_form(message_of(deltas), ended)
         return {
             "index": index,
-            "message": {"role": "assistant", "refusal": None, **message_of(deltas)},
+            "message": {"role": "assistant", "refusal": None, **message},
             "logprobs": self._logprobs(event),
             "finish_reason": reason,
             **self._of_tokens(index, event),
         }
+
+    def _in_asked_form(
+        self, delta: Delta, reason: str | None = None
+    ) -> tuple[Delta, str | None]:
+        """Requests with ``functions`` get a ``function_call`` in place of ``tool_calls``."""
+        if self._body.functions and delta.get("tool_calls"):
+            delta = {name: value for name, value in delta.items() if name != "tool_calls"} | {
+                "function_call": delta["tool_calls"][0]["function"]
+            }
+        if self._body.functions and reason == "tool_calls":
+            reason = "function_call"
+        return delta, reason
 
     def _logprobs(self, event: StreamEvent) -> dict[str, Any] | None:
         if not self._body.logprobs or event.logprobs is None:
@@ -318,4 +352,5 @@ class ChatAnswer(OpenAIAnswer):
         return [self._chunk(choice) for choice in choices]
 
     def _delta(self, index: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
+        delta, reason = self._in_asked_form(delta, reason)
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}

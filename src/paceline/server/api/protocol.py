@@ -107,6 +107,10 @@ class Generation(Body):
     return_token_ids: bool = False
     request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
+    guided_grammar: str | None = None
     deadline: float | None = Field(default=None, gt=0)
     speculation: Speculation | None = None
     receipt: bool = False
@@ -143,7 +147,19 @@ class CompletionRequest(Generation):
     max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    suffix: str | None = None
     add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError("best_of is less than n; it is of how many answers n are the best")
+        if self.best_of not in (None, self.n) and self.stream:
+            raise ValueError("best_of is known at the end only; leave out stream")
+        if self.suffix and self.echo:
+            raise ValueError("suffix and echo contradict each other; give one")
+        return self
 
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -167,10 +183,11 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """An assistant's may have any further fields. ``prefix``: the answer continues this one."""
+    """An assistant's may have any further fields. ``prefix``: the answer continues this one. The
+    role "function" and ``function_call``, which are older, become "tool" and ``tool_calls``."""
 
     _ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -182,13 +199,15 @@ class ChatMessage(Body):
     @model_validator(mode="before")
     @classmethod
     def _as_a_server_wrote_it(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("role") == "function":
+            return {**data, "role": "tool"}
         if not isinstance(data, dict) or data.get("role") != "assistant":
             return data
         if data.get("audio") is not None and not data.get("content"):
             raise ValueError("audio is not supported; send its transcript as content")
-        if data.get("function_call") is not None:
-            raise ValueError("function_call is not supported; send tool_calls")
         kept = {name: value for name, value in data.items() if name in cls.model_fields}
+        if data.get("function_call") is not None and not kept.get("tool_calls"):
+            kept["tool_calls"] = [{"function": data["function_call"]}]
         if kept.get("reasoning_content") is None and isinstance(data.get("reasoning"), str):
             kept["reasoning_content"] = data["reasoning"]
         return kept
@@ -241,6 +260,8 @@ class ChatRequest(Generation):
     tools: list[Tool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[FunctionDefinition] | None = Field(default=None, max_length=128)
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     prediction: PredictedOutput | None = None
     # for the chat template
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -257,6 +278,14 @@ class ChatRequest(Generation):
             self.max_tokens != self.max_completion_tokens
         ):
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
+        if self.functions and self.tools:
+            raise ValueError("functions and tools say the same; give tools")
+        # ``functions`` and ``function_call`` are the old names.
+        self.tools = self.tools or [Tool(type="function", function=f) for f in self.functions or ()]
+        if isinstance(self.function_call, NamedFunction):
+            self.tool_choice = NamedTool(type="function", function=self.function_call)
+        else:
+            self.tool_choice = self.tool_choice or self.function_call
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool) and not self.callable_tools:

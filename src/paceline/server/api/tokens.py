@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize``, ``/tokenizer_info`` as vLLM has them."""
+"""``/tokenize``, ``/detokenize``, ``/tokenizer_info`` as vLLM has them; filling in the middle."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.responses import Response
 
+from paceline.model.tokenizer import Tokenizer
 from paceline.server.api.chat import render
 from paceline.server.api.protocol import DetokenizeRequest, TokenizeRequest
 from paceline.server.failures import APIError, check_text
@@ -53,3 +54,31 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 def _json(answer: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+# Tokens before prefix, suffix and middle, by model family; DeepSeek marks the hole, and ends with
+# the suffix.
+_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+
+
+def infill(tokenizer: Tokenizer, prefix: list[int], suffix: str) -> list[int]:
+    """The prompt for the text between ``prefix`` and ``suffix``; a text's first token stays before
+    all others. Raises APIError."""
+    known = tokenizer.get_vocab()
+    for marks in _MARKS:
+        if all(mark in known for mark in marks):
+            begin, hole, end = (known[mark] for mark in marks)
+            after = tokenizer.encode(suffix, add_special_tokens=False)
+            first = prefix[:1] if prefix[:1] == [tokenizer.bos_token_id] else []
+            return [*first, begin, *prefix[len(first) :], hole, *after, end]
+    raise APIError(
+        "suffix: this model's tokenizer has no tokens for filling in the middle; leave it out",
+        param="suffix",
+        code="unsupported_field",
+    )
