@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_DECAY = 0.995  # a step of a sequence, of the means' sums: about the last two hundred
 
 
 class Metrics:
@@ -80,6 +81,14 @@ class Metrics:
         self.drafted_at = counter(f"{spec}_num_draft_tokens_per_pos", text, labels)
         text = "Draft tokens accepted at a position."
         self.accepted_at = counter(f"{spec}_num_accepted_tokens_per_pos", text, labels)
+        text = "Accepted by drafted tokens, of about the last two hundred steps."
+        self.acceptance = gauge(f"{spec}_acceptance_rate", text, ["drafter"])
+        text = "Tokens a target step, its own included; 1 is plain decoding."
+        self.mean_length = gauge(f"{spec}_mean_accepted_length", text, ["drafter"])
+        text = "Levels drafted a step, mean of about the last two hundred."
+        self.draft_length = gauge(f"{spec}_draft_length", text, ["drafter"])
+        # Decayed sums by drafter: steps, tokens, levels, drafted, accepted.
+        self._recent: dict[str, tuple[float, ...]] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
         self._preempted = 0
@@ -127,6 +136,9 @@ class Metrics:
             gap = (arrivals[-1][0] - arrivals[-2][0]) / count
             for _ in range(count):
                 self.token_gap.observe(gap)
+        more = 1, count, commit.levels, commit.drafted, len(commit.path)
+        recent = self._recent.get(drafter, (0.0,) * len(more))
+        self._recent[drafter] = tuple(_DECAY * x + y for x, y in zip(recent, more, strict=True))
         if not commit.drafted:
             return
         labels = drafter, request.seq.adapter.name if request.seq.adapter else ""
@@ -177,6 +189,11 @@ class Metrics:
         for key in [*((name, None, 0) for name in self._watch.drafters), *self._watch.warned]:
             name, adapter, _ = key
             self.collapsed.labels(name, adapter or "").set(key in self._watch.collapsed)
+        for drafter, (steps, tokens, levels, drafted, accepted) in self._recent.copy().items():
+            self.mean_length.labels(drafter).set(tokens / steps)
+            self.draft_length.labels(drafter).set(levels / steps)
+            if drafted:
+                self.acceptance.labels(drafter).set(accepted / drafted)
         rendered: list[Collector] = [self.registry]
         if self._alias_of is not None:
             rendered.append(VllmNames(self.registry, self._alias_of))
