@@ -53,6 +53,11 @@ def serve(
         return
     from paceline.server.run import bind, run, set_up_logging
 
+    telemetry = None
+    if settings.otlp_endpoint is not None:
+        from paceline.server.telemetry import Telemetry
+
+        telemetry = Telemetry.to(settings.otlp_endpoint, settings.name)
     with bind(settings.host, settings.port) as listener:  # what is quickly found out comes first
         notes = [exposure_warning(settings.host, api_keys)]
         if settings.api_key_file is not None:
@@ -61,7 +66,7 @@ def serve(
             info(f"warning: {warning}")
         with _open(settings) as service:
             set_up_logging(settings.log_level)
-            run(service, api_keys, listener)
+            run(service, api_keys, listener, telemetry)
 
 
 @contextmanager

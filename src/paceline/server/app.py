@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -25,14 +25,19 @@ from paceline.server.api import adapters, anthropic, openai, responses, tokens
 from paceline.server.config import ServeConfig
 from paceline.server.errors import RESPONSES, on_error, on_http_error, on_invalid
 from paceline.server.failures import APIError
-from paceline.server.requestlog import RequestLog
+from paceline.server.requestlog import Exchange, RequestLog
 from paceline.server.security import Gate, Keys, wrong_host, wrong_type
 from paceline.server.service import Service
 
 
-def create_app(service: Service, keys: Keys | None = None, local: bool = False) -> FastAPI:
+def create_app(
+    service: Service,
+    keys: Keys | None = None,
+    ended: Callable[[Exchange], None] | None = None,
+    local: bool = False,
+) -> FastAPI:
     """The API of a service, whose engine runs while the application does. Without ``keys`` anybody
-    may use it; ``local``: see ``wrong_host``."""
+    may use it; ``local``: see ``wrong_host``. ``ended`` is called after each request."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -59,7 +64,7 @@ def create_app(service: Service, keys: Keys | None = None, local: bool = False) 
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     _protect(app, service.config, keys, local)
-    app.add_middleware(RequestLog)
+    app.add_middleware(RequestLog, ended=ended)
     return app
 
 

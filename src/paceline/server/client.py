@@ -23,7 +23,7 @@ from paceline.server.failures import APIError, busy, draining, engine_lost, too_
 
 if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
-    from paceline.request.completion import StreamEvent
+    from paceline.request.completion import Completion, StreamEvent
     from paceline.server.config import ServeConfig
 
 SCRAPE_SECONDS = 5.0
@@ -59,11 +59,18 @@ class Ticket:
     """A handler's requests; ``next`` gives their events."""
 
     def __init__(
-        self, client: EngineClient, number: int, params: SamplingParams, prompts: int
+        self,
+        client: EngineClient,
+        number: int,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
     ) -> None:
         self.number, self.params = number, params
+        self.drafter = params.drafter or next(iter(client.facts.drafters), "none")
+        self.prompt_tokens = sum(map(len, prompts))
         self.written = 0  # tokens so far
-        self.open = prompts * params.n  # sequences that are not complete
+        self.done: list[Completion] = []
+        self.open = len(prompts) * params.n  # sequences that are not complete
         self.error: Exception | None = None  # what ended it
         self.timer: asyncio.TimerHandle | None = None
         self._client = client
@@ -90,6 +97,7 @@ class Ticket:
         """The handler runs once all events of a step have been added."""
         if event.completion is not None:
             self.open -= 1
+            self.done.append(event.completion)
         self.written += len(event.token_ids or (event.completion or event).token_ids)
         self._events.append(event)
         self._changed.set()
@@ -152,7 +160,7 @@ class EngineClient:
         if self._draining or self._stopped:
             raise draining("the server is shutting down; send the request elsewhere")
         number = next(self._numbers)
-        ticket = Ticket(self, number, params, len(prompts))
+        ticket = Ticket(self, number, prompts, params)
         self._check_capacity(ticket.open)
         self._tickets[number] = ticket
         limits = [limit for limit in (deadline, self.config.deadline) if limit]

@@ -64,6 +64,12 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
         choices=("vllm",),
         shown="none",
     )
+    otlp_endpoint: str | None = _server(
+        None,
+        "Where OpenTelemetry traces and metrics go, as in http://127.0.0.1:4318; needs "
+        "paceline[otlp].",
+        shown="nowhere",
+    )
     single_process: bool = _server(
         False, "HTTP and the engine in one process: slower, easier to debug."
     )

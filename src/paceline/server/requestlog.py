@@ -12,6 +12,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -35,9 +36,12 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass
 class Exchange:
-    """One HTTP request and its answer. ``status`` 499: client gone."""
+    """One HTTP request and its answer. ``began`` by time.time; ``status`` 499: client gone."""
 
+    scope: Scope
     id: str
+    began: float = field(default_factory=time.time)
+    seconds: float = 0.0
     status: int = 499
     ticket: Ticket | None = None
     ignored: dict[str, None] = field(default_factory=dict)  # names, in their order
@@ -78,17 +82,17 @@ def new_id(prefix: str) -> str:
 
 
 class RequestLog:
-    """Logs each request once its answer is complete."""
+    """Logs each request once its answer is complete and calls ``ended``."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, ended: Callable[[Exchange], None] | None = None) -> None:
+        self._app, self._ended = app, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         sent = Headers(scope=scope).get("x-request-id", "")
-        exchange = Exchange(sent if _REQUEST_ID.fullmatch(sent) else new_id("req_"))
+        exchange = Exchange(scope, sent if _REQUEST_ID.fullmatch(sent) else new_id("req_"))
         answered = False
 
         async def watch(message: Message) -> None:
@@ -110,16 +114,19 @@ class RequestLog:
             raise
         finally:
             _exchange.reset(token)
-            _write(exchange, scope, time.perf_counter() - start)
+            exchange.seconds = time.perf_counter() - start
+            _write(exchange)
+            if self._ended is not None:
+                self._ended(exchange)
 
 
-def _write(exchange: Exchange, scope: Scope, seconds: float) -> None:
+def _write(exchange: Exchange) -> None:
+    scope, status = exchange.scope, exchange.status
     # Quoted, as a path could break the line; without the query.
     path = quote(scope["path"])[:_LONGEST_PATH]
     counted = f" {exchange.ticket.written} tokens" if exchange.ticket else ""
     if exchange.ignored:
         counted += f" (ignored: {', '.join(exchange.ignored)})"
-    polled = scope["path"] in _POLLED and exchange.status == 200
+    polled = scope["path"] in _POLLED and status == 200
     level = logging.DEBUG if polled else logging.INFO
-    line = scope["method"], path, exchange.status, seconds, counted
-    log.log(level, "%s %s %d %.3f s%s", *line)
+    log.log(level, "%s %s %d %.3f s%s", scope["method"], path, status, exchange.seconds, counted)

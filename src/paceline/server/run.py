@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ import uvicorn
 from paceline.errors import EngineLostError, PacelineError
 from paceline.server.app import create_app
 from paceline.server.client import EngineClient
+from paceline.server.requestlog import Exchange
 from paceline.server.security import Keys, is_loopback
 from paceline.server.service import Service
 from paceline.server.wire import Facts
@@ -89,9 +91,14 @@ def set_up_logging(level: str) -> None:
     logging.getLogger("paceline").setLevel(level.upper())
 
 
-def run(service: Service, keys: Keys, listener: socket.socket) -> None:
-    """Serve until a signal, and drain. Raises AddressError, and EngineLostError if the engine
-    stopped."""
+def run(
+    service: Service,
+    keys: Keys,
+    listener: socket.socket,
+    ended: Callable[[Exchange], None] | None = None,
+) -> None:
+    """Serve until a signal, and drain. ``ended`` is called after each request. Raises AddressError,
+    and EngineLostError if the engine stopped."""
     config = service.config
     most_connections = raise_file_limit()
     try:
@@ -99,7 +106,7 @@ def run(service: Service, keys: Keys, listener: socket.socket) -> None:
     except OSError as error:  # taken while the model was loading
         raise AddressError(_refusal(error, config.host, config.port)) from None
     uvicorn_config = uvicorn.Config(
-        create_app(service, keys, local=not keys and is_loopback(config.host)),
+        create_app(service, keys, ended, local=not keys and is_loopback(config.host)),
         log_config=None,
         access_log=False,  # see requestlog.py
         server_header=False,

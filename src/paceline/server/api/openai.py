@@ -53,8 +53,7 @@ class OpenAIAnswer(Answer):
         names: tuple[str, str],
     ) -> None:
         """``visible``: special tokens are part of the text. ``names``: of the id, and the kind."""
-        self._params, self._generation, self._n = ticket.params, body, ticket.params.n
-        self._drafter = ticket.params.drafter or next(iter(service.facts.drafters), "none")
+        self._ticket, self._generation, self._n = ticket, body, ticket.params.n
         self._usage_asked = body.stream_options or StreamOptions()
         self._tokenizer, self._prompts, self._visible = service.tokenizer, prompts, visible
         self._speculation = body.speculation or Speculation()
@@ -111,7 +110,7 @@ class OpenAIAnswer(Answer):
         totals: Chunk = {}
         if self._speculation.stats:
             totals["speculation"] = [
-                {"drafter": self._drafter}
+                {"drafter": self._ticket.drafter}
                 | {name: getattr(done.stats, name) for name in _SHOWN_STATS}
                 for done in completions
             ]
@@ -124,7 +123,7 @@ class OpenAIAnswer(Answer):
         usage = self._counts(sum(len(done.token_ids) for done in completions))
         cached = sum(done.stats.cached_tokens for done in completions[:: self._n])
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        expected = self._params.prediction
+        expected = self._ticket.params.prediction
         if expected:
             agreed = sum(agreement(x.token_ids, x.draft_mask, expected) for x in completions)
             usage["completion_tokens_details"] = {
@@ -134,7 +133,7 @@ class OpenAIAnswer(Answer):
         return usage
 
     def _counts(self, written: int) -> dict[str, Any]:
-        read = sum(map(len, self._prompts))
+        read = self._ticket.prompt_tokens
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     # -- streaming -----------------------------------------------------------------------------

@@ -1,0 +1,141 @@
+"""OpenTelemetry: a span for each decoded request, and ``gen_ai.server.*`` metrics.
+
+Names follow the semantic conventions for generative AI. A client's ``traceparent`` is the parent.
+Content is never exported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers
+
+from paceline import __version__
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import MeterProvider
+    from opentelemetry.trace import TracerProvider
+
+    from paceline.server.client import Ticket
+    from paceline.server.requestlog import Exchange
+
+_OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
+_SYSTEM = "paceline"
+# As the conventions advise, in seconds: from 0.01 to 81.92.
+_DURATIONS = tuple(0.01 * 2**doubled for doubled in range(14))
+_TOKEN_TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+
+
+class Telemetry:
+    """Called at the end of each request (``RequestLog``)."""
+
+    def __init__(self, model: str, tracers: TracerProvider, meters: MeterProvider) -> None:
+        self._model = model
+        self._tracer = tracers.get_tracer(_SYSTEM, __version__)
+        meter = meters.get_meter(_SYSTEM, __version__)
+
+        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Any:
+            return meter.create_histogram(
+                f"gen_ai.server.{name}", "s", text, explicit_bucket_boundaries_advisory=bounds
+            )
+
+        self._duration = histogram("request.duration", "From request to last token.", _DURATIONS)
+        self._first = histogram("time_to_first_token", "From request to first token.", _DURATIONS)
+        self._per_token = histogram(
+            "time_per_output_token", "Of those after the first.", _TOKEN_TIMES
+        )
+
+    @classmethod
+    def to(cls, endpoint: str, model: str) -> Telemetry:
+        """Exports to an OTLP collector over HTTP. Raises ConfigError without the SDK."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.metrics import MeterProvider
+            from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError:
+            raise ConfigError(
+                "otlp_endpoint needs OpenTelemetry's SDK; run pip install 'paceline[otlp]', or "
+                "leave it out"
+            ) from None
+        base = endpoint.rstrip("/")
+        resource = Resource.create({"service.name": _SYSTEM, "service.version": __version__})
+        tracers = TracerProvider(resource=resource)
+        spans = OTLPSpanExporter(endpoint=f"{base}/v1/traces")
+        tracers.add_span_processor(BatchSpanProcessor(spans))
+        metrics = OTLPMetricExporter(endpoint=f"{base}/v1/metrics")
+        reader = PeriodicExportingMetricReader(metrics)
+        return cls(model, tracers, MeterProvider([reader], resource=resource))
+
+    def __call__(self, exchange: Exchange) -> None:
+        operation = _OPERATIONS.get(exchange.scope["path"].rstrip("/"))
+        if operation is None:
+            return
+        shared = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.system": _SYSTEM,
+            "gen_ai.provider.name": _SYSTEM,
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+        }
+        if exchange.status >= 400:
+            shared["error.type"] = str(exchange.status)
+        self._duration.record(exchange.seconds, shared)
+        for done in exchange.ticket.done if exchange.ticket else ():
+            first, others = done.stats.time_to_first_token, len(done.token_ids) - 1
+            self._first.record(first, shared)
+            if others > 0:
+                self._per_token.record((done.stats.arrivals[-1][0] - first) / others, shared)
+        self._trace(exchange, f"{operation} {self._model}", shared)
+
+    def _trace(self, exchange: Exchange, name: str, shared: dict[str, Any]) -> None:
+        from opentelemetry.propagate import extract
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        began = int(exchange.began * 1e9)
+        span = self._tracer.start_span(
+            name,
+            context=extract(Headers(scope=exchange.scope)),
+            kind=SpanKind.SERVER,
+            start_time=began,
+            attributes={
+                **shared,
+                "http.request.method": exchange.scope["method"],
+                "url.path": exchange.scope["path"],
+                "http.response.status_code": exchange.status,
+                "paceline.request_id": exchange.id,
+                **(_attributes(exchange.ticket) if exchange.ticket else {}),
+            },
+        )
+        if exchange.status >= 500:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(began + int(exchange.seconds * 1e9))
+
+
+def _attributes(ticket: Ticket) -> dict[str, Any]:
+    """A span's attributes of what was asked, and of the answers."""
+    params, done = ticket.params, ticket.done
+    attributes: dict[str, Any] = {
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.choice.count": params.n,
+        "gen_ai.usage.input_tokens": ticket.prompt_tokens,
+        "gen_ai.usage.output_tokens": sum(len(completion.token_ids) for completion in done),
+        "gen_ai.response.finish_reasons": [completion.finish_reason for completion in done],
+        "paceline.drafter": ticket.drafter,
+        "paceline.drafted_tokens": sum(completion.stats.drafted_tokens for completion in done),
+        "paceline.accepted_tokens": sum(completion.stats.accepted_tokens for completion in done),
+    }
+    if params.seed is not None:
+        attributes["gen_ai.request.seed"] = params.seed
+    return attributes
