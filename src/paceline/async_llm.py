@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from functools import partial, wraps
 from typing import Concatenate, ParamSpec
 
-from paceline.core.params import SamplingParams
+from paceline.core.params import SamplingParams, shown
+from paceline.errors import ConfigError
 from paceline.llm import LLM, Lora, Prompt
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.request import Request, any_events, completions_of
@@ -35,12 +36,13 @@ class AsyncLLM:
     @_as_llm(LLM.__init__)
     def __init__(self, *args: object, **settings: object) -> None:
         self.llm = LLM(*args, **settings)  # type: ignore[arg-type]
+        self._calls: dict[object, list[Request]] = {}  # by name
 
     @classmethod
     def over(cls, llm: LLM) -> AsyncLLM:
         """Over an existing LLM."""
         made = cls.__new__(cls)
-        made.llm = llm
+        made.llm, made._calls = llm, {}
         return made
 
     async def __aenter__(self) -> AsyncLLM:
@@ -50,18 +52,28 @@ class AsyncLLM:
         await self.close()
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Lora = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        lora: Lora = None,
+        request_id: str | None = None,
     ) -> list[Completion]:
-        """As ``LLM.generate``."""
-        async with self._running(prompts, params, False, lora) as requests:
+        """As ``LLM.generate``. ``request_id``: a name for ``abort``; ConfigError if in use."""
+        async with self._running(prompts, params, request_id, False, lora) as requests:
             await self._until(lambda: all(request.completion for request in requests))
         return completions_of(requests)
 
     async def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Lora = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        lora: Lora = None,
+        request_id: str | None = None,
     ) -> AsyncIterator[StreamEvent]:
         """As ``LLM.stream``, with ``async for``; its first event raises errors of the arguments."""
-        async with self._running(prompts, params, True, lora) as requests:
+        async with self._running(prompts, params, request_id, True, lora) as requests:
             while any(request.completion is None or request.events for request in requests):
                 await self._until(partial(any_events, requests))
                 for request in requests:
@@ -69,14 +81,24 @@ class AsyncLLM:
                         yield request.events.popleft()
 
     async def chat(
-        self, messages: Conversations, params: SamplingParams | None = None, *, lora: Lora = None
+        self,
+        messages: Conversations,
+        params: SamplingParams | None = None,
+        *,
+        lora: Lora = None,
+        request_id: str | None = None,
     ) -> list[Completion]:
         """As ``LLM.chat``."""
         prompts: list[Prompt] = [
             await asyncio.to_thread(self.llm.render_chat, item)
             for item in as_conversations(messages)
         ]
-        return await self.generate(prompts, params, lora=lora)
+        return await self.generate(prompts, params, lora=lora, request_id=request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a call by its name: it returns what it has, with ``finish_reason`` "abort". Unknown
+        names are ignored."""
+        self.llm.owner.abort(self._calls.pop(request_id, ()))
 
     async def close(self) -> None:
         """As ``LLM.close``; calls that are under way raise PacelineError."""
@@ -84,16 +106,29 @@ class AsyncLLM:
 
     @asynccontextmanager
     async def _running(
-        self, prompts: Prompt | Sequence[Prompt], params: Params, streams: bool, lora: Lora
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params,
+        request_id: str | None,
+        streams: bool,
+        lora: Lora,
     ) -> AsyncIterator[list[Request]]:
-        owner = self.llm.owner
-        # On a thread: long prompts and grammars would block the event loop.
-        made = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams, lora)
+        owner, requests = self.llm.owner, list[Request]()
+        name = object() if request_id is None else request_id
+        if self._calls.setdefault(name, requests) is not requests:
+            raise ConfigError(f"request_id {shown(request_id)} is in use; give each call its own")
         try:
+            # On a thread: long prompts and grammars would block the event loop.
+            made = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams, lora)
             owner.enqueue(made)
-            yield made
+            requests += made
+            if self._calls.get(name) is not requests:  # aborted meanwhile
+                owner.abort(requests)
+            yield requests
         finally:
-            owner.release(made)
+            if self._calls.get(name) is requests:
+                del self._calls[name]
+            owner.release(requests)
 
     async def _until(self, done: Callable[[], bool]) -> None:
         """Have steps taken until ``done()``. Raises EngineLostError, PacelineError."""

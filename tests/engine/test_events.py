@@ -204,14 +204,17 @@ class Events(RuleBasedStateMachine):
             COUNTS["step"] += 1
             self.nothing_is_wrong()
 
-    @rule(pick=st.integers(0, 9))
-    def abort(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 9), forgotten=st.booleans())
+    def abort(self, pick: int, forgotten: bool) -> None:
         """Which are alive depends on time, and a strategy may not."""
         if not self.requests:
             return
         request = self.requests[pick % len(self.requests)][0]
-        self.llm.release([request])
-        self.requests = [item for item in self.requests if item[0] is not request]
+        if forgotten:
+            self.llm.release([request])
+            self.requests = [item for item in self.requests if item[0] is not request]
+        else:
+            self.llm.owner.abort([request])
         COUNTS["abort"] += 1
 
     @rule()
@@ -365,7 +368,7 @@ class Events(RuleBasedStateMachine):
         assert done.token_ids == request.seq.tokens[request.seq.prompt_length :]
         if done.finish_reason == "error":
             assert request.seq.seq_id in self.may_fail, done.error
-        else:
+        elif done.finish_reason != "abort":
             for name in ("token_ids", "text", "finish_reason", "logprobs", "prompt_logprobs"):
                 assert getattr(done, name) == getattr(wanted, name), name
 

@@ -65,11 +65,11 @@ class CompletionStats:
 class Completion:
     """One finished sequence. ``token_ids`` includes the end token that stopped it, if any.
 
-    ``finish_reason``: "stop" (end token or stop string), "length" or "error" (``error`` says why in
-    a line; text and tokens are those it had). ``draft_mask[i]``: token i was proposed by the draft.
-    ``index`` counts the n completions of a prompt. ``prompt_logprobs``: of the prompt's tokens but
-    the first, if asked for. ``receipt``: if asked for, of an answer that ended by itself
-    (request/receipt.py)."""
+    ``finish_reason``: "stop" (end token or stop string), "length", "abort" (``AsyncLLM.abort``) or
+    "error" (``error`` says why in a line; text and tokens are those it had). ``draft_mask[i]``:
+    token i was proposed by the draft. ``index`` counts the n completions of a prompt.
+    ``prompt_logprobs``: of the prompt's tokens but the first, if asked for. ``receipt``: if asked
+    for, of an answer that ended by itself (request/receipt.py)."""
 
     prompt: str | list[int]
     text: str

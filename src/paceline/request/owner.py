@@ -87,6 +87,12 @@ class EngineOwner:
             self._inbox.append(partial(self._drop, request))
         self._tidy()
 
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End unfinished requests with what they have; ``finish_reason`` is "abort"."""
+        for request in requests:
+            self._inbox.append(partial(self._end, request))
+        self._tidy()
+
     def close(self) -> None:
         """Drop everything; who waits gets a PacelineError. Waits for the step under way, unless
         called in that step: the engine is then dropped after it."""
@@ -110,6 +116,14 @@ class EngineOwner:
         if request.completion is None:
             engine.abort(request.seq.seq_id)
         self.requests.pop(request.seq.seq_id, None)
+
+    def _end(self, request: Request, engine: Engine) -> None:
+        seq_id = request.seq.seq_id
+        left = [commit for commit in engine.ready if commit.seq_id == seq_id]
+        for commit in (*left, Commit(seq_id, (), finish_reason="abort")):
+            if request.completion is None:
+                request.absorb(commit)
+        engine.abort(seq_id)
 
     # -- taking steps ----------------------------------------------------------------------------
 
