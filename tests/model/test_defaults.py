@@ -147,7 +147,7 @@ def test_a_pull_is_offered_at_a_terminal(
     from paceline.cli import options
 
     fetched: list[str] = []
-    monkeypatch.setattr(options, "fetch", lambda name: fetched.append(name))
+    monkeypatch.setattr("paceline.pull.pull", lambda name: fetched.append(name))
     asked: list[str] = []
 
     def confirm(question: str, **_: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from paceline.cli.options import ModelOptions, expand, fetch, load_llm
+from paceline.cli.options import ModelOptions, expand, load_llm
 from paceline.cli.output import Interruption, JsonOptions, ReportOptions, WriteOptions, print_json
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
@@ -45,6 +45,8 @@ def pull(
         return
     if name is None:
         raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
+    from paceline.pull import pull as fetch
+
     result = fetch(name)
     entry, folder = result.entry, str(result.folder)
     same = {key: getattr(entry, key) for key in ("source", "location", "licence")}

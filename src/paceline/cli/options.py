@@ -40,7 +40,6 @@ from paceline.settings.tuned import TunedSettings
 
 if TYPE_CHECKING:
     from paceline import LLM
-    from paceline.pull.run import Pulled
 
 _model = under("Model")
 
@@ -239,13 +238,6 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(min(threads, most))
 
 
-def fetch(name: str) -> Pulled:
-    """As ``pull``, which is imported late."""
-    from paceline.pull import pull
-
-    return pull(name)
-
-
 def chosen_model(given: str) -> str:
     """The model that was named, else the default, with a line that says which. At a terminal, one
     that has yet to be pulled is fetched if the user agrees."""
@@ -261,7 +253,9 @@ def chosen_model(given: str) -> str:
         named = f"{entry.full_name} ({entry.what}, {entry.licence})"
         question = f"{named} is not here yet: {entry.sizes}, from the {entry.source}. Pull it now?"
         if typer.confirm(question, default=True, err=True):
-            fetch(entry.name)
+            from paceline.pull import pull
+
+            pull(entry.name)
     except PacelineError:
         pass  # said where it is loaded
     return model

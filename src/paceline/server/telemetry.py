@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 _OPERATIONS = {
     "/v1/completions": "text_completion",
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
+    **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
 }
 _SYSTEM = "paceline"
-# As the conventions advise, in seconds: from 0.01 to 81.92.
+# Bounds of histograms in seconds, as the conventions advise: from 0.01 to 81.92, and of tokens.
 _DURATIONS = tuple(0.01 * 2**doubled for doubled in range(14))
 _TOKEN_TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
@@ -39,16 +37,15 @@ class Telemetry:
         self._model = model
         self._tracer = tracers.get_tracer(_SYSTEM, __version__)
         meter = meters.get_meter(_SYSTEM, __version__)
-
-        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Any:
-            return meter.create_histogram(
+        self._duration, self._first, self._per_token = (
+            meter.create_histogram(
                 f"gen_ai.server.{name}", "s", text, explicit_bucket_boundaries_advisory=bounds
             )
-
-        self._duration = histogram("request.duration", "From request to last token.", _DURATIONS)
-        self._first = histogram("time_to_first_token", "From request to first token.", _DURATIONS)
-        self._per_token = histogram(
-            "time_per_output_token", "Of those after the first.", _TOKEN_TIMES
+            for name, text, bounds in (
+                ("request.duration", "From request to last token.", _DURATIONS),
+                ("time_to_first_token", "From request to first token.", _DURATIONS),
+                ("time_per_output_token", "Of those after the first.", _TOKEN_TIMES),
+            )
         )
 
     @classmethod
@@ -70,10 +67,8 @@ class Telemetry:
         base = endpoint.rstrip("/")
         resource = Resource.create({"service.name": _SYSTEM, "service.version": __version__})
         tracers = TracerProvider(resource=resource)
-        spans = OTLPSpanExporter(endpoint=f"{base}/v1/traces")
-        tracers.add_span_processor(BatchSpanProcessor(spans))
-        metrics = OTLPMetricExporter(endpoint=f"{base}/v1/metrics")
-        reader = PeriodicExportingMetricReader(metrics)
+        tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{base}/v1/traces")))
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter(f"{base}/v1/metrics"))
         return cls(model, tracers, MeterProvider([reader], resource=resource))
 
     def __call__(self, exchange: Exchange) -> None:
@@ -102,20 +97,16 @@ class Telemetry:
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         began = int(exchange.began * 1e9)
-        span = self._tracer.start_span(
-            name,
-            context=extract(Headers(scope=exchange.scope)),
-            kind=SpanKind.SERVER,
-            start_time=began,
-            attributes={
-                **shared,
-                "http.request.method": exchange.scope["method"],
-                "url.path": exchange.scope["path"],
-                "http.response.status_code": exchange.status,
-                "paceline.request_id": exchange.id,
-                **(_attributes(exchange.ticket) if exchange.ticket else {}),
-            },
-        )
+        attributes = {
+            **shared,
+            "http.request.method": exchange.scope["method"],
+            "url.path": exchange.scope["path"],
+            "http.response.status_code": exchange.status,
+            "paceline.request_id": exchange.id,
+            **(_attributes(exchange.ticket) if exchange.ticket else {}),
+        }
+        parent = extract(Headers(scope=exchange.scope))
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=began)
         if exchange.status >= 500:
             span.set_status(Status(StatusCode.ERROR))
         span.end(began + int(exchange.seconds * 1e9))
@@ -124,7 +115,9 @@ class Telemetry:
 def _attributes(ticket: Ticket) -> dict[str, Any]:
     """A span's attributes of what was asked, and of the answers."""
     params, done = ticket.params, ticket.done
-    attributes: dict[str, Any] = {
+    seed = {} if params.seed is None else {"gen_ai.request.seed": params.seed}
+    return {
+        **seed,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
@@ -136,6 +129,3 @@ def _attributes(ticket: Ticket) -> dict[str, Any]:
         "paceline.drafted_tokens": sum(completion.stats.drafted_tokens for completion in done),
         "paceline.accepted_tokens": sum(completion.stats.accepted_tokens for completion in done),
     }
-    if params.seed is not None:
-        attributes["gen_ai.request.seed"] = params.seed
-    return attributes

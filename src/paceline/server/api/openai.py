@@ -314,9 +314,7 @@ class ChatAnswer(OpenAIAnswer):
             **self._of_tokens(index, event),
         }
 
-    def _in_asked_form(
-        self, delta: Delta, reason: str | None = None
-    ) -> tuple[Delta, str | None]:
+    def _in_asked_form(self, delta: Delta, reason: str | None = None) -> tuple[Delta, str | None]:
         """Requests with ``functions`` get a ``function_call`` in place of ``tool_calls``."""
         if self._body.functions and delta.get("tool_calls"):
             delta = {name: value for name, value in delta.items() if name != "tool_calls"} | {
