@@ -141,6 +141,38 @@ def test_threads_beyond_a_quota_take_turns_at_barriers(tmp_path: Path) -> None:
     assert done.stdout.strip() == "True 0", done.stderr
 
 
+TAKEN = """
+import os, sys
+import torch
+from paceline import LLM, SamplingParams
+from paceline.kernels.library import library
+torch.set_num_threads(2)
+llm = LLM("paceline/tiny", draft="none", dtype="float32")
+asked = SamplingParams(max_tokens=64, ignore_eos=True)
+free = llm.generate("Once upon a time", asked)[0].token_ids
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of threads that begin from now on
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
+taken = set()
+for _ in range(200):
+    assert llm.generate("Once upon a time", asked)[0].token_ids == free
+    taken.add(library().pl_crew(2))
+    if 1 in taken:
+        break
+print(sorted(taken))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux pins threads")
+def test_fewer_threads_where_processors_are_taken() -> None:
+    """Two threads with one processor between them: the second waits outside, texts stay."""
+    done = subprocess.run(
+        [sys.executable, "-c", TAKEN], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1" in done.stdout
+
+
 def test_many_threads_on_few_processors() -> None:
     """Who waits at a barrier lets the others run."""
     from paceline import LLM, SamplingParams

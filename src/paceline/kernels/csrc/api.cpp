@@ -271,6 +271,8 @@ void pl_processors(int64_t most) { Team::allowed = static_cast<int>(most); }
 
 int64_t pl_patience(int64_t threads) { return Team::patience(static_cast<int>(threads)); }
 
+int64_t pl_crew(int64_t threads) { return Crew::ours().size(threads); }
+
 int64_t pl_packed_bytes(int64_t dtype, int64_t outputs, int64_t inputs) {
   return round_up(outputs, PANEL) * round_up(inputs, STRIPE) * (dtype == PL_BFLOAT16 ? 2 : 4);
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "noise.h"
+#include "threads.h"
 
 namespace {
 
@@ -158,7 +159,7 @@ void verify_block(Draft& draft) {
   const pl_verdict& v = draft.v;
   long nodes = v.rows - 1;
   std::vector<double> prefix(static_cast<size_t>(v.rows), 1.0), mass(static_cast<size_t>(v.rows), 0.0);
-  int threads = static_cast<int>(v.threads);
+  int threads = Crew::ours().size(v.threads);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (long r = 0; r < v.rows; r++) draft.look(r);
   draft.even_out();

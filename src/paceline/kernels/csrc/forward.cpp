@@ -155,7 +155,7 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   k_ = kernels;
   quantised_ = &quantised;
   b_ = batch;
-  long threads = std::max<int64_t>(1, b_.threads), hidden = m_.hidden, inner = m_.heads * m_.head_dim;
+  long threads = Crew::ours().size(b_.threads), hidden = m_.hidden, inner = m_.heads * m_.head_dim;
   x_.shape(b_.rows, hidden);
   if (m_.fuse.data) {
     given_.shape(b_.fused ? 0 : b_.rows, m_.fuse.inputs);
@@ -187,13 +187,17 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   make_room();
   lay_out();
   divide(threads);
-#pragma omp parallel num_threads(static_cast<int>(threads))
+  double begun = seconds(CLOCK_MONOTONIC), used = 0;  // of all threads
+#pragma omp parallel num_threads(static_cast<int>(threads)) reduction(+ : used)
   {
+    double before = seconds(CLOCK_THREAD_CPUTIME_ID);
 #pragma omp single
     team_.start(omp_get_num_threads());
     FlushToZero flush;
     work(omp_get_thread_num(), omp_get_num_threads());
+    used = seconds(CLOCK_THREAD_CPUTIME_ID) - before;
   }
+  Crew::ours().observe(static_cast<int>(threads), seconds(CLOCK_MONOTONIC) - begun, used);
   partial_.keep(KEPT);
 }
 

@@ -9,6 +9,7 @@ void medusa_logits(const Kernels& k, const Quantised& quantised, const pl_medusa
   long width = m.width, all = rows * count, size = m.dtype == PL_BFLOAT16 ? 2 : 4;
   Rows stream, next, product, scratch;
   for (Rows* each : {&stream, &next, &product}) each->shape(all, width);
+  threads = Crew::ours().size(threads);
   scratch.shape(threads, product_scratch(all, width));
   Codes codes;
   codes.shape(all, width);

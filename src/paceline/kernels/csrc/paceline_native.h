@@ -163,6 +163,8 @@ int pl_choose(const char* instructions);  // 0: chosen; else this processor does
 // shows; and how often one of so many threads looks at a barrier before it lets others run.
 void pl_processors(int64_t most);
 int64_t pl_patience(int64_t threads);
+// How many of so many threads the next forward takes: fewer where other processes take processors.
+int64_t pl_crew(int64_t threads);
 
 int64_t pl_packed_bytes(int64_t dtype, int64_t outputs, int64_t inputs);
 // Put a dense matrix [rows, inputs] into a packed one, from its output `first` on; and get it out.
