@@ -183,7 +183,7 @@ def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) ->
     --category cooking | no category cooking in the shipped prompt set; there are
     --prompts /nowhere.jsonl | /nowhere.jsonl
     --report x.pdf | .md or .html
-    --max-tokens 2000 | too long: paceline/tiny sees 1024
+    --max-tokens 2000 | room for 2000 tokens in the 1024 that paceline/tiny sees: the shortest has
     -m model:/no/where | /no/where
     """),
 )

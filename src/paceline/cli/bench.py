@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from paceline.cli.output import (
     spending,
 )
 from paceline.core.stages import info, stage
-from paceline.errors import ConfigError, PromptError
+from paceline.errors import ConfigError
 from paceline.files import check_writable
 from paceline.lab.bench import BenchOptions, PromptOptions
 from paceline.lab.budget import Budget
@@ -147,18 +148,13 @@ def _measured(
     engine: ModelOptions, plan: _Plan, llm: LLM, record: list[Heat], budget: Budget
 ) -> tuple[Interruption, dict[str, Any]]:
     """Measure into ``record``: whether Ctrl-C came, and other fields of BenchResult. Raises
-    PromptError if no prompt leaves room for an answer."""
+    DataError if no prompt leaves room for an answer."""
     from paceline.lab.bench.engines import Starter
     from paceline.lab.bench.prompts import fit, tokens_needed
     from paceline.lab.bench.runner import spending_of
 
     methods, sweep = plan.methods, plan.sweep
     fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens)
-    if not fitting:
-        raise PromptError(
-            f"all {len(left_out)} prompts are too long: {llm.target.name} sees "
-            f"{llm.max_model_len} tokens with the answer; shorten them or lower --max-tokens"
-        )
     rule, memory = plan.settings["rule"], engine.kv_cache_memory
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     needed = tokens_needed(llm, (ids for _, ids in prompts), sweep.max_tokens)
@@ -168,7 +164,7 @@ def _measured(
     with Interruption() as interrupted, spending("measuring", budget, runs) as note:
         sweep.run(prompts, methods, starter.open, record, note, budget)
     return interrupted, {
-        "left_out": [prompt.name for prompt in left_out],
+        "left_out": left_out,
         "interrupted": bool(interrupted.code),
         "unequal": starter.unequal,
         "spending": spending_of(record, sweep, prompts, budget),
@@ -264,7 +260,8 @@ def profile(
     if not debugging():  # the profiler's library reports its starts and stops on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with stage("starting"):
-        from paceline.lab.profiling import runs, steady
+        from paceline.lab.bench.prompts import fit
+        from paceline.lab.profiling import runs
         from paceline.lab.profiling.steady import check_path
 
     if trace is not None:
@@ -272,14 +269,14 @@ def profile(
     prompts = source.load()
     engines = _engines(replace(engine, max_batch_size=max(_BATCH, concurrency)))
     target = engines[0][1]
-    encoded = [prompt.encode(target) for prompt in prompts]
-    indices = steady.choose(encoded, concurrency, target.max_model_len)
-    chosen = [encoded[number] for number in indices]
+    half = -(-target.max_model_len // 2)  # to decode in
+    fitting, _ = fit(prompts, target, half, "shorter prompts")
+    chosen, encoded = zip(*islice(cycle(fitting), concurrency), strict=True)
     result = runs.ProfileResult()
     pieces = runs.stages(len(engines), rounds)
     with Interruption() as interrupted, spending("profile", Budget(), pieces) as advance:
-        runs.profile_all(engines, chosen, steps, rounds, trace, result, advance)
-    names = list(dict.fromkeys(prompts[number].name for number in indices))
+        runs.profile_all(engines, encoded, steps, rounds, trace, result, advance)
+    names = list(dict.fromkeys(prompt.name for prompt in chosen))
     record = {
         "model": engine.model,
         "draft": engine.resolved_draft,

@@ -209,10 +209,15 @@ def test_what_does_not_fit_is_named(llm: LLM) -> None:
     short = BenchPrompt("short", "text", "Once upon a time", False)
     fitting, left_out = fit([long, short], llm, 100)
     assert [(prompt, ids) for prompt, ids in fitting] == [(short, short.encode(llm))]
-    assert left_out == [long]
-    remaining = llm.target.max_positions - len(short.encode(llm))
+    assert left_out == ["long"]
+    size = len(short.encode(llm))
+    remaining = llm.target.max_positions - size
     assert not fit([short], llm, remaining)[1]
-    assert fit([short], llm, remaining + 1)[1] == [short]
+    room = rf"room for {remaining + 1} tokens in the .*: the shortest has {size}; give "
+    with pytest.raises(DataError, match=f"{room}shorter prompts or a smaller --max-tokens$"):
+        fit([short], llm, remaining + 1)
+    with pytest.raises(DataError, match=f"{room}shorter prompts$"):
+        fit([short], llm, remaining + 1, "shorter prompts")
 
 
 def test_chats_go_through_the_template_with_what_was_said_before(llm: LLM) -> None:

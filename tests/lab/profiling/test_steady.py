@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import LLM, ConfigError, DataError, WriteError
+from paceline import LLM, ConfigError, WriteError
 from paceline.control.controller import MEASURING, NOT_WORTH_IT, NOTHING_FOUND
 from paceline.lab.profiling import steady
 from support.tiny_models import TinyPair
@@ -74,13 +74,6 @@ def test_fewer_steps_than_asked_where_room_ends(llm: LLM) -> None:
     stretch = steady.run(plain, [prompt], 100).sums
     assert stretch.steps == 40 - 1 - steady.WARM_UP  # one token comes of the prompt itself
     assert stretch.tokens == stretch.steps
-
-
-def test_prompts_go_round_and_must_fit() -> None:
-    encoded = [[1] * 3, [1] * 90, [1] * 5]
-    assert steady.choose(encoded, 3, 100) == [0, 2, 0]
-    with pytest.raises(DataError, match="the model sees 8 tokens, the shortest prompt has 5; give"):
-        steady.choose([[1] * 5, [1] * 6], 1, 8)
 
 
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])

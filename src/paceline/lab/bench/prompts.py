@@ -152,14 +152,24 @@ def in_turn(items: Iterable[Element], key: Callable[[Element], object]) -> list[
 
 
 def fit(
-    prompts: Sequence[BenchPrompt], llm: LLM, max_tokens: int
-) -> tuple[list[tuple[BenchPrompt, list[int]]], list[BenchPrompt]]:
-    """The prompts that leave the target room for ``max_tokens``, with their ids, and the others.
-    Raises PromptError if the chat template refuses a conversation."""
+    prompts: Sequence[BenchPrompt],
+    llm: LLM,
+    max_tokens: int,
+    cure: str = "shorter prompts or a smaller --max-tokens",
+) -> tuple[list[tuple[BenchPrompt, list[int]]], list[str]]:
+    """The prompts that leave the target room for ``max_tokens``, with their ids, and the names of
+    the others. Raises DataError if none does, and PromptError if the chat template refuses a
+    conversation."""
     encoded = [(prompt, prompt.encode(llm)) for prompt in prompts]
     room = llm.max_model_len - max_tokens
     fitting = [(prompt, ids) for prompt, ids in encoded if 0 < len(ids) <= room]
-    return fitting, [prompt for prompt, ids in encoded if not 0 < len(ids) <= room]
+    if not fitting:
+        shortest = min((len(ids) for _, ids in encoded), default=0)
+        raise DataError(
+            f"no prompt leaves room for {max_tokens} tokens in the {llm.max_model_len} that "
+            f"{llm.target.name} sees: the shortest has {shortest}; give {cure}"
+        )
+    return fitting, [prompt.name for prompt, ids in encoded if not 0 < len(ids) <= room]
 
 
 def tokens_needed(llm: LLM, prompts: Iterable[Sequence[int]], max_tokens: int) -> int:

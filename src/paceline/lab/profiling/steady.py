@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
-from paceline.errors import ConfigError, DataError
+from paceline.errors import ConfigError
 from paceline.files import check_writable, replace_files, write_errors
 from paceline.lab.profiling.limits import is_kernel
 from paceline.llm import LLM
@@ -44,19 +44,6 @@ class Stretch:
     busy: float
     drafters: Counter[str] = field(default_factory=Counter)
     not_drafted: Counter[str] = field(default_factory=Counter)
-
-
-def choose(encoded: Sequence[list[int]], concurrency: int, limit: int) -> list[int]:
-    """Indices of as many prompts as sequences, of those that leave half of the ``limit`` positions
-    to decode in, repeated if there are too few. Raises DataError if none does."""
-    fitting = [i for i, ids in enumerate(encoded) if 0 < len(ids) <= limit // 2]
-    if not fitting:
-        shortest = min(map(len, encoded), default=0)
-        raise DataError(
-            f"no prompt leaves room to decode in: the model sees {limit} tokens, the shortest "
-            f"prompt has {shortest}; give prompts of at most {limit // 2}"
-        )
-    return [fitting[i % len(fitting)] for i in range(concurrency)]
 
 
 def run(

@@ -10,7 +10,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from paceline.core.params import SamplingParams
-from paceline.errors import DataError, PacelineError
+from paceline.errors import PacelineError
 from paceline.lab.bench.engines import PLAIN, Paceline, Starter
 from paceline.lab.bench.prompts import BenchPrompt, fit, in_turn, tokens_needed
 from paceline.lab.bench.runner import (
@@ -141,16 +141,10 @@ def tune(
 def _encoded(llm: LLM, outcome: TuningOutcome, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
     """The prompts that leave room for the answers, one of each category in turn, so that any part
     of them has all."""
-    most = outcome.options.max_tokens
-    fitting, left_out = fit(in_turn(prompts, lambda prompt: prompt.category), llm, most)
-    if not fitting:
-        raise DataError(
-            f"no prompt leaves room for {most} tokens in the {llm.max_model_len} that "
-            f"{llm.target.name} sees; give shorter prompts or a smaller --max-tokens"
-        )
+    ordered = in_turn(prompts, lambda prompt: prompt.category)
+    fitting, left_out = fit(ordered, llm, outcome.options.max_tokens)
     outcome.prompt_count = len(fitting)
-    for prompt in left_out:
-        outcome.left_out.append((prompt.name, "too long for the model"))
+    outcome.left_out += [(name, "too long for the model") for name in left_out]
     return [tokens for _, tokens in fitting]
 
 
