@@ -57,6 +57,18 @@ def test_one_slow_call_among_hundreds_is_not_what_a_step_waits_for() -> None:
     assert share.kernel_seconds == pytest.approx(20 * 80e-6)
 
 
+def test_steps_without_a_draft_do_not_stand_for_those_with_one() -> None:
+    """Where most steps drafted nothing, the draft phase was said to be Python alone."""
+    events = []
+    for products in (0, 0, 0, 2, 2):
+        step = event("paceline: step", 200)
+        draft = event("paceline: draft", 10 + 80 * products, step)
+        events += [step, draft, *(event("aten::linear", 80, draft) for _ in range(products))]
+    share = shares(events)["draft"]
+    assert (share.kernel_calls, share.kernel_seconds) == (4, pytest.approx(4 * 80e-6))
+    assert share.wall == pytest.approx((3 * 10 + 2 * 170) * 1e-6)
+
+
 def event(name: str, micros: float, parent: Any = None, device: float = 0.0) -> Any:
     return SimpleNamespace(
         name=name,

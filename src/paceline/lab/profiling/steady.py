@@ -193,9 +193,11 @@ def _export(recorder: Any, path: Path) -> None:
 
 
 def shares(events: Iterable[Any]) -> dict[str, Share]:
-    """By phase, of a median step as often as there are steps, so that a slow call is not blamed on
-    its operator; what is in a step, but in no phase of it, is "other"."""
+    """By phase; what is in a step, but in no phase of it, is "other". Of steps that called the same
+    operators the median one counts, as often as there are such, so that a slow call is not blamed
+    on its operator, and a step with a draft not taken for one without."""
     of_steps: defaultdict[str, defaultdict[int, Share]] = defaultdict(lambda: defaultdict(Share))
+    called: defaultdict[int, list[str]] = defaultdict(list)  # operators, by the share they are in
 
     def share(event: Any) -> Share:
         """Of the phase and step whose range an event is."""
@@ -221,12 +223,24 @@ def shares(events: Iterable[Any]) -> dict[str, Share]:
         phase = share(top.cpu_parent)
         phase.device += event.self_device_time_total / 1e6
         if top is event:
+            called[id(phase)].append(event.name)
             phase.called += seconds
             if is_kernel(event.name):
                 phase.kernel_seconds += seconds
                 phase.kernel_calls += 1
-    rows = {name: [astuple(share) for share in steps.values()] for name, steps in of_steps.items()}
     return {
-        name: Share(*(len(of_phase) * statistics.median(c) for c in zip(*of_phase, strict=True)))
-        for name, of_phase in rows.items()
+        name: _typical((tuple(called[id(one)]), one) for one in steps.values())
+        for name, steps in of_steps.items()
     }
+
+
+def _typical(steps: Iterable[tuple[tuple[str, ...], Share]]) -> Share:
+    """The sum over steps, each as the median of those that called the same operators."""
+    alike: defaultdict[tuple[str, ...], list[tuple[float, ...]]] = defaultdict(list)
+    for operators, share in steps:
+        alike[operators].append(astuple(share))
+    medians = [
+        [len(group) * statistics.median(column) for column in zip(*group, strict=True)]
+        for group in alike.values()
+    ]
+    return Share(*map(sum, zip(*medians, strict=True)))
