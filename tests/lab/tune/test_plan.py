@@ -81,6 +81,19 @@ def test_tuning_a_random_pair(
     )
 
 
+def test_rounds_beyond_those_wanted_are_complete(
+    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rounds of different prompts, twice: "4 of 3 rounds. More --seconds measure the rest"."""
+    monkeypatch.setattr("paceline.lab.tune.finalists.SIZES", (2, 1))
+    llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
+    outcome = TuningOutcome.start(TuneOptions(max_tokens=4, rounds=3), llm)
+    tune(llm, variants("ngram"), words(4), outcome, lambda what: None)
+    assert outcome.completed is not None and len(outcome.heats) == 4
+    assert "4 of 4 rounds of 2 prompts." in outcome.completed.line
+    assert "More --seconds" not in outcome.completed.line
+
+
 def test_what_cannot_be_tuned(folders: tuple[str, str]) -> None:
     llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
     with pytest.raises(DataError, match="no prompt leaves room for 500 tokens in the 160"):

@@ -40,6 +40,11 @@ class DrafterTrial:
         return self.run.rate / self.plain.rate
 
     @property
+    def gain(self) -> float:
+        """The speedup, as far as tokens a step explain it: one without accepted drafts is noise."""
+        return min(self.speedup, self.run.tokens_per_step)
+
+    @property
     def length(self) -> int:
         """Levels of a mean draft."""
         counts = self.run.counts
@@ -83,7 +88,7 @@ def choose(
     and adapting, first those that gain and look text up; a hybrid of the best drafter that looks
     text up and the best that runs a model, if both gain anything."""
     best: dict[str, DrafterTrial] = {}
-    for trial in sorted(trials, key=lambda trial: -trial.speedup):
+    for trial in sorted(trials, key=lambda trial: (-trial.gain, -trial.speedup)):
         best.setdefault(trial.candidate.family, trial)
 
     def adapting(one: DrafterCandidate, *members: DrafterTrial) -> Finalist:
@@ -94,10 +99,10 @@ def choose(
         kinds = [member.kind for member in parse_draft(default.spec).members()]
         finalists.append(adapting(default, *(best[kind] for kind in kinds if kind in best)))
     first_two = list(best.values())[:2]
-    for trial in sorted(first_two, key=lambda t: (t.speedup <= 1, bool(t.passes))):
+    for trial in sorted(first_two, key=lambda t: (t.gain <= 1, bool(t.passes))):
         one = trial.candidate
         finalists += [Finalist(one.label, one.spec, trial.length, (trial,)), adapting(one, trial)]
-    gaining = [trial for trial in best.values() if trial.speedup > 1]
+    gaining = [trial for trial in best.values() if trial.gain > 1]
     lookup = next((trial for trial in gaining if not trial.passes), None)
     model = next((trial for trial in gaining if trial.passes), None)
     if lookup and model:

@@ -129,11 +129,12 @@ def tune(
         run.confirm(default)
     finally:
         done, rounds = len(ordered) - len(outcome.not_tried), f"rounds of {outcome.size} prompts"
+        heats = len(outcome.heats)  # more than wanted where all different prompts come again
         outcome.completed = Spending(
             run.budget.seconds,
             run.budget.spent,
-            {"drafters": done, rounds: len(outcome.heats)},
-            {"drafters": len(ordered), rounds: outcome.options.rounds},
+            {"drafters": done, rounds: heats},
+            {"drafters": len(ordered), rounds: max(outcome.options.rounds, heats)},
             tuple(outcome.not_tried),
         )
 
