@@ -20,6 +20,8 @@ ABOUT_CHATS = {
     "turn-end-ignored",
     "end-tokens-differ",
     "end-token-ordinary",
+    "tied-head-differs",
+    "tied-head-repeated",
     "vocabulary-padded",
 }
 
@@ -168,3 +170,26 @@ def test_unreadable_generation_config_is_no_crash(chatml: Folder) -> None:
     (chatml.path / "generation_config.json").write_text("[1]")
     assert json.loads((chatml.path / "generation_config.json").read_text()) == [1]
     assert "end-tokens-differ" not in codes(examine(str(chatml)))
+
+
+def test_a_head_that_repeats_the_embedding(chatml: Folder) -> None:
+    def repeat(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    finding = only(examine(str(chatml.tensors(repeat))), "tied-head-repeated")
+    assert finding.severity is Severity.NOTE and "tied: False" in finding.text
+
+
+def test_a_head_of_its_own_that_the_config_denies(chatml: Folder) -> None:
+    text = "The quick brown fox"
+    head = (
+        LLM(str(chatml), draft="none", dtype="float32", draft_length=0).generate(text)[0].token_ids
+    )
+    chatml.config(tie_word_embeddings=True)
+    finding = only(examine(str(chatml)), "tied-head-differs")
+    assert finding.severity is Severity.WARNING and "another head" in finding.text
+    # As the finding says: the file's own head is used.
+    assert (
+        LLM(str(chatml), draft="none", dtype="float32", draft_length=0).generate(text)[0].token_ids
+        == head
+    )

@@ -86,6 +86,29 @@ def test_short_positions_and_scaling(copy: Copy) -> None:
     assert "256" in finding.text and "1,024" in finding.text
 
 
+def test_untrained_heads(copy: Copy) -> None:
+    def fresh(tensors: dict[str, torch.Tensor]) -> None:
+        torch.manual_seed(0)
+        for key, value in tensors.items():
+            if value.ndim == 2:
+                bound = value.shape[1] ** -0.5
+                tensors[key] = value.float().uniform_(-bound, bound).to(value.dtype)
+            elif value.is_floating_point():
+                tensors[key] = torch.ones_like(value)
+
+    def zero(tensors: dict[str, torch.Tensor]) -> None:
+        for value in tensors.values():
+            value.zero_()
+
+    for name, spec, change in (
+        ("tiny-eagle3", "eagle3", fresh),
+        ("tiny-eagle", "eagle", fresh),
+        ("tiny-medusa", "medusa", zero),
+    ):
+        folder = copy(name).tensors(change)
+        assert codes(examine(TARGET, f"{spec}:{folder}")) >= {"weights-untrained"}
+
+
 def test_the_speculators_layout(tmp_path: Path) -> None:
     head = load_eagle("paceline/tiny-eagle3", TargetShape(256, 4096, 12))
     save_eagle(head, tmp_path, "speculators", "someone/tiny")

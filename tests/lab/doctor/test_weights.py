@@ -113,6 +113,41 @@ def test_merged_experts_are_known_by_their_old_names(tmp_path: Any) -> None:
 # -- values ------------------------------------------------------------------------------------
 
 
+def fresh(spread: float) -> Any:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for key, value in tensors.items():
+            noise = spread * torch.randn(value.shape, generator=generator)
+            tensors[key] = torch.ones_like(value) if value.ndim == 1 else noise.to(value.dtype)
+
+    return change
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.02])
+def test_untrained_weights(copy: Copy, spread: float) -> None:
+    folder = copy("tiny-draft").tensors(fresh(spread))
+    finding = only(examine("paceline/tiny", str(folder)), "weights-untrained")
+    assert (finding.severity, finding.about) == (Severity.WARNING, "draft")
+
+
+def test_a_random_model_of_transformers(tiny_pair: Any) -> None:
+    assert "weights-untrained" in codes(examine(tiny_pair.target), "target")
+
+
+def test_another_spread_is_no_initialisation(copy: Copy) -> None:
+    folder = copy("tiny-draft").tensors(fresh(0.031))
+    assert "weights-untrained" not in codes(examine("paceline/tiny", str(folder)))
+
+
+def test_trained_norms_are_no_initialisation(copy: Copy) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        norms = {key: value.clone() for key, value in tensors.items() if value.ndim == 1}
+        fresh(0.02)(tensors)
+        tensors.update({key: value + 0.25 for key, value in norms.items()})
+
+    assert "weights-untrained" not in codes(examine(str(copy("tiny-draft").tensors(change))))
+
+
 def test_weights_that_are_not_finite(copy: Copy) -> None:
     def poison(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.embed_tokens.weight"][:] = torch.nan

@@ -1,9 +1,10 @@
-"""Whether the files are all there and their numbers finite, and what tokenizers and chat templates
-make of text."""
+"""Whether the files are all there, whether their numbers look like trained ones, and what
+tokenizers and chat templates make of text."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +20,8 @@ from paceline.lab.doctor.findings import NOTE, WARNING, Finding, finding, refusa
 from paceline.lab.doctor.models import Model, ModelFiles, check_tensors
 from paceline.model.tokenizer import differences
 
-_TENSORS, _VALUES = 16, 4096  # sampled of a model, and of each of these
+_TENSORS, _VALUES = 8, 4096  # sampled of each kind, and of each of these
+_CLOSE = 0.05  # to the spread of initialisation, of which so many values tell about 1 %
 _LOOKED_AT = 64  # rows
 
 
@@ -44,17 +46,50 @@ def check_weights(model: Model) -> Iterator[Finding]:
     yield from check_tensors(model)
     yield from check_values(model.files)
     yield from _check_padding(model)
+    yield from _check_tied(model)
 
 
 def check_values(files: ModelFiles) -> Iterator[Finding]:
-    """NaN or infinity in a sample of the tensors."""
-    floats = [key for key, tensor in files.tensors.items() if tensor.is_floating_point()]
-    for key in [] if files.remote else evenly(floats, _TENSORS):
-        values = files.tensors[key].flatten()
+    """Values that no training leaves behind, in a sample of the tensors: NaN and infinity, and
+    where norms are all exactly one (Gemma: zero), matrices of zeros or as ``_is_fresh``."""
+    whole = {} if files.remote else files.tensors
+    floats = {k: t for k, t in whole.items() if t.is_floating_point() and t.itemsize > 1}
+    matrices = [key for key, tensor in floats.items() if tensor.dim() == 2 and tensor.numel()]
+    norms = [key for key in floats if key.endswith("norm.weight")]
+    others = [key for key in floats if key not in {*matrices, *norms}]
+    samples: dict[str, torch.Tensor] = {}
+    for key in (key for kind in (matrices, norms, others) for key in evenly(kind, _TENSORS)):
+        values = floats[key].flatten()
         first = max(0, values.numel() - _VALUES) // 2  # in the middle, where no padding row is
-        if not bool(values[first : first + _VALUES].float().isfinite().all()):
+        samples[key] = values[first : first + _VALUES].float()
+        if not bool(samples[key].isfinite().all()):
             yield finding("weights-not-finite", name=key)
             return
+    matrices = evenly(matrices, _TENSORS)
+    begun = [key for key in matrices if bool(samples[key].any())]
+    if matrices and not begun:
+        yield finding("weights-untrained", f"all {len(matrices)} sampled matrices are zero")
+    elif (
+        begun
+        and all(set(samples[key].tolist()) in ({0.0}, {1.0}) for key in evenly(norms, _TENSORS))
+        and all(_is_fresh(samples[key], floats[key].shape[1], files) for key in begun)
+    ):
+        spreads = [float(samples[key].std()) for key in begun]
+        ones = "norms are as they began, and " if norms else ""
+        bounds = f"({min(spreads):.3g} to {max(spreads):.3g})"
+        text = f"{ones}{len(spreads)} sampled matrices have the spread of fresh ones {bounds}"
+        yield finding("weights-untrained", text)
+
+
+def _is_fresh(values: torch.Tensor, inputs: int, files: ModelFiles) -> bool:
+    """Whether they have the standard deviation of the config (``initializer_range``), of that over
+    sqrt(2 layers) (GPT-2), or of ``torch.nn.Linear``, 1 / sqrt(3 inputs)."""
+    spread, config = float(files.config.get("initializer_range") or 0.02), files.config
+    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
+    usual = spread, spread / math.sqrt(2 * layers), (3 * inputs) ** -0.5
+    # Of few values the spread is not known well: three standard errors.
+    tolerance = max(_CLOSE, 3 / math.sqrt(2 * values.numel()))
+    return min(abs(float(values.std()) / one - 1) for one in usual) <= tolerance
 
 
 def _check_padding(model: Model) -> Iterator[Finding]:
@@ -82,6 +117,19 @@ def _are_zero(model: Model, rows: Sequence[int]) -> bool:
     if table is None or max(rows) >= table.shape[0]:
         return False
     return not bool(table[list(rows[:: max(1, len(rows) // _LOOKED_AT)])].any())
+
+
+def _check_tied(model: Model) -> Iterator[Finding]:
+    """A head in the file beside an embedding that it repeats, or that config.json ties it to."""
+    head, embedding = (_table(model, end) for end in ("output", "input"))
+    if head is None or embedding is None or head is embedding or head.shape != embedding.shape:
+        return
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    some = slice(None, None, max(1, len(head) // _LOOKED_AT))
+    if torch.equal(head[some], embedding[some]):
+        yield finding("tied-head-repeated", numbers=head.numel(), tied=tied)
+    elif tied:
+        yield finding("tied-head-differs", numbers=head.numel())
 
 
 def _table(model: Model, end: str) -> torch.Tensor | None:
