@@ -64,11 +64,11 @@ def test_tables_and_markdown(tiny_pair: TinyPair, tmp_path: Path) -> None:
         *pair,
         *("--prompts", str(prompts), "--rounds", "2", "--max-tokens", "24"),
         *("-m", "draft@2", "-m", "ngram", "--concurrency", "1,2"),
-        *("--temperature", "0,1", "--seed", "3", "--allow-idle"),
+        *("--temperature", "0,1", "--seed", "3", "--price", "2", "--allow-idle"),
         *("--report", str(report), "--details"),
     )
     assert result.exit_code == 0, result.output
-    for words in ("By category", "Acceptance by position", "Same text"):
+    for words in ("By category", "cost", "Acceptance by position", "Same text"):
         assert words in result.stdout, words
     text = report.read_text(encoding="utf-8")
     assert "## By category at temperature 1" in text and "| position 2 |" in text
@@ -180,6 +180,8 @@ def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) ->
     -m ngrm | no method 'ngrm'; there are plain
     -m transformers:assisted | no method 'transformers:assisted'
     -m draft --draft none | no draft is named
+    --price -1 | --price is -1
+    --price nan | --price is nan
     --category cooking | no category cooking in the shipped prompt set; there are
     --prompts /nowhere.jsonl | /nowhere.jsonl
     --report x.pdf | .md or .html

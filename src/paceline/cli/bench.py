@@ -135,6 +135,7 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
         "prompts": len(prompts),
         **vars(sweep),
         "rule": rule,
+        "price": options.price,
     }
     return _Plan(methods, sweep, prompts, settings)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from paceline.lab.bench.pages import report_of
@@ -37,12 +38,13 @@ def one_heat(where: BenchJob, turn: int = 0) -> Heat:
     return Heat(where, turn, outcomes)
 
 
-def result(*jobs: BenchJob, **more: object) -> BenchResult:
+def result(*jobs: BenchJob, price: float | None = None, **more: object) -> BenchResult:
     record = [one_heat(where, turn) for turn in range(2) for where in jobs]
     measured = rows(record)
     texts = Comparison({"model:a/quick@2": {"identical": 3, "near tie": 1}}, [])
     options = {"texts": texts, "idle": {}, **more}
-    return BenchResult("m", MACHINE, SETTINGS, METHODS, measured, **options)  # type: ignore[arg-type]
+    settings = {**SETTINGS, "price": price}
+    return BenchResult("m", MACHINE, settings, METHODS, measured, **options)  # type: ignore[arg-type]
 
 
 def sections(measured: BenchResult) -> list[str]:
@@ -56,7 +58,7 @@ def shown(measured: BenchResult) -> str:
 
 
 def test_one_client_two_categories() -> None:
-    measured = result(job("chat", 0), job("code", 1))
+    measured = result(job("chat", 0), job("code", 1), price=3.6)
     assert sections(measured) == [
         "Verdict",
         "Run",
@@ -74,6 +76,7 @@ def test_one_client_two_categories() -> None:
         "3 of 4 texts are the same." in text
     )
     assert "2.00x" in text
+    assert "cost" in text and "1e+03" in text  # 1 token a second at 3.6 an hour
     assert "0.50 (8)" in text  # accepted at position 1, and how many drafts had one there
 
 
@@ -127,7 +130,7 @@ def test_what_must_not_be_missed() -> None:
 
 
 def test_the_record_has_everything() -> None:
-    record = result(job(), left_out=["a"]).record()
+    record = result(job(), price=3.6, left_out=["a"]).record()
     assert set(record) == {
         *("model", "interrupted", "machine", "settings", "methods", "figures"),
         *("texts", "idle", "bugs", "prompts_left_out", "budget"),
@@ -136,6 +139,9 @@ def test_the_record_has_everything() -> None:
     row = record["figures"][1]
     assert row["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert row["drafts"]["reached"] == (4, 2)
+    speed = row["tokens_per_second"]["median"]
+    assert row["cost_per_million_tokens"] == pytest.approx(1000 / speed)
+    assert "cost_per_million_tokens" not in result(job()).record()["figures"][1]
 
 
 def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() -> None:

@@ -59,6 +59,9 @@ class BenchOptions:
         flags=("--ignore-eos/--stop-at-eos",),
     )
     seed: int | None = _measuring(None, "Makes sampled texts comparable.", low=0)
+    price: float | None = _measuring(
+        None, "Of a machine hour: adds the cost of a million tokens.", low=0, high=1e9
+    )
     allow_idle: bool = _measuring(False, "Do not fail if a method drafted nothing of use.")
 
     def sweep(self, rule: str) -> Sweep:

@@ -165,9 +165,12 @@ class _Pages:
 
     def methods(self) -> None:
         """All methods at every number of clients and temperature."""
-        note = _NOTES["methods"]
+        price, note = self.result.price, _NOTES["methods"]
         swept = self.swept(self.totals)
         columns = [*swept, *_SPEEDS, self.tried]
+        if price is not None:
+            note += f" Cost: of a million tokens, at {price:g} a machine hour."
+            columns.append(Column("", "cost", "", lambda row: f"{row.cost_per_million(price):.3g}"))
         if len({row.concurrency for row in self.totals}) > 1:
             note += f" {_NOTES['clients']}"
         silent = [row for row in self.totals if self.accepted(row) == NONE_TRIED]

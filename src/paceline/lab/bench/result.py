@@ -69,6 +69,14 @@ class Row:
         """Share of a step that is scheduling, batching and bookkeeping."""
         return self.phases["other"] / self.step if self.step else None
 
+    def cost_per_million(self, price: float) -> float:
+        """Of new tokens, on a machine that costs ``price`` an hour."""
+        return price / 3600 / self.tokens_per_second.median * 1e6
+
+    def record(self, price: float | None) -> dict[str, Any]:
+        cost = {} if price is None else {"cost_per_million_tokens": self.cost_per_million(price)}
+        return asdict(self) | cost
+
 
 def rows(record: list[Heat]) -> list[Row]:
     """By concurrency, temperature, category (and overall), method; without unfinished rounds."""
@@ -287,13 +295,18 @@ class BenchResult:
         return {
             **{name: getattr(self, name) for name in names},
             "methods": [asdict(method) for method in self.methods],
-            "figures": [asdict(row) for row in self.rows],
+            "figures": [row.record(self.price) for row in self.rows],
             "texts": {"counts": texts.counts, "partings": partings},
             "unequal": {name: dict(words) for name, words in self.unequal.items()},
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
             "budget": self.spending and asdict(self.spending),
         }
+
+    @property
+    def price(self) -> float | None:
+        """Of a machine hour."""
+        return self.settings.get("price")
 
     def amount(self) -> str:
         """How many prompts the figures are of, and of how many."""
