@@ -148,7 +148,7 @@ def as_report(records: Sequence[Record]) -> Report:
         by_target.setdefault(row["target"], []).append(row)
     for target, rows in by_target.items():
         passes = {name: [row for row in rows if row["pass"] == name] for name in PASSES}
-        tables = [_grid(PASSES[name], some, _ratio, _NOTE) for name, some in passes.items()]
+        tables = [_grid(PASSES[name], some, _RATIO, _NOTE) for name, some in passes.items()]
         slow = [
             f"{row['cell']}, {row['pass']}: {row['engine']} {row['ratio']:.3f}"
             for row in filter(is_drafter, rows)
@@ -166,6 +166,7 @@ def as_report(records: Sequence[Record]) -> Report:
     return report
 
 
+_RATIO = "{0[ratio]:.2f} ({0[worst]:.2f})".format
 _MACHINE = "{processor}, {threads} threads, torch {torch}, transformers {transformers}"
 _NOTE = (
     "By plain decoding; in brackets the worst set, or batch. Greedy and seeded cells compare the "
@@ -191,10 +192,6 @@ def _grid(
     engines = dict.fromkeys(engine for engine, _ in shown if engine != PLAIN)
     lines = [[engine, *(shown.get((engine, cell)) for cell in cells)] for engine in engines]
     return Table(["drafter", *cells], lines, title, note)
-
-
-def _ratio(row: Record) -> str:
-    return f"{row['ratio']:.2f} ({row['worst']:.2f})"
 
 
 def _step(row: Record) -> str:

@@ -37,7 +37,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from itertools import cycle, islice, zip_longest
+from itertools import cycle, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,11 @@ from measuring import (
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive
 from paceline.errors import PacelineError
-from paceline.lab.bench.prompts import evenly
+from paceline.lab.bench.prompts import evenly, in_turn
 from paceline.lab.bench.result import machine_of
 from paceline.lab.report.render import print_report, write
 from paceline.llm import LLM
-from prompts import ALL_SUITES, at_hand, default_folder, load_suites
+from prompts import ALL_SUITES, FOLDER, at_hand, load_suites
 from rows import Weights, specs_of, weights_of, write_useless
 from waves import WaveEngine, texts_of, together
 
@@ -132,7 +133,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--modes", default="greedy,sampled")
     add("--cells", default="*", help="only those that match, such as 'b1/*' or 'b*/greedy'")
     add("--sets", "--suites", help="comma-separated; default: see README.md")
-    add("--prompts-dir", default=str(default_folder()))
+    add("--prompts-dir", default=str(FOLDER))
     add(
         "--num-prompts",
         "--prompts",
@@ -261,9 +262,8 @@ class Bench:
         limit = self.base.target.max_positions - self.args.tokens - 32
         where, is_real = (self.args.prompts_dir, self.args.sets), self.args.pair == real.NAME
         suites = load_suites(*where, self.base, limit, chat=is_real)
-        spread = {name: evenly(ids, of_set) for name, ids in suites.items()}
-        turns = zip_longest(*([(name, ids) for ids in some] for name, some in spread.items()))
-        chosen = [pair for turn in turns for pair in turn if pair is not None]
+        spread = [(name, ids) for name, some in suites.items() for ids in evenly(some, of_set)]
+        chosen = in_turn(spread, itemgetter(0))
         everything = [
             Prompt(number, *pair)
             for number, pair in enumerate(islice(cycle(chosen), first + later))

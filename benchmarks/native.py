@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -94,7 +95,7 @@ def forward(
     return 1e3 * took
 
 
-def wide(layers: int, folder: str) -> str:
+def wide(layers: int, folder: str | Path, vocabulary: int = 32000) -> str | Path:
     """A random Llama as wide as one of 8 billion parameters, written to ``folder``."""
     config = LlamaConfig(
         hidden_size=4096,
@@ -102,11 +103,12 @@ def wide(layers: int, folder: str) -> str:
         num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=8,
-        vocab_size=32000,
+        vocab_size=vocabulary,
         max_position_embeddings=8192,
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    hf.save_pretrained(folder, max_shard_size="1GB")
     return folder
 
 
@@ -220,9 +222,7 @@ def main() -> None:
         )
         size = bytes_read(*runs["native"], options.context)
         best = read_bandwidth(torch.device("cpu"), 1 << 28)
-    medians: dict[str, dict[int, float]] = {run: {} for run in runs}
-    for (run, rows), times in found.items():
-        medians[run][rows] = statistics.median(times)
+    medians = {run: {n: statistics.median(found[run, n]) for n in lengths} for run in runs}
     if options.json:
         print(json.dumps(medians))
         return

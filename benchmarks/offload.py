@@ -32,6 +32,7 @@ import torch
 from rich.console import Console
 
 from measuring import finish
+from native import wide
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.memory import parse_bytes
 from paceline.core.params import SamplingParams
@@ -47,14 +48,6 @@ CHATS = (
     "Correct the spelling: Teh quick brown fox jumsp over teh lazy dog.",
 )
 DRAFTS = "none,ngram,hybrid:suffix+ngram+eagle3:paceline/smollm2-eagle3"
-EIGHT_BILLION = {  # with 32 layers, as Llama 3.1 8B
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
 
 
 class ColdTarget:
@@ -85,25 +78,16 @@ def bytes_from_disk() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("read_bytes:")))
 
 
-def copy_of(model: str, folder: Path) -> Path:
-    """The model in float32, where drafts yield the tokens of plain decoding."""
-    load_module(model, torch.float32, "cpu", "sdpa").save_pretrained(folder)
+def write_model(model: str, folder: Path, layers: int | None) -> Path:
+    """The model in float32, where drafts yield the tokens of plain decoding; or so many ``layers``
+    of random weights in bf16 in the shape of Llama 3.1 8B, for bytes and seconds a step, with the
+    model's tokenizer."""
+    if layers:
+        wide(layers, folder, 128256)
+    else:
+        load_module(model, torch.float32, "cpu", "sdpa").save_pretrained(folder)
     load_tokenizer(model).save_pretrained(folder)
     os.sync()  # what has not been written yet cannot be dropped
-    return folder
-
-
-def large(model: str, folder: Path, layers: int) -> Path:
-    """Random weights in bf16 in the shape of an 8B model, for bytes and seconds a step; the
-    tokenizer is another model's."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(num_hidden_layers=layers, dtype=torch.bfloat16, **EIGHT_BILLION)
-    torch.set_default_dtype(torch.bfloat16)
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="1GB")
-    torch.set_default_dtype(torch.float32)
-    load_tokenizer(model).save_pretrained(folder)
-    os.sync()
     return folder
 
 
@@ -145,11 +129,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        model, kept = Path(folder) / "model", parse_bytes(options.memory)
-        if options.layers:
-            large(options.model, model, options.layers)
-        else:
-            copy_of(options.model, model)
+        kept = parse_bytes(options.memory)
+        model = write_model(options.model, Path(folder) / "model", options.layers)
         dtype = "bfloat16" if options.layers else "float32"
         plain = LLM(str(model), draft="none", dtype=dtype, offload="disk", weights_memory=kept)
         files = weight_files(model)

@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.lab.perplexity import perplexity, read_windows
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.paged.int8 import cache_dtype
+from paceline.model.probe import ATTENTION, register
 from paceline.model.quantised.convert import Scheme, quantise_module
 from paceline.model.target import CausalModel
 
 CODED_CACHE = ", keys and values int8"
 
 
-def schemes() -> Iterator[tuple[str, Scheme | None, bool]]:
-    """Name, scheme and whether it needs text to round by."""
-    yield "float32", None, False
-    yield f"float32{CODED_CACHE}", None, False
-    yield "int8, head int8", Scheme("int8", head="int8"), False
-    yield "int8", Scheme("int8"), False
-    yield "int4, free offsets, head int8", Scheme("int4", head="int8"), False
-    yield "int4, whole zero points, GPTQ", Scheme("int4", zero="whole"), True
-    yield "int4, whole zero points", Scheme("int4", zero="whole"), False
-    yield "int4, no zero points", Scheme("int4", zero="none"), False
+# Name, scheme, and whether it needs text to round by.
+SCHEMES: tuple[tuple[str, Scheme | None, bool], ...] = (
+    ("float32", None, False),
+    (f"float32{CODED_CACHE}", None, False),
+    ("int8, head int8", Scheme("int8", head="int8"), False),
+    ("int8", Scheme("int8"), False),
+    ("int4, free offsets, head int8", Scheme("int4", head="int8"), False),
+    ("int4, whole zero points, GPTQ", Scheme("int4", zero="whole"), True),
+    ("int4, whole zero points", Scheme("int4", zero="whole"), False),
+    ("int4, no zero points", Scheme("int4", zero="none"), False),
+)
 
 
 def measured(
@@ -44,8 +46,6 @@ def measured(
     hf = load_module(model, "float32", "cpu", None if read is None else "sdpa")
     if scheme is not None:
         quantise_module(hf, scheme, read)
-    from paceline.model.probe import ATTENTION, register
-
     register()
     hf.set_attn_implementation(ATTENTION)
     target = CausalModel(hf, model)
@@ -68,7 +68,7 @@ def main() -> None:
         for window in read_windows(file, tokenizer, 12_000, seed=2)
     ]
     base: list[float] = []
-    for name, scheme, calibrated in schemes():
+    for name, scheme, calibrated in SCHEMES:
         if calibrated and not read:
             continue
         kind = "int8" if name.endswith(CODED_CACHE) else "auto"

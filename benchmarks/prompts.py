@@ -11,6 +11,7 @@ from paceline.errors import DataError
 from paceline.lab.bench.prompts import BenchPrompt, load_prompts
 from paceline.llm import LLM
 
+FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data" / "prompts"  # beside a checkout
 ALL_SUITES = ("stories", "arith", "chat", "stdlib", "summ")
 
 # Prompt files that hold several suites: (file, its category).
@@ -29,23 +30,18 @@ SHIPPED = {
 }
 
 
-def default_folder() -> Path:
-    """Where the prompt files lie beside a checkout."""
-    return Path(__file__).resolve().parents[2] / "shared" / "data" / "prompts"
-
-
 def read_suites(folder: str | Path, names: Sequence[str]) -> dict[str, list[BenchPrompt]]:
     """{suite: its prompts}, shipped ones where its file is missing; no text twice, as some drafters
     remember what they saw. Raises SystemExit with one line if there is neither."""
     seen: set[str] = set()
     suites = {}
     for name in names:
-        path, category = _file(folder, name), PARTS.get(name, (name, None))[1]
+        path, category = _source(folder, name)
         if not path.is_file() and name not in SHIPPED:
             raise SystemExit(f"error: no {path}, and no shipped prompts for {name!r}")
-        source = (path, category) if path.is_file() else (None, SHIPPED[name])
+        file, category = (path, category) if path.is_file() else (None, SHIPPED[name])
         try:
-            prompts = load_prompts(source[0], [source[1]] if source[1] else [])
+            prompts = load_prompts(file, [category] if category else [])
         except DataError as error:
             raise SystemExit(f"error: {error}") from None
         suites[name] = [prompt for prompt in prompts if prompt.text not in seen]
@@ -55,7 +51,7 @@ def read_suites(folder: str | Path, names: Sequence[str]) -> dict[str, list[Benc
 
 def at_hand(folder: str | Path, suites: Sequence[str]) -> list[str]:
     """Those whose file is there, the others named in one line; if none is, shipped ones."""
-    missing = [name for name in suites if not _file(folder, name).is_file()]
+    missing = [name for name in suites if not _source(folder, name)[0].is_file()]
     kept = [name for name in suites if name not in missing or name in SHIPPED]
     if left := [name for name in missing if name not in SHIPPED]:
         instead = "" if kept else f"; taking shipped prompts of {', '.join(SHIPPED)}"
@@ -63,8 +59,10 @@ def at_hand(folder: str | Path, suites: Sequence[str]) -> list[str]:
     return kept or [*SHIPPED]
 
 
-def _file(folder: str | Path, suite: str) -> Path:
-    return Path(folder) / f"{PARTS.get(suite, (suite, None))[0]}.jsonl"
+def _source(folder: str | Path, suite: str) -> tuple[Path, str | None]:
+    """Its file, and its category there if the file holds several suites."""
+    file, category = PARTS.get(suite, (suite, None))
+    return Path(folder) / f"{file}.jsonl", category
 
 
 def load_suites(

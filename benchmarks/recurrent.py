@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from measuring import alternate
 from paceline.core.batch import Batch, Span
 from paceline.model.backends.reference.recurrent import _Mixer
 from paceline.model.paged.states import bytes_per_state
@@ -60,13 +62,14 @@ REAL["qwen3_5_text"]["linear_num_value_heads"] = 32
 
 def turns(jobs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     """Milliseconds of the processor for each job, the least of all rounds."""
-    best = dict.fromkeys(jobs, float("inf"))
-    for _ in range(ROUNDS):
-        for name, job in jobs.items():
-            start = time.thread_time()
-            job()
-            best[name] = min(best[name], 1e3 * (time.thread_time() - start))
-    return best
+
+    def run(job: Callable[[], object]) -> float:
+        start = time.thread_time()
+        job()
+        return 1e3 * (time.thread_time() - start)
+
+    took = alternate({name: partial(run, job) for name, job in jobs.items()}, ROUNDS, warm_up=0)
+    return {name: min(times) for name, times in took.items()}
 
 
 def steps(kind: str, dtype: torch.dtype) -> dict[str, float]:

@@ -87,12 +87,9 @@ def weights_of(args: argparse.Namespace) -> Weights:
         if kind != "draft"
     }
     draft = find(names["draft"], lambda folder: inflate.inflate(folder, small))
-    skip = skip_option(_layers(inflate.resolve(source)), big.layers)
+    config = json.loads((inflate.resolve(source) / "config.json").read_text())
+    skip = skip_option(inflate.read_shape(config).layers, big.layers)
     return Weights(str(inflate.inflate(source, big)), draft, **heads, skip=skip)
-
-
-def _layers(folder: Path) -> int:
-    return inflate.read_shape(json.loads((folder / "config.json").read_text())).layers
 
 
 def write_useless(weights: Weights, folder: Path) -> str:

@@ -41,13 +41,12 @@ class Chip:
     name: str
     flops: float
     bandwidth: float
-    memory: float
     link: float
 
 
 CHIPS = {
-    "h100": Chip("H100 SXM", 989e12, 3.35e12, 80e9, 450e9),
-    "h200": Chip("H200 SXM", 989e12, 4.8e12, 141e9, 450e9),
+    "h100": Chip("H100 SXM", 989e12, 3.35e12, 450e9),
+    "h200": Chip("H200 SXM", 989e12, 4.8e12, 450e9),
 }
 
 

@@ -52,8 +52,6 @@ from paceline.lab.report.render import print_report
 
 SERVED = "bench"  # the model's name over HTTP
 WAYS = ("auto", "none")  # with the default drafter, and without any
-# Servers by --processes: how many processes they have, in words.
-KINDS = {"one": ("one",), "two": ("two",), "both": ("two", "one")}
 ENGINE = "engine"  # in this process, without a server
 SPEEDS = (
     Column("clients", "clients"),
@@ -267,7 +265,7 @@ class Cell:
 def measure(args: argparse.Namespace, llm: LLM, work: Work) -> list[Cell]:
     cells = [Cell(count) for count in args.concurrency]
     limit = max(args.concurrency)
-    kinds = KINDS[args.processes]
+    kinds = ("two", "one") if args.processes == "both" else (args.processes,)
     with ExitStack() as stack:
         ports = {
             kind: stack.enter_context(server(kind, limit, args.threads, work)) for kind in kinds
@@ -306,7 +304,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--threads", type=int, default=1, help="of the model, here and in servers")
     add("--model", "--target", default="paceline/tiny")
     add("--draft", default="paceline/tiny-draft", help="any spec")
-    add("--processes", choices=tuple(KINDS), default="two", help="of the server")
+    add("--processes", choices=("one", "two", "both"), default="two", help="of the server")
     add("--json", help="file to write the JSON object to")
     args = parser.parse_args(arguments)
     args.rounds = args.rounds or (2 if args.quick else 5)

@@ -217,11 +217,11 @@ class Part:
             self.notes.append(what)
 
 
-def parting(text: AnswerChoice, due: AnswerChoice) -> tuple[str, bool] | None:
-    """Where two greedy texts part, and whether rounding explains it, by the scores of ``due``; None
-    if they are the same."""
+def parting(text: AnswerChoice, due: AnswerChoice) -> tuple[str, bool]:
+    """Where two greedy texts part, "" if they are the same; and whether rounding explains it, by
+    the scores of ``due``."""
     if text.text == due.text:
-        return None
+        return "", False
     at = first_difference(text.spelt, due.spelt)
     if at is None:
         return f"{text.text[:60]!r} where {due.text[:60]!r} is due", False

@@ -74,10 +74,7 @@ def check_greedy(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
         compared = "give --against, or a server that can switch speculation off"
         part.note(f"nothing to compare with: {compared}")
     else:
-        divergence, tie = parting(greedy, asking.complete(asking.reference, prompt)[0]) or (
-            "",
-            False,
-        )
+        divergence, tie = parting(greedy, asking.complete(asking.reference, prompt)[0])
         part.ties += tie
         if divergence and not tie:
             yield divergence
@@ -104,7 +101,7 @@ def check_streams(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
         yield "the tokens of the stream do not make its text"
     elif text != whole.text:
         again = asking.complete(asking.server, prompt)[0]
-        _, tie = parting(streamed, whole) or ("", False)
+        _, tie = parting(streamed, whole)
         part.ties += tie
         if not tie and again.text == whole.text:
             at = first_difference(text, whole.text)
