@@ -82,6 +82,12 @@ def test_each_planted_fault_is_found_and_named(fault: str, compared: bool) -> No
     assert FAULTS[fault] in {problem.part for problem in certificate.problems}, certificate.problems
 
 
+def test_penalties_that_are_ignored_show_against_another_server() -> None:
+    certificate = outcome(PlantedServer("unpenalised"), PlantedServer(seed=8))
+    assert {problem.part for problem in certificate.problems} == {"limits"}
+    assert "with penalties" in certificate.problems[0].what
+
+
 def test_a_near_tie_is_none_of_the_servers_faults() -> None:
     """Two words a tenth of a nat apart, which rounding may swap."""
 
@@ -104,11 +110,12 @@ def test_a_near_tie_is_none_of_the_servers_faults() -> None:
     )
 
 
-def test_one_that_gives_no_logprobs_says_what_was_left_out() -> None:
-    certificate = outcome(PlantedServer(logprobs=None), PlantedServer(seed=8))
+def test_one_that_gives_no_logprobs_and_no_chats_says_what_was_left_out() -> None:
+    certificate = outcome(PlantedServer(chats=False, logprobs=None), PlantedServer(seed=8))
     notes = certificate.notes
     assert not certificate.problems, certificate.problems
     assert any("no logprobs" in note for note in notes)
+    assert any("no chats here" in note for note in notes)
     assert certificate.verdict.startswith("NOT ENOUGH: no positions for logprobs")
 
 

@@ -70,13 +70,14 @@ class AnswerToken(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerChoice:
-    """One choice of a completion; without ``tokens`` where the server gives no logprobs. ``read``:
-    tokens of the prompt, None if the server does not count."""
+    """One choice of a completion; without ``tokens`` where the server gives no logprobs. ``read``
+    and ``written``: tokens of the prompt and of all choices, None if it does not count."""
 
     text: str
     reason: str | None
     tokens: tuple[AnswerToken, ...] = ()
     read: int | None = None
+    written: int | None = None
 
     @classmethod
     def of(cls, choice: Mapping[str, Any]) -> AnswerChoice:
@@ -106,8 +107,8 @@ def choices_of(answer: Mapping[str, Any]) -> list[AnswerChoice]:
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices:
         raise ServerFailedError("an answer has no choices")
-    read = counted(answer, "prompt")
-    return [replace(AnswerChoice.of(choice), read=read) for choice in choices]
+    read, written = (counted(answer, kind) for kind in ("prompt", "completion"))
+    return [replace(AnswerChoice.of(choice), read=read, written=written) for choice in choices]
 
 
 def counted(answer: Mapping[str, Any], kind: str) -> int | None:
@@ -203,6 +204,7 @@ class Part:
     name: str
     unit: str
     check: Callable[[Asking, Part, str], Iterator[str]]
+    rounds: int = 0
     checked: int = 0
     requests: int = 0
     ties: int = 0
@@ -216,10 +218,21 @@ class Part:
         if what not in self.notes:
             self.notes.append(what)
 
+    def compare(
+        self, text: AnswerChoice, due: AnswerChoice, penalties: Mapping[str, float] | None = None
+    ) -> Iterator[str]:
+        """Two greedy texts of one request."""
+        divergence, tie = parting(text, due, penalties)
+        self.ties += tie
+        if divergence and not tie:
+            yield divergence
 
-def parting(text: AnswerChoice, due: AnswerChoice) -> tuple[str, bool]:
+
+def parting(
+    text: AnswerChoice, due: AnswerChoice, penalties: Mapping[str, float] | None = None
+) -> tuple[str, bool]:
     """Where two greedy texts part, "" if they are the same; and whether rounding explains it, by
-    the scores of ``due``."""
+    the scores of ``due``, which may or may not hold the ``penalties``."""
     if text.text == due.text:
         return "", False
     at = first_difference(text.spelt, due.spelt)
@@ -230,5 +243,16 @@ def parting(text: AnswerChoice, due: AnswerChoice) -> tuple[str, bool]:
     written, wanted = text.spelt[at], due.spelt[at]
     _, logprob, listed = due.tokens[at]
     # At least so many, where what was written is not listed.
-    gap = logprob - listed.get(written, min(listed.values())) if listed else math.inf
-    return f"token {at} is {written!r}, {wanted!r} is due: {gap:.2f} nats likelier", gap <= TIE
+    difference = logprob - listed.get(written, min(listed.values())) if listed else math.inf
+    least = difference
+    if penalties is not None:
+        lost = [_penalty(due.spelt[:at], token, penalties) for token in (wanted, written)]
+        least = min(abs(difference), abs(difference - lost[0] + lost[1]))
+    what = f"token {at} is {written!r}, {wanted!r} is due: {difference:.2f} nats likelier"
+    return what, least <= TIE
+
+
+def _penalty(before: Sequence[str], token: str, penalties: Mapping[str, float]) -> float:
+    count = before.count(token)
+    presence = penalties.get("presence_penalty", 0.0) if count else 0.0
+    return count * penalties.get("frequency_penalty", 0.0) + presence

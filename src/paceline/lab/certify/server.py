@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from paceline.lab.certify.asking import (
     BINS,
@@ -56,6 +58,7 @@ _SAMPLES, _DEPTH = 16, 4  # of a request, and tokens of each: the first is hardl
 _WHOLE: dict[str, float] = {"temperature": 1.0, "top_p": 1.0}
 _UNCUT: dict[str, float] = {**_WHOLE, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _SAMPLING = tuple({**fields, "n": n} for fields in (_UNCUT, _WHOLE) for n in (_SAMPLES, 1))
+_PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
 
 def check_greedy(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
@@ -74,10 +77,7 @@ def check_greedy(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
         compared = "give --against, or a server that can switch speculation off"
         part.note(f"nothing to compare with: {compared}")
     else:
-        divergence, tie = parting(greedy, asking.complete(asking.reference, prompt)[0])
-        part.ties += tie
-        if divergence and not tie:
-            yield divergence
+        yield from part.compare(greedy, asking.complete(asking.reference, prompt)[0])
 
 
 def check_streams(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
@@ -159,18 +159,106 @@ def check_samples(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
     yield from ()
 
 
+def check_limits(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
+    """Stop strings, token limits and penalties."""
+    server, text = asking.server, asking.greedy(prompt).text
+    part.checked += 1
+    words = text.split()
+    stop = words[len(words) // 2] if len(words) > 2 else ""
+    if stop and stop not in prompt:
+        stopped = asking.complete(server, prompt, stop=[stop])[0].text
+        if stop in stopped:
+            yield f"the text holds its stop string {stop!r}"
+        elif text.startswith(stopped) and stopped != text.partition(stop)[0]:
+            yield f"stop string {stop!r} ends the text elsewhere"
+    written = asking.complete(server, prompt, max_tokens=3)[0].written
+    if written is not None and written > 3:
+        yield f"{written} tokens where max_tokens is 3"
+    if asking.reference is not None:
+        pair = server, asking.reference
+        ours, theirs = (asking.complete(s, prompt, [_PENALTIES])[0] for s in pair)
+        for divergence in part.compare(ours, theirs, _PENALTIES):
+            yield f"with penalties: {divergence}"
+
+
+_KINDS = {"name": str, "count": int}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+_FORMS: dict[str, dict[str, Any]] = {
+    "json_schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "thing", "schema": _SCHEMA, "strict": True},
+        }
+    },
+    "tool call": {
+        "tools": [{"type": "function", "function": {"name": "look_up", "parameters": _SCHEMA}}],
+        "tool_choice": "required",  # of the one that there is; more servers know it than its name
+    },
+}
+
+
+def check_structure(asking: Asking, part: Part, prompt: str) -> Iterator[str]:
+    """Answers under a schema, whole and streamed, are of its form; so are a tool's arguments."""
+    form = list(_FORMS)[part.rounds % len(_FORMS)]
+    messages = [{"role": "user", "content": prompt}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 120, **_FORMS[form]}
+    path = "chat/completions"
+    try:
+        whole = _content([asking.counting().answer(path, body)], "message")
+        streamed = _content(asking.stream(path, body), "delta")
+    except RequestRefusedError as error:
+        part.note(f"{form} was not checked: the server says {error}")
+        return
+    for how, (text, reason) in (("", whole), (", streamed", streamed)):
+        part.checked += 1
+        if reason != "length" and not _of_schema(text):  # some are cut off before their end
+            yield f"{form}{how}: not of the schema: {text[:60]!r}"
+    if whole[0] != streamed[0]:
+        again = _content([asking.counting().answer(path, body)], "message")
+        if again[0] == whole[0]:
+            yield f"{form}: stream and whole answer differ"
+
+
+def _content(chunks: Iterable[Mapping[str, Any]], key: str) -> tuple[str, str | None]:
+    """Content, or the arguments of the first tool call, and how the answer ended."""
+    text, reason = "", None
+    for choice in (choice for chunk in chunks for choice in chunk.get("choices") or ()):
+        message = choice.get(key) or {}
+        reason = choice.get("finish_reason") or reason
+        calls = message.get("tool_calls") or ()
+        text += message.get("content") or ""
+        text += "".join((call.get("function") or {}).get("arguments") or "" for call in calls[:1])
+    return text, reason
+
+
+def _of_schema(text: str) -> bool:
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return False
+    kinds = {key: type(value) for key, value in parsed.items()} if type(parsed) is dict else {}
+    return kinds == _KINDS and len(parsed["name"]) <= 12
+
+
 # In the order in which each prompt goes through them: what one checks, its unit, how.
 PARTS = (
     ("greedy", "texts", check_greedy),
     ("streams", "streams", check_streams),
     ("logprobs", "positions", check_logprobs),
     ("sampling", "samples", check_samples),
+    ("limits", "texts", check_limits),
+    ("structure", "answers", check_structure),
 )
 
 
 def lacks_of(parts: Sequence[Part], tests: Sequence[DistributionTest]) -> list[str]:
     """What must have been checked, or nothing is certified."""
-    greedy, *others = parts
+    greedy, *others, _ = parts
     lacks = [f"no {part.unit} for {part.name}" for part in others if not part.checked]
     lacks += [f"{p.name}: {p.timeouts} without an answer in time" for p in parts if p.timeouts]
     bias = min((test.smallest_bias for test in tests), default=1.0)
@@ -228,6 +316,7 @@ class ServerCertifier(Asking):
             part.failures += 1
             part.problems.append(f"{name}: {error}")
         finally:
+            part.rounds += 1
             part.requests += self.sent - sent
             part.seconds += time.monotonic() - start
 
