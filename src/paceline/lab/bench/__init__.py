@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from paceline.errors import ConfigError
 from paceline.settings import under
 
 if TYPE_CHECKING:
@@ -59,15 +60,15 @@ class BenchOptions:
         flags=("--ignore-eos/--stop-at-eos",),
     )
     seed: int | None = _measuring(None, "Makes sampled texts comparable.", low=0)
-    price: float | None = _measuring(
-        None, "Of a machine hour: adds the cost of a million tokens.", low=0, high=1e9
-    )
+    price: float | None = _measuring(None, "Of a machine hour: adds the cost of a million tokens.")
     allow_idle: bool = _measuring(False, "Do not fail if a method drafted nothing of use.")
 
     def sweep(self, rule: str) -> Sweep:
-        """The rule "coupled" needs a seed."""
+        """The rule "coupled" needs a seed. Raises ConfigError on a value that makes no sense."""
         from paceline.lab.bench.runner import Sweep
 
+        if self.price is not None and not 0 < self.price < float("inf"):
+            raise ConfigError(f"--price is {self.price:g}; give a machine hour's price above 0")
         return Sweep(
             self.max_tokens,
             sorted(set(self.concurrency)),
