@@ -80,6 +80,30 @@ def test_tokens_taken_back_are_not_counted():
     assert torch.equal(penalised(scores, Rows((seq,), (0,))), dense(scores, [seq], [0], None))
 
 
+def test_a_further_step_reads_further_tokens_only():
+    read: list[int] = []
+
+    class Text(list):
+        def __getitem__(self, index):
+            tokens = super().__getitem__(index)
+            read.append(len(tokens) if isinstance(index, slice) else 1)
+            return tokens
+
+    seq = SequenceState(3, Text([1, 2] * 50), 20, SamplingParams(frequency_penalty=1.0))
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    for new in ([], [3, 4], [5]):
+        seq.tokens += new
+        read.clear()
+        result = penalised(scores, Rows((seq.view(),), (0,)))
+        assert sum(read) == (len(new) or 100)
+        assert torch.equal(result, dense(scores, [seq], [0], None))
+    earlier = seq.view()
+    seq.tokens += [7]
+    for view in (seq.view(), earlier, seq.view()):
+        result = penalised(scores, Rows((view,), (0,)))
+        assert torch.equal(result, dense(scores, [view], [0], None))
+
+
 def test_views_of_other_tokens_are_counted_by_themselves() -> None:
     seq = SequenceState(0, [1, 2, 3], 1, SamplingParams(presence_penalty=1.0))
     scores = torch.zeros(1, VOCAB)

@@ -21,7 +21,7 @@ import torch
 from paceline.core.batch import Span
 from paceline.core.params import SamplingParams
 from paceline.core.ranking import column, largest, truncated
-from paceline.core.sequence import SequenceView
+from paceline.core.sequence import Occurrences, SequenceView, TokenView
 from paceline.core.transfer import to_device, upload
 from paceline.core.tree import paths_of
 from paceline.errors import ConfigError
@@ -298,11 +298,14 @@ def _occurrences(
     seq: SequenceView, width: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Ids below ``width`` that occur, and how often in the output; 0: in the prompt alone."""
-    tokens = np.array(seq.tokens[:], dtype=np.int64)
-    ids, places = np.unique(tokens, return_inverse=True)
-    counts = np.bincount(places[seq.prompt_length :], minlength=len(ids))
-    within = int(np.searchsorted(ids, width))
-    return ids[:within], counts[:within]
+    text = seq.tokens
+    known = text.occurrences if isinstance(text, TokenView) else Occurrences()
+    occurrences = known.of(text, seq.prompt_length)
+    ids, counts = (
+        np.fromiter(numbers, np.int64, len(occurrences))
+        for numbers in (occurrences, occurrences.values())
+    )
+    return ids[ids < width], counts[ids < width]
 
 
 def _with_paths(

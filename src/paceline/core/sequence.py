@@ -111,14 +111,36 @@ class DraftCounts(Sums):
             self.accepted_at[position] += position < accepted
 
 
+class Occurrences:
+    """How often each token occurs in the output of a text; 0: in its prompt alone. A step counts
+    the tokens since the last one: a draft asks for every level, and all of 8,000 take 1.3 ms."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._known = self._prompt = 0  # tokens counted, and those of the prompt
+
+    def of(self, tokens: Sequence[int], prompt_length: int) -> dict[int, int]:
+        """In these first tokens of the text."""
+        if len(tokens) < self._known or prompt_length != self._prompt:
+            self._counts, self._known, self._prompt = {}, 0, prompt_length
+        counts = self._counts
+        for index, token in enumerate(tokens[self._known :], self._known):
+            counts[token] = counts.get(token, 0) + (index >= prompt_length)
+        self._known = len(tokens)
+        return counts
+
+
 class TokenView(Sequence[int]):
-    """The first ``length`` tokens of a list that is only appended to. Takes no copy; slices are
-    lists. Pickled it is those tokens."""
+    """The first ``length`` tokens of a list that is only appended to, and its ``occurrences``.
+    Takes no copy; slices are lists. Pickled it is those tokens."""
 
-    __slots__ = ("_length", "_tokens")
+    __slots__ = ("_length", "_tokens", "occurrences")
 
-    def __init__(self, tokens: list[int], length: int) -> None:
+    def __init__(
+        self, tokens: list[int], length: int, occurrences: Occurrences | None = None
+    ) -> None:
         self._tokens, self._length = tokens, length
+        self.occurrences = occurrences or Occurrences()
 
     def __len__(self) -> int:
         return self._length
@@ -229,6 +251,7 @@ class SequenceState(_Counted):
     drafts: bool = True  # false once drafting has failed for it
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
     counts: DraftCounts = field(default_factory=DraftCounts)
+    occurrences: Occurrences = field(default_factory=Occurrences)
 
     @property
     def remaining(self) -> int:
@@ -239,7 +262,7 @@ class SequenceState(_Counted):
         """The present state as a view."""
         return SequenceView(
             self.seq_id,
-            TokenView(self.tokens, len(self.tokens)),
+            TokenView(self.tokens, len(self.tokens), self.occurrences),
             self.prompt_length,
             self.params,
             self.stop_ids,
