@@ -125,7 +125,15 @@ TALL = {"properties": {"tall": {"enum": [1]}}, "required": ["tall"]}
         ({**AGE, "anyOf": [TALL]}, '{"age": 3, "tall": 1}', True),
         ({**AGE, "required": ["b"]}, '{"b": 1}', True),
         # So does all of a schema in which some do.
-        ({"prefixItems": [{"allOf": [AGE]}, TALL]}, '[{"age": 3}, {"tall": 1, "b": 1}]', True),
+        (
+            {"prefixItems": [{"allOf": [AGE, TALL]}, TALL]},
+            '[{"age": 3, "tall": 1}, {"tall": 1, "b": 1}]',
+            True,
+        ),
+        # One alone is combined with nothing.
+        ({"prefixItems": [{"allOf": [AGE]}, TALL]}, '[{"age": 3}, {"tall": 1}]', True),
+        ({"prefixItems": [{"allOf": [AGE]}, TALL]}, '[{"age": 3}, {"tall": 1, "b": 1}]', False),
+        ({"prefixItems": [{"allOf": [AGE]}, TALL]}, '[{"age": 3, "b": 1}, {"tall": 1}]', False),
         # A field that is called properties, and data that looks like a schema.
         ({"properties": {"properties": AGE}}, '{"properties": {"age": 3}}', True),
         ({"const": AGE}, json.dumps(AGE), True),

@@ -32,7 +32,7 @@ _LAYOUT: dict[str, Any] = {
 # combine the properties of several schemas.
 _DATA = {"const", "default", "enum", "examples", "required"}
 _NAMED = {"$defs", "definitions", "patternProperties", "properties"}
-_COMBINING = {"$ref", "anyOf", "oneOf", "properties"}
+_COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "properties"}
 
 
 class GrammarCompiler:
@@ -89,13 +89,19 @@ def _close(schema: Any) -> None:
     xgrammar (vLLM) and llama.cpp read schemas: a small model may add fields until its context is
     full. A schema that combines properties stays open, for each part would forbid the others'."""
     nodes = list(_schemas(schema))
-    if any("allOf" in node or len(_COMBINING & node.keys()) > 1 for node in nodes):
+    if any(map(_combines, nodes)):
         return
     for node in nodes:
         listed, required = node.get("properties"), node.get("required", [])
         asked = required if isinstance(required, list) else [None]
         if isinstance(listed, dict) and all(str(name) in listed for name in asked):
             node.setdefault("additionalProperties", False)
+
+
+def _combines(node: dict[str, Any]) -> bool:
+    """One schema alone in ``allOf`` is combined with nothing: Pydantic writes references so."""
+    parts = node.get("allOf", [])
+    return not isinstance(parts, list) or len(parts) > 1 or len(_COMBINING & node.keys()) > 1
 
 
 def _schemas(node: Any) -> Iterator[dict[str, Any]]:
