@@ -275,8 +275,8 @@ class TargetName:
 class _PairNames(TargetName):
     draft: str | None = _model(
         None,
-        "Draft model, a spec such as 'ngram' or 'hybrid:ngram+model:PATH', @FILE of vLLM, 'auto' "
-        "(all that can pay), or 'none'.",
+        "Draft model, a spec such as 'ngram' or 'hybrid:ngram+model:PATH', @FILE of vLLM or "
+        "SGLang, 'auto' (all that can pay), or 'none'.",
         shown=DEFAULT_DRAFT,
     )
     config: str | None = _model(

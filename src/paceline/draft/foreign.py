@@ -1,7 +1,8 @@
-"""Speculative decoding configurations of vLLM, read as drafts.
+"""Speculative decoding configurations of vLLM and SGLang, read as drafts.
 
-``--draft @vllm.json``, or the JSON itself: the value of vLLM's ``--speculative-config``, also
-inside the engine's whole configuration, or an ``export.json`` of ``paceline export``.
+``--draft @vllm.json``, or the JSON itself: the value of vLLM's ``--speculative-config``, or
+SGLang's ``speculative_*`` arguments by name, as JSON; also inside the engine's whole configuration,
+or an ``export.json`` of ``paceline export``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ _WITH_MODEL = {  # vLLM's methods, as our specs
     **{"dflash": "dflash:{}", "dspark": "dspark:{}"},
 }
 _GENERIC = f"paceline can read methods {', '.join(_WITH_MODEL)}, ngram and suffix"
+_ALGORITHMS = {  # SGLang's
+    **{"EAGLE3": "eagle3", "EAGLE": "eagle", "STANDALONE": "model"},
+    **{"DFLASH": "dflash", "DSPARK": "dspark"},
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class ForeignDraft:
     """``spec`` is ours, ``length`` in levels, ``rule`` None if not given."""
 
     spec: str
-    length: int
+    length: int | None
     rule: str | None
 
 
@@ -59,8 +64,8 @@ def _read(text: str) -> ForeignDraft:
         parsed = None
     if not isinstance(parsed, dict):
         raise ConfigError(
-            f"{where} is not JSON, or no JSON object; give vLLM's --speculative-config, or a spec "
-            "such as ngram:min=2"
+            f"{where} is not JSON, or no JSON object; give vLLM's --speculative-config or "
+            "SGLang's arguments by name, or a spec such as ngram:min=2"
         )
     return foreign_draft(parsed, path or where)
 
@@ -72,19 +77,14 @@ def foreign_draft(config: Mapping[str, Any], where: str = "the configuration") -
         if isinstance(inner, dict):
             config = inner
     values = {key.lstrip("-").replace("-", "_"): value for key, value in config.items()}
-    if "method" not in values and "num_speculative_tokens" not in values:
-        raise ConfigError(
-            f"{where} has neither vLLM's method nor num_speculative_tokens; give both"
-        )
-    length = _whole(values, "num_speculative_tokens", where)
-    sampling = values.get("rejection_sample_method")
-    if sampling not in (None, "standard", "block"):
-        raise ConfigError(
-            f"{where} has rejection_sample_method {sampling!r}, which is not lossless; "
-            "use standard or block"
-        )
-    rule = "token" if sampling == "standard" else sampling
-    return ForeignDraft(_spec(values, where), length, rule)
+    if "speculative_algorithm" in values:
+        return _sglang(values, where)
+    if "method" in values or "num_speculative_tokens" in values:
+        return _vllm(values, where)
+    raise ConfigError(
+        f"{where} has neither vLLM's method and num_speculative_tokens nor SGLang's "
+        "speculative_algorithm; give one of them"
+    )
 
 
 def _whole(values: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
@@ -97,13 +97,35 @@ def _whole(values: Mapping[str, Any], key: str, where: str, default: int | None 
     return value
 
 
+def _model(values: Mapping[str, Any], key: str, where: str) -> str:
+    model = values.get(key)
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"{where} names no {key}; give the folder of the draft")
+    return model
+
+
 def _head_config(model: str) -> Mapping[str, Any]:
     """The config.json of a local folder; {} if it cannot be read."""
     return json_object(Path(model).expanduser() / "config.json")
 
 
-def _method(values: Mapping[str, Any]) -> str:
-    """vLLM's method, or its guess where none is named."""
+# -- vLLM --------------------------------------------------------------------------------------
+
+
+def _vllm(values: Mapping[str, Any], where: str) -> ForeignDraft:
+    length = _whole(values, "num_speculative_tokens", where)
+    sampling = values.get("rejection_sample_method")
+    if sampling not in (None, "standard", "block"):
+        raise ConfigError(
+            f"{where} has rejection_sample_method {sampling!r}, which is not lossless; "
+            "use standard or block"
+        )
+    rule = "token" if sampling == "standard" else sampling
+    return ForeignDraft(_vllm_spec(values, length, where), length, rule)
+
+
+def _vllm_method(values: Mapping[str, Any]) -> str:
+    """The method, or vLLM's guess where none is named."""
     method, model = values.get("method"), str(values.get("model", ""))
     if method:
         return str(method)
@@ -114,12 +136,10 @@ def _method(values: Mapping[str, Any]) -> str:
     return next(named, "draft_model").replace("peagle", "eagle3")
 
 
-def _spec(values: Mapping[str, Any], where: str) -> str:
-    method = _method(values)
+def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
+    method = _vllm_method(values)
     if method in _WITH_MODEL:
-        model = values.get("model")
-        if not isinstance(model, str) or not model:
-            raise ConfigError(f"{where} names no model; give the folder of the draft")
+        model = _model(values, "model", where)
         alone = method == "draft_model" and "pard_token" in _head_config(model)
         off = ",parallel=off" if alone and not values.get("parallel_drafting") else ""
         return _WITH_MODEL[method].format(model) + off
@@ -128,7 +148,6 @@ def _spec(values: Mapping[str, Any], where: str) -> str:
         given = {key: _whole(values, key, where) for key in ends if values.get(key)}
         usual = next(iter(given.values()), 5)  # 5: vLLM's own default
         least, most = (given.get(key, usual) for key in ends)
-        length = _whole(values, "num_speculative_tokens", where)
         return f"ngram:min={least},max={most},length={length},candidates=1"
     if method == "suffix":
         kept = values.get("suffix_decoding_max_cached_requests", 10_000)
@@ -139,3 +158,50 @@ def _spec(values: Mapping[str, Any], where: str) -> str:
             + ("" if kept else ",global=off")
         )
     raise ConfigError(f"{where} has vLLM's method {method!r}; {_GENERIC}")
+
+
+# -- SGLang ------------------------------------------------------------------------------------
+
+
+def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
+    for key in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if str(values.get(key, 1.0)) not in ("1", "1.0", "None"):
+            raise ConfigError(
+                f"{where} has {key} {values[key]}, which is not lossless; leave it at 1.0"
+            )
+    algorithm = str(values["speculative_algorithm"]).upper()
+    nodes = max(1, _whole(values, "speculative_num_draft_tokens", where, 9) - 1)  # without the root
+    if algorithm == "NGRAM":
+        return ForeignDraft(f"ngram:length={nodes}", nodes, None)
+    if algorithm not in _ALGORITHMS:
+        raise ConfigError(
+            f"{where} has SGLang's algorithm {algorithm}; "
+            f"paceline can read {', '.join(_ALGORITHMS)} and NGRAM"
+        )
+    kind, model = _ALGORITHMS[algorithm], _model(values, "speculative_draft_model_path", where)
+    rule = "block" if values.get("speculative_use_block_verification") else None
+    if algorithm in ("DFLASH", "DSPARK"):
+        roots = {"num_draft_tokens": 1, "dflash_block_size": 1, "dspark_block_size": 0}
+        given = {f"speculative_{key}": root for key, root in roots.items()}
+        lengths = [_whole(values, key, where) - given[key] for key in given if key in values]
+        length = max(1, *lengths) if lengths else None  # None: the head's block
+        return ForeignDraft(f"{kind}:{model}", length, rule)
+    width = _whole(values, "speculative_eagle_topk", where, 1)
+    shape = "nodes=0" if width == 1 else f"nodes={nodes},width={width}"
+    if kind == "eagle" and width > 1:
+        kind = "eagle2"  # which grows trees
+    elif kind == "eagle3":
+        shape += _inputs(model)
+    if values.get("speculative_use_rejection_sampling"):
+        rule = "token"
+    steps = _whole(values, "speculative_num_steps", where)
+    return ForeignDraft(f"{kind}:{model},{shape}", steps, rule)
+
+
+def _inputs(model: str) -> str:
+    """The layers of a head numbered by outputs, as SGLang does, as inputs: one more."""
+    nested = _head_config(model).get("eagle_config")
+    ids = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
+    if not isinstance(ids, list) or not all(map(is_whole, ids)):
+        return ""
+    return ",feature_layers=" + "x".join(str(number + 1) for number in ids)
