@@ -18,6 +18,7 @@ from paceline.draft.base import Drafter
 from paceline.draft.heads.checkpoint import refuse_head
 from paceline.draft.model_drafter import ModelDrafter, ParallelDrafter
 from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
+from paceline.draft.strings import StringDrafter
 from paceline.draft.trees.one_pass import MASK_OPTIONS
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
@@ -37,9 +38,10 @@ _STOP_BELOW = 0.3  # trees end where so few are accepted: a pass costs more than
 
 @dataclass(frozen=True)
 class DraftModel(TreeSpec):
-    """A model by folder, built-in or hub name. ``quantize``: "int8" or "int4", in place of the
-    setting for all drafts. ``parallel``: a model that is trained for it (its config names a
-    ``pard_token``) drafts all its tokens in one pass."""
+    """A model by folder, built-in or hub name. ``vocab``: how another vocabulary than the target's
+    is used: "intersection", "string", or "auto" by what the two share. ``quantize``: "int8" or
+    "int4", in place of the setting for all drafts. ``parallel``: a model that is trained for it
+    (its config names a ``pard_token``) drafts all its tokens in one pass."""
 
     kind = "model"
     page = "draft_model.md"
@@ -55,6 +57,7 @@ class DraftModel(TreeSpec):
 
     path: str = option(needs="a model")
     _: KW_ONLY
+    vocab: str = option("auto", choices=("auto", "intersection", "string"))
     quantize: str | None = option(None, choices=tuple(BITS))
     parallel: bool = True
 
@@ -79,6 +82,8 @@ class DraftModel(TreeSpec):
             levels = self.levels(context, cache, _STOP_BELOW if self.nodes else 0.0)
             device = context.target.device
             widths = loading.target.vocab_size, model.vocab_size
+            if match is not None and match.method == "string":
+                return StringDrafter(match, model, levels, device)
             shared = (
                 SharedVocabulary(*widths)
                 if match is None
@@ -88,6 +93,11 @@ class DraftModel(TreeSpec):
                 return ModelDrafter(model, levels, shared, device)
             return ParallelDrafter(mask, model, levels, shared, device)
 
+        if match is not None and match.method == "string" and model.state_bytes:
+            raise self.refuse(
+                "its recurrent layers cannot go back to where a text is tokenised otherwise; "
+                "take a draft with the target's vocabulary"
+            )
         cached = bytes_per_token(model.cache_shapes, model.dtype)
         return Prepared(build, cached, state_bytes=model.state_bytes)
 
@@ -118,7 +128,7 @@ class DraftModel(TreeSpec):
             draft_tokenizer = load_tokenizer(self.path)
         else:
             draft_tokenizer = tokenizer
-        return draft, match_vocabularies(target, draft, tokenizer, draft_tokenizer)
+        return draft, match_vocabularies(target, draft, tokenizer, draft_tokenizer, self.vocab)
 
 
 @dataclass(frozen=True)

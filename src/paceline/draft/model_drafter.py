@@ -21,7 +21,7 @@ from paceline.model.target import CausalModel
 
 
 @dataclass
-class _State:
+class DraftState:
     """The draft's cache of one sequence.
 
     ``tokens``: the sequence's first ``read`` tokens in the draft's vocabulary, of which ``cached``
@@ -56,7 +56,7 @@ class ModelDrafter(LevelDrafter):
         self._empty = TokenTree.empty(deliver_to)
         self.model = model
         self._vocabulary = vocabulary
-        self._states: States[_State] = States()
+        self._states: States[DraftState] = States()
 
     @property
     def vocabulary(self) -> str | None:
@@ -101,7 +101,7 @@ class ModelDrafter(LevelDrafter):
     def _span(self, item: Slice) -> Span | None:
         """The committed tokens new to the draft; None to leave it alone, or without cache room."""
         seq = item.seq
-        state = self._states.of(seq, lambda seq: _State(seq.seq_id))
+        state = self._states.of(seq, lambda seq: DraftState(seq.seq_id))
         self._read(state, seq.tokens[state.read :])
         drafts = item.decodes and self._policy.depth(item.draft_length) > 0
         beyond = len(state.tokens) + item.draft_length >= self.model.max_positions
@@ -109,12 +109,12 @@ class ModelDrafter(LevelDrafter):
         left_alone = beyond or (item.decodes and not drafts)
         return None if left_alone else self._catch_up(item, state)
 
-    def _read(self, state: _State, tokens: Sequence[int]) -> None:
+    def _read(self, state: DraftState, tokens: Sequence[int]) -> None:
         """Append the next tokens of a sequence."""
         state.tokens += self._vocabulary.context(tokens)
         state.read += len(tokens)
 
-    def _catch_up(self, item: Slice, state: _State) -> Span | None:
+    def _catch_up(self, item: Slice, state: DraftState) -> Span | None:
         seq, tokens = item.seq, state.tokens
         # The draft's tokens for a prompt may be more or fewer than the target's.
         known = len(seq.tokens) if item.decodes else seq.cached + item.scheduled
@@ -143,7 +143,7 @@ class ModelDrafter(LevelDrafter):
         """Keep accepted nodes that were expanded, free the others."""
         super().observe(commits, out)
         moves: list[tuple[int, int, int]] = []
-        kept: list[tuple[_State, int, Commit]] = []
+        kept: list[tuple[DraftState, int, Commit]] = []
         for commit in commits:
             state = self._states.get(commit.seq_id)
             if state is None or not state.scheduled or commit.seq_id not in self.cache:
@@ -165,7 +165,7 @@ class ModelDrafter(LevelDrafter):
         self._states.pop(seq_id, None)
         super().forget(seq_id)
 
-    def _drop(self, state: _State) -> None:
+    def _drop(self, state: DraftState) -> None:
         """Out of blocks: free the sequence's cache; it starts over when there is room."""
         self.cache.free(state.seq_id)
         state.cached, state.slots = 0, ()

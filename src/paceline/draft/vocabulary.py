@@ -1,23 +1,29 @@
 """Drafts with another vocabulary: which tokens both have, and how ids are translated.
 
-Timor et al. 2025 (arXiv 2502.05202). Tokens are the same if they stand for the same bytes. The
-draft proposes from the intersection alone ("token-level intersection"): its logits are mapped to
-the target's ids before anything is drawn, so q is exact, renormalised over the intersection.
+Timor et al. 2025 (arXiv 2502.05202). Tokens are the same if they stand for the same bytes. Where
+these cover most text, the draft proposes from the intersection alone ("token-level intersection"):
+its logits are mapped to the target's ids before anything is drawn, so q is exact, renormalised over
+the intersection.
+
+Elsewhere the draft model writes in its vocabulary, and the target tokenises the text (``strings``).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from paceline.core.transfer import to_device
 from paceline.errors import VocabularyMismatchError
 from paceline.model.tokenizer import Tokenizer, TokenSpeller, differences
+
+ENOUGH = 0.5  # from here on token by token: measured, see docs/contributing/decisions.md
 
 # What users ask of models: a story, a question with an answer, numbers, code, other languages.
 SAMPLE = Path(__file__).parents[1] / "assets" / "vocabulary_sample.txt"
@@ -58,8 +64,8 @@ class SharedVocabulary:
 
 
 class TokenTexts:
-    """The bytes of each token of a tokenizer. ``strings[id]``: bytes of an ordinary token;
-    ``special[id]``: name of a special one."""
+    """The bytes of each token of a tokenizer, and encoding in the middle of a text.
+    ``strings[id]``: bytes of an ordinary token; ``special[id]``: name of a special one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -98,6 +104,23 @@ class TokenTexts:
         return b"".join(
             self.strings[i] if i in self.strings else self.special.get(i, "").encode() for i in ids
         )
+
+    def after(self, lead: str, text: str) -> list[int] | None:
+        """Ids of ``text`` where it follows ``lead``; None if a token spans the border."""
+        ids = self.encode(lead + text)
+        # Some tokenizers put a space before the first word.
+        surplus = len(self.spelt(ids)) - len((lead + text).encode())
+        border = len(lead.encode()) + max(0, surplus) if lead else 0
+        position = 0
+        for column, index in enumerate(ids):
+            if position == border:
+                return ids[column:]
+            position += len(self.spelt((index,)))
+        return [] if position == border else None
+
+    def reads_back(self, text: str) -> bool:
+        """Whether decoding an encoded text gives it back."""
+        return self.spelt(self.encode(text)).removeprefix(b" ") == text.encode()
 
     def spell(self, string: bytes) -> list[int]:
         """``string`` in the longest tokens, greedily from the left; skips unknown bytes."""
@@ -141,9 +164,10 @@ def overlap(target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sam
 
 @dataclass(frozen=True)
 class Match:
-    """What two vocabularies have in common. ``pairs``: target id -> draft id; ``share``: how much
-    of text these cover."""
+    """What two vocabularies have in common, and the method to use. ``pairs``: target id -> draft
+    id; ``share``: how much of text these cover."""
 
+    method: Literal["intersection", "string"]
     target: TokenTexts
     draft: TokenTexts
     pairs: dict[int, int]
@@ -151,12 +175,16 @@ class Match:
 
 
 def match_vocabularies(
-    target: Named, draft: Named, tokenizer: Tokenizer, draft_tokenizer: Tokenizer
+    target: Named,
+    draft: Named,
+    tokenizer: Tokenizer,
+    draft_tokenizer: Tokenizer,
+    method: str = "auto",
 ) -> Match | None:
-    """How to translate; None if the ids agree. Raises VocabularyMismatchError for a draft with too
-    few embeddings, or nothing in common."""
+    """How to translate; None if the ids agree and "auto" is asked for. Raises
+    VocabularyMismatchError if no (or not this) method is lossless and useful."""
     differing = differences(tokenizer, draft_tokenizer)
-    if not differing:
+    if not differing and method == "auto":
         if draft.vocab_size < (count := len(tokenizer.get_vocab())):
             raise VocabularyMismatchError(
                 f"draft {draft.name} has only {draft.vocab_size} embeddings for {count} tokens; "
@@ -171,12 +199,26 @@ def match_vocabularies(
     }
     sample = SAMPLE.read_text(encoding="utf-8")
     share = overlap(ours, theirs, pairs, sample)
-    if share == 0:
+    unreadable = [
+        f"the tokenizer of {model.name} does not give text back as it was"
+        for model, texts in ((target, ours), (draft, theirs))
+        if not texts.reads_back(sample)
+    ]
+    tokenwise = method == "intersection" or (method == "auto" and share >= ENOUGH)
+    if (tokenwise and share == 0) or (not tokenwise and unreadable):
+        reasons = [f"shared tokens cover {100 * share:.0f} % of text", *unreadable]
         raise VocabularyMismatchError(
-            f"draft {draft.name} and target {target.name} differ in {differing}; no shared token "
-            "occurs in text; use a draft of the same family"
+            f"draft {draft.name} and target {target.name} differ in {differing or 'nothing'}; "
+            f"{', and '.join(reasons)}; use a draft of the same family"
         )
-    return Match(ours, theirs, pairs, share)
+    logging.getLogger("paceline.draft.vocabulary").info(
+        "draft %s and target %s differ in %s; shared tokens cover %.0f %% of text",
+        draft.name,
+        target.name,
+        differing,
+        100 * share,
+    )
+    return Match("intersection" if tokenwise else "string", ours, theirs, pairs, share)
 
 
 class Intersection(SharedVocabulary):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 import torch
 
+from paceline.errors import ConfigError
 from paceline.lab.doctor import Severity, examine
 from support.doctor_folders import Copy, Folder, codes, only
 from support.tiny_models import TinyPair
@@ -33,6 +35,15 @@ def test_another_vocabulary(tiny_pair: TinyPair) -> None:
     findings = examine(tiny_pair.target, tiny_pair.foreign)
     assert {"vocabulary-differs", "vocabulary-refused"} & codes(findings, "pair")
     assert "vocabulary-same" not in {item.code for item in findings}
+
+
+def test_a_wish_for_texts(copy: Copy) -> None:
+    finding = only(
+        examine(TARGET, f"model:{copy('tiny-draft')},vocab=string"), "vocabulary-differs"
+    )
+    assert "nothing, but vocab is set" in finding.text and "re-tokenised" in finding.text
+    with pytest.raises(ConfigError, match="vocab is 'words'"):
+        examine(TARGET, "model:paceline/tiny-draft,vocab=words")
 
 
 def test_a_draft_with_too_few_rows(copy: Copy) -> None:

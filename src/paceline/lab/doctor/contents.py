@@ -144,6 +144,10 @@ def _table(model: Model, end: str) -> torch.Tensor | None:
 
 
 _ROLES = ("bos_token", "eos_token", "pad_token")
+_WAYS = {
+    "intersection": "the draft speaks in the tokens that both have",
+    "string": "drafts are re-tokenised as text",
+}
 # What templates write around turns: <|im_start|>, <start_of_turn>, <s>, and DeepSeek's wide bars.
 _MARK = re.compile(r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\s]{1,40}\uff5c>|<\w{1,24}_of_\w{1,24}>|</?s>")
 
@@ -231,13 +235,13 @@ def _named(tokenizer: PreTrainedTokenizerFast, ids: set[int]) -> str:
     return ", ".join(name(index) for index in sorted(ids))
 
 
-def compare(target: Model, draft: Model) -> Iterator[Finding]:
-    """What the engine would make of the pair."""
+def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Finding]:
+    """What the engine would make of the pair. ``method``: the draft spec's ``vocab`` option."""
     tokenizer, other = target.tokenizer, draft.tokenizer or target.tokenizer
     if tokenizer is None or other is None:
         return
     try:
-        match = match_vocabularies(target, draft, tokenizer, other)
+        match = match_vocabularies(target, draft, tokenizer, other, method)
     except VocabularyMismatchError as error:
         yield refusal("vocabulary-refused", error)
         return
@@ -247,8 +251,9 @@ def compare(target: Model, draft: Model) -> Iterator[Finding]:
             rows = f"{target.vocab_size:,} against the draft's {draft.vocab_size:,}"
             yield finding("vocabulary-padded", f"rows of logits differ: {rows}", about="pair")
     else:
-        what = differences(tokenizer, other)
-        yield finding("vocabulary-differs", parts=what, share=match.share)
+        what, how = differences(tokenizer, other), _WAYS[match.method]
+        what = what or "nothing, but vocab is set"
+        yield finding("vocabulary-differs", parts=what, share=match.share, how=how)
     if draft.tokenizer is None:
         return
     pipeline, other_pipeline = _pipeline(tokenizer), _pipeline(other)

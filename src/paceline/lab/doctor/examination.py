@@ -177,7 +177,7 @@ def _check_draft(
     model, findings = _check_model(files, "draft", setting)
     yield from findings
     if model is not None:
-        yield from (*compare(target, model), *_context(target, model))
+        yield from (*compare(target, model, spec.vocab), *_context(target, model))
         yield from _size(target, model)
         yield Needs.of_model(model, setting, setting.dtype)
 

@@ -212,6 +212,9 @@ def note_usual(export: Export, trees: bool, rules: tuple[str, ...], parallel: bo
         if export.rule == "coupled":
             cost = "sampled text with a seed depends on drafts and batch; greedy is the same"
         export.approximate(f"rule {export.rule!r}", f"rule {rules[0]!r}", cost)
+    if isinstance(export.draft, DraftModel) and export.draft.vocab == "string":
+        what = "a draft with another tokenizer, by text"
+        export.approximate(what, "token ids", "the engine may refuse it")
 
 
 def outputs_of(inputs: Sequence[int]) -> list[int]:

@@ -1,0 +1,175 @@
+"""Drafts with another vocabulary by text: what the draft model writes is tokenised for the target.
+
+"String-level exact match" of Timor et al. 2025 (arXiv 2502.05202): this works for any two
+tokenizers that decode what they encode. Drafts are the draft's likeliest tokens, also for sampled
+requests: without common ids there is no q, so trees are POINT. Texts are on the host: one more
+synchronisation per draft.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+
+import torch
+
+from paceline.core.batch import Plan, Slice
+from paceline.core.params import SamplingParams
+from paceline.core.transfer import to_device
+from paceline.core.tree import TokenTree, children_of, paths_of
+from paceline.draft.base import States
+from paceline.draft.model_drafter import DraftState, ModelDrafter
+from paceline.draft.trees.levels import Levels
+from paceline.draft.trees.shape import merge
+from paceline.draft.vocabulary import Match, SharedVocabulary
+from paceline.model.backends.base import GrownTree
+from paceline.model.target import CausalModel
+
+# Between two words: every tokenizer begins a new token there, whatever follows.
+_BORDER = re.compile(r"(?<=\w) (?=\w)")
+_LEAD = 32  # characters before a text that are encoded with it, for the sake of its spacing
+_TAIL = 256  # longest text without a border between words that is encoded again and again
+
+
+class Retokeniser:
+    """A sequence's committed text in the draft's tokens. ``settled`` ones never change; those of
+    the last word do when it grows::
+
+        Once upon a time there was a ho|use
+        settled ..................|tail
+    """
+
+    def __init__(self, match: Match) -> None:
+        self._target, self._draft, self._pairs = match.target, match.draft, match.pairs
+        self._back = {theirs: ours for ours, theirs in match.pairs.items()}
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.settled: list[int] = []
+        self._lead = self._tail = ""
+        self._begun = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the text so far ends within a character."""
+        return bool(self._decoder.getstate()[0])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in the text's next tokens."""
+        for token in tokens:
+            if not self._begun:
+                self._begin(token)
+            if token in self._target.special:
+                self._tail += self._decoder.decode(b"", final=True)
+                self._settle(len(self._tail))
+                self.settled += self._special(token)
+                self._lead = ""
+            else:
+                self._tail += self._decoder.decode(self._target.strings.get(token, b""))
+        borders = [match.start() for match in _BORDER.finditer(self._tail)]
+        self._settle(borders[-1] if borders else max(0, len(self._tail) - _TAIL))
+
+    def _begin(self, first: int) -> None:
+        """Begin with a beginning-of-text token if the draft uses one."""
+        self._begun = True
+        opening: list[int] = self._draft.tokenizer.encode("")
+        bos = self._draft.tokenizer.bos_token_id
+        if opening[:1] == [bos] and self._pairs.get(first) != bos:
+            self.settled.append(bos)
+
+    def _special(self, token: int) -> list[int]:
+        shared = self._pairs.get(token)
+        if shared is not None:
+            return [shared]
+        if token == self._target.tokenizer.bos_token_id:
+            return []  # a draft without such a token never saw one
+        return self._draft.encode(self._target.special[token])
+
+    def _settle(self, end: int) -> None:
+        text, self._tail = self._tail[:end], self._tail[end:]
+        if text:
+            self.settled += self._encode(text)
+            self._lead = (self._lead + text)[-_LEAD:]
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self._draft.after(self._lead, text)
+        return self._draft.encode(text) if ids is None else ids
+
+    def context(self) -> list[int]:
+        """All of the text in the draft's tokens."""
+        return self.settled + (self._encode(self._tail) if self._tail else [])
+
+    def proposal(self, drafted: Sequence[int]) -> list[int]:
+        """The target's tokens of a drafted continuation, cut at the last whole character and after
+        a special token; [] if a token would span the border."""
+        data = bytearray()
+        end: list[int] = []
+        for token in drafted:
+            if token in self._draft.special:
+                end = [self._back[token]] if token in self._back else []
+                break
+            data += self._draft.strings.get(token, b"")
+        whole = data.decode("utf-8", "replace").partition("\ufffd")[0]
+        ids = self._target.after(self._lead + self._tail, whole)
+        if ids is None:
+            return []
+        return ids + end if len(whole.encode()) == len(data) else ids
+
+
+class StringDrafter(ModelDrafter):
+    """Translates trees by their text: each path is tokenised again, and paths that begin alike
+    share nodes. The draft's cache keeps settled tokens; the last word and drafts are read again."""
+
+    prefers_seeds = False  # nothing is drawn
+    takes_forced = 0
+
+    def __init__(
+        self, match: Match, model: CausalModel, levels: Levels, deliver_to: torch.device
+    ) -> None:
+        ids = SharedVocabulary(model.vocab_size, model.vocab_size)  # trees have the draft's
+        ids.description = f"string-level match, shared tokens {100 * match.share:.0f} % of text"
+        super().__init__(model, levels, ids, deliver_to)
+        self.cache.shares = False  # the end of a text may change, shared blocks must not
+        self._match = match
+        self._texts: States[Retokeniser] = States()
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        for item in plan.slices:
+            self._texts.of(item.seq, lambda _: Retokeniser(self._match))
+        drafts = super().propose(Plan(tuple(map(_unsampled, plan.slices))))
+        parts = [draft.tokens for draft in drafts if len(draft)]
+        values = iter(torch.cat(parts).tolist() if parts else ())
+        pairs = zip(plan.slices, drafts, strict=True)
+        return [self._translated(item, d, list(islice(values, len(d)))) for item, d in pairs]
+
+    def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
+        text, length = self._texts[item.seq.seq_id], item.draft_length
+        self._confidences.forget(item.seq.seq_id)  # commits have other nodes
+        if not tokens or text.waits:
+            return self._empty
+        pairs = zip(paths_of(draft.parents), children_of(draft.parents), strict=True)
+        leaves = ([tokens[node] for node in path] for path, below in pairs if not below)
+        proposals = (text.proposal(leaf)[:length] for leaf in leaves)
+        merged, parents = merge(proposals, self.max_nodes(length))
+        return TokenTree(to_device(merged, draft.tokens.device), parents)
+
+    def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
+        return super()._finish(item, replace(done, slots=()))  # no node stays in the cache
+
+    def _read(self, state: DraftState, tokens: Sequence[int]) -> None:
+        if tokens:
+            text = self._texts[state.seq_id]
+            state.cached = min(state.cached, len(text.settled))
+            text.extend(tokens)
+            state.tokens[:] = text.context()
+            state.read += len(tokens)
+
+    def forget(self, seq_id: int) -> None:
+        self._texts.pop(seq_id, None)
+        super().forget(seq_id)
+
+
+def _unsampled(item: Slice) -> Slice:
+    seq = replace(item.seq, params=SamplingParams(), constraint=None)
+    return replace(item, seq=seq)
