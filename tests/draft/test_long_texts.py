@@ -117,6 +117,15 @@ def test_a_long_text_holds_up_no_other(made: Callable[[], IndexedDrafter]) -> No
     assert drafts[1][0][:8] == short.tokens[:8]
 
 
+@pytest.mark.parametrize("made", DRAFTERS)
+def test_a_step_takes_in_a_share_of_all_texts(made: Callable[[], IndexedDrafter]) -> None:
+    """However many long texts are behind at once, so that no step waits for all of them."""
+    drafter = made()
+    seqs = [request(Watched(text(LONG, number)), number) for number in range(4)]
+    propose(drafter, *seqs)
+    assert sum(drafter.states[seq.seq_id].open_tokens for seq in seqs) == TAKEN_IN
+
+
 def test_a_long_prediction_enters_in_parts() -> None:
     predictions, drafter = Predictions("cpu"), NGramDrafter("cpu")
     predicted = text(3 * TAKEN_IN)

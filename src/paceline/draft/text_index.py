@@ -41,7 +41,7 @@ _END = -1  # after every finished text
 # The next two are also in csrc/lookup.cpp.
 _OCCURRENCES = 4  # latest ones of an n-gram: on our prompts more gained nothing
 BRANCH = 2  # nodes of an n-gram's candidates after the first
-TAKEN_IN = 1024  # tokens of a text that are indexed in a step: a millisecond or two
+TAKEN_IN = 1024  # tokens of all texts that are indexed in a step: a millisecond or two
 _ASIDE = 64  # new tokens that are indexed with a lookup
 
 
@@ -151,14 +151,21 @@ class IndexedDrafter(LookupDrafter):
     states: States[TextIndex]
 
     def take_in(self, slices: Sequence[Slice]) -> None:
-        """The next part of each text for which drafts are wanted now or after its prefill."""
+        """A step's share of the texts for which drafts are wanted now or after their prefill; those
+        that lack least first, so no text holds up another."""
+        lacking: list[tuple[int, TextIndex, Sequence[int]]] = []
         for item in slices:
             seq = item.seq
             if item.draft_length if item.decodes else seq.params.may_draft:
                 index = self.states.of(seq, self.begin)
+                lacking.append((len(seq.tokens) - index.open_tokens, index, seq.tokens))
+        left = TAKEN_IN
+        for missing, index, tokens in sorted(lacking, key=itemgetter(0)):
+            if missing > _ASIDE:
                 known = index.open_tokens
-                if len(seq.tokens) - known > _ASIDE:
-                    index.extend(seq.tokens[known : known + TAKEN_IN])
+                part = tokens[known : known + left]
+                index.extend(part)
+                left -= len(part)
 
     def guess(self, item: Slice) -> Guess:
         """What is found, behind the text that a grammar forces there."""
