@@ -16,7 +16,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.layer_skip import LayerSkip, skippable, spread
 from paceline.draft.selfspec import SelfDrafter
-from paceline.draft.spec import Loading
+from paceline.draft.spec import Loading, TargetShape
 from paceline.drafters import prepare_one
 from paceline.engine.driver import Drive
 from paceline.engine.engine import Engine
@@ -229,6 +229,11 @@ def test_a_set_is_spread_over_the_middle() -> None:
     assert skippable(2) == (1,) and skippable(1) == ()
     assert spread(range(1, 11), 5) == (2, 4, 6, 8, 10)
     assert spread((1, 2, 3), 1) == (2,) and spread((1, 2, 3), 3) == (1, 2, 3)
+
+
+def test_a_layer_named_twice_is_one_layer() -> None:
+    examined = LayerSkip(skip=(3, 1, 3)).examine(TargetShape(8, 8, 5))
+    assert "3 of the target's 5 layers" in examined.notes[0][1]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class LayerSkip(TreeSpec):
                 raise self.refuse(
                     f"skip names some of the target's layers 0 to {total - 1}, not all"
                 )
-            return self.skip
+            return tuple(sorted(set(self.skip)))
         candidates = skippable(total)
         if not candidates:
             raise self.refuse("the target has one layer, which it needs")
