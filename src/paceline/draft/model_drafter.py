@@ -56,6 +56,8 @@ class ModelDrafter(LevelDrafter):
         self._empty = TokenTree.empty(deliver_to)
         self.model = model
         self._vocabulary = vocabulary
+        self._same_ids = type(vocabulary) is SharedVocabulary
+        self._along = self._along and self._same_ids
         self._states: States[DraftState] = States()
 
     @property
@@ -74,13 +76,9 @@ class ModelDrafter(LevelDrafter):
             return [self._empty] * len(plan.slices)
         return super().propose(plan)
 
-    def _follows_grammars(self) -> bool:
-        return type(self._vocabulary) is SharedVocabulary and super()._follows_grammars()
-
     @property
     def growth(self) -> Growth | None:
-        plain = type(self._vocabulary) is SharedVocabulary  # ids are the target's
-        return self.model.backend.growth if plain else None
+        return self.model.backend.growth if self._same_ids else None
 
     def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
         logits = self.model(self.cache.batch_of(spans), self.cache).logits

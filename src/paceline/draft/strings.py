@@ -122,7 +122,7 @@ class StringDrafter(ModelDrafter):
     share nodes. The draft's cache keeps settled tokens; the last word and drafts are read again."""
 
     prefers_seeds = False  # nothing is drawn
-    takes_forced = 0
+    _along = False
 
     def __init__(
         self, match: Match, model: CausalModel, levels: Levels, deliver_to: torch.device

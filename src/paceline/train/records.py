@@ -37,7 +37,7 @@ def unicode_text(text: object) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """One corpus file and its share of the training tokens."""
+    """One corpus file and its share of the pieces that are learnt."""
 
     path: Path
     weight: float

@@ -149,12 +149,9 @@ class LevelDrafter(ABC):
     @property
     def takes_forced(self) -> int:
         """So many tokens that a grammar forces become part of its chains."""
-        along = self._along and self._policy.chain and self._follows_grammars()
-        return self._policy.depth(_DEEPEST) - 1 if along else 0
-
-    def _follows_grammars(self) -> bool:
         # States of recurrent layers are kept for pending tokens and nodes alone.
-        return self.cache.states is None
+        along = self._along and self._policy.chain and self.cache.states is None
+        return self._policy.depth(_DEEPEST) - 1 if along else 0
 
     @property
     def prefers_seeds(self) -> bool:
