@@ -100,7 +100,7 @@ ON_TORCH = {
     *("qwen3_next", "llama:dynamic", "phi3:4-mini"),
 }
 # Layers whose weight the module above them may multiply by itself: routers', and some of images.
-READ = {"classifier", "wg", "out_proj", "dt_proj"}
+READ = {"classifier", "wg", "out_proj"}
 OFTEN = KERNELS | ON_TORCH | {names.split()[0] for names in _REFUSED.values()} | {*UNBUILT}
 
 

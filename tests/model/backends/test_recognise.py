@@ -43,11 +43,12 @@ def scaled(beta: float) -> CausalModel:
         (built("Llama"), None),
         (built("Mistral", rope_parameters=YARN), None),
         (built("Granite", residual_multiplier=0.5, logits_scaling=6.0), None),
+        (built("Llama", hidden_act="gelu_new"), None),
         (built("Qwen3Moe", norm_topk_prob=False), "norm_topk_prob = False"),
         (scaled(0.0), None),
         (scaled(1e-6), "llama_4_scaling_beta = 1e-06"),  # so little that no result shows it
     ],
-    ids=["llama", "yarn", "granite", "experts", "without scale", "scale"],
+    ids=["llama", "yarn", "granite", "gelu", "experts", "without scale", "scale"],
 )
 def test_options_that_the_kernels_do_not_have(model: CausalModel, option: str | None) -> None:
     assert unsupported_option(model.hf) == option
@@ -91,7 +92,8 @@ def test_norms_are_those_of_their_modules() -> None:
         norm, rows = as_rms_norm(module.to(dtype), gemma=module is gemma), x.to(dtype)
         assert norm is not None
         torch.testing.assert_close(norm(rows), module(rows))
-    assert as_rms_norm(torch.nn.LayerNorm(32), gemma=False) is None
+    for foreign in (torch.nn.LayerNorm(32), torch.nn.RMSNorm(32)):  # the latter has no epsilon
+        assert as_rms_norm(foreign, gemma=False) is None
 
 
 class Doubled(transformers.models.llama.modeling_llama.LlamaRMSNorm):

@@ -88,20 +88,31 @@ def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any])
 
 
 _LAYOUTS = {None, "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
+# Known fields of a compressed-tensors config, its groups and their weights. Those not read here
+# describe how the checkpoint was made, or how an engine may round activations and caches.
+_FIELDS = {
+    *("quant_method", "format", "quantization_status", "config_groups", "ignore", "version"),
+    *("global_compression_ratio", "kv_cache_scheme", "run_compressed", "dequantize"),
+    *("use_optimized_inference", "targets", "weights", "input_activations", "output_activations"),
+    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic"),
+    *("actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+}
 
 
 def check_fields(name: str, options: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError that names what a compressed-tensors config sets beside its
-    groups, such as ``transform_config``: it changes what the weights mean, and transformers 5.23
+    """Raises UnsupportedModelError that names a field of a compressed-tensors config that is not
+    known, such as ``transform_config``: it may change what the weights mean, and transformers 5.23
     ignores it."""
     if options.get("quant_method") != METHOD:
         return
-    for field in sorted(options):
-        if field.endswith("_config") and not _is_neutral(options[field]):
-            raise UnsupportedModelError(
-                f"the quantization_config of {name} sets {field}, which changes what the weights "
-                "mean and is not read here; take a checkpoint of the model without it"
-            )
+    groups = [g for g in (options.get("config_groups") or {}).values() if isinstance(g, Mapping)]
+    for fields in (options, *groups, *(group.get("weights") or {} for group in groups)):
+        for field in sorted(set(fields) - _FIELDS):
+            if not _is_neutral(fields[field]):
+                raise UnsupportedModelError(
+                    f"the quantization_config of {name} sets {field}, which is not read here and "
+                    "may change what the weights mean; take a checkpoint of the model without it"
+                )
 
 
 def _is_neutral(value: Any) -> bool:

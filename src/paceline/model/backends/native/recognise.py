@@ -38,7 +38,8 @@ _GEMMA_NORMS = {
     "mlp_after": "post_feedforward_layernorm",
 }
 _HEAD_NORMS = ("q_norm", "k_norm")
-_ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+_TANH = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
+_ACTIVATIONS = {"silu": SILU, "swish": SILU, **dict.fromkeys(_TANH, GELU_TANH)}
 
 
 @dataclass(frozen=True)
@@ -217,10 +218,10 @@ def _mlps(layer: Any) -> list[Any]:
 def as_rms_norm(module: Any, gemma: bool) -> RMSNorm | None:
     """The RMS norm of a known class's layers, by its name; None for another module. Gemma's weights
     are those less one."""
-    if not type(module).__name__.endswith("RMSNorm"):
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
         return None
     weight = module.weight.detach()
-    eps = getattr(module, "variance_epsilon", None) or module.eps
     return RMSNorm(1 + weight.float() if gemma else weight, eps)
 
 

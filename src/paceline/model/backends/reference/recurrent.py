@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from paceline.core.batch import Batch
 from paceline.core.bound import bound
 from paceline.errors import UnsupportedModelError
-from paceline.model.backends.reference.adapters import ROWS
+from paceline.model.backends.reference.adapters import ROWS, with_adapters
 from paceline.model.backends.reference.recurrences import at_once, stand_in
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.states import StateLevel, StatePart, StateStep, StateStore
@@ -177,7 +177,7 @@ def _layer(name: str) -> property:
     def layer(self: _Mixer) -> Any:
         ready = _READY.get()
         if ready is None or name not in ready:
-            return self._modules[name]
+            return with_adapters(self._modules[name])
         made = ready[name]
         return lambda given: given if made is None else made
 
