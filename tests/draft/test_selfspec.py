@@ -14,6 +14,7 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
+from paceline.draft import layer_skip
 from paceline.draft.layer_skip import LayerSkip, skippable, spread
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.spec import Loading, TargetShape
@@ -21,7 +22,8 @@ from paceline.drafters import prepare_one
 from paceline.engine.driver import Drive
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.model.copies import LayerView
+from paceline.model.copies import layer_view
+from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from support.cache_invariants import check_cache
 from support.diagonal import diagonal
@@ -114,15 +116,16 @@ def test_no_view_writes_to_a_shared_or_committed_block(
     engine = engine_of(model, spec)
     pool, size = engine.cache.pool, engine.cache.block_size
     written: list[int] = []
-    call = LayerView.__call__
+    call, drafter = CausalModel.__call__, engine.drafter
+    assert isinstance(drafter, SelfDrafter)
 
-    def watched(view: LayerView, batch: Batch, cache: object) -> ModelOutput:
-        for block in {slot // size for slot in batch.slots}:
+    def watched(ran: CausalModel, batch: Batch, cache: PagedCache) -> ModelOutput:
+        for block in {slot // size for slot in batch.slots} if ran is drafter.view else ():
             assert pool._refs[block] == 1 and block not in pool._digest
             written.append(block)
-        return call(view, batch, cache)
+        return call(ran, batch, cache)
 
-    monkeypatch.setattr(LayerView, "__call__", watched)
+    monkeypatch.setattr(CausalModel, "__call__", watched)
     shared = False
     for _ in Drive(engine, requests(GREEDY)):
         shared = shared or max(pool._refs) > 1
@@ -157,7 +160,7 @@ def test_early_exit_drafts_what_the_first_layers_say(model: CausalModel) -> None
 
 def test_all_layers_are_always_right(model: CausalModel) -> None:
     """The view of everything drafts as the target decides, greedy and with a seed."""
-    view = LayerView(model, range(LAYERS))
+    view = layer_view(model, range(LAYERS))
     for params in (GREEDY, SEEDED):
         engine = engine_of(model, "early_exit:layers=1")
         assert isinstance(engine.drafter, SelfDrafter)
@@ -218,10 +221,20 @@ def test_rehearsal_leaves_no_trace(model: CausalModel) -> None:
     ],
 )
 def test_which_layers_are_left(
-    model: CausalModel, options: dict[str, Any], layers: tuple[int, ...]
+    model: CausalModel,
+    options: dict[str, Any],
+    layers: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drafter: Any = engine_of(model, str(LayerSkip(**options))).drafter
-    assert drafter.view.layers == layers
+    views: list[tuple[int, ...]] = []
+
+    def view(target: CausalModel, kept: list[int]) -> CausalModel:
+        views.append(tuple(kept))
+        return layer_view(target, kept)
+
+    monkeypatch.setattr(layer_skip, "layer_view", view)
+    engine_of(model, str(LayerSkip(**options)))
+    assert views == [layers]
 
 
 def test_a_set_is_spread_over_the_middle() -> None:

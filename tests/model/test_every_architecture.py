@@ -32,7 +32,7 @@ from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.driver import Drive, sequence
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import NATIVE, REFERENCE
-from paceline.model.copies import LayerView, quantised_copy
+from paceline.model.copies import layer_view, quantised_copy
 from paceline.model.loading import causal_class, check_architecture
 from paceline.model.lora import linear_sizes
 from paceline.model.probe import ATTENTION, probe_batch, register
@@ -211,7 +211,7 @@ def check_views(target: CausalModel) -> None:
     for layer in range(target.num_layers):
         rest = [n for n in range(target.num_layers) if n != layer]
         with contextlib.suppress(UnsupportedModelError), torch.inference_mode():
-            LayerView(target, rest)(probe_batch((1,)), target.new_cache(1, 2))
+            layer_view(target, rest)(probe_batch((1,)), target.new_cache(1, 2))
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from transformers import (
 
 from paceline.core.batch import Batch, Span
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.copies import LayerView
+from paceline.model.copies import layer_view
 from paceline.model.paged.cache import PagedCache
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
@@ -29,10 +29,9 @@ from support.recurrent_models import RECURRENT
 TOKENS = [(7 * i + 3) % VOCAB for i in range(13)]
 
 
-def logits_of(view: LayerView, tokens: list[int] = TOKENS) -> torch.Tensor:
+def logits_of(view: CausalModel, tokens: list[int] = TOKENS) -> torch.Tensor:
     """A prompt, then two tokens, through the paged cache: logits of all rows."""
-    model = view.model
-    cache = model.new_cache(4, 4)
+    cache = view.new_cache(4, 4)
     first = len(tokens) - 2
     parts = []
     for start, stop in ((0, first), (first, len(tokens))):
@@ -80,15 +79,15 @@ def test_every_architecture_without_some_layers(name: str) -> None:
     model, reference = tiny_pair(name)
     layers = range(model.num_layers)
     most = 2e-3 if name in RECURRENT else 1e-4  # chunks and steps of states
-    whole = logits_of(LayerView(model, layers))
+    whole = logits_of(layer_view(model, layers))
     assert_close(whole, with_layers_passing(reference, model, set()), most)
     for kept in (0, 1):
-        view = LayerView(model, [kept])
+        view = layer_view(model, [kept])
         wanted = with_layers_passing(reference, model, {*layers} - {kept})
         assert_close(logits_of(view), wanted, most)
         assert (wanted - whole).abs().max() > 1e-2  # it does make a difference
         assert storages(view.backend.hf) <= storages(model.hf)
-    assert_close(logits_of(LayerView(model, layers)), whole)  # the model is as it was
+    assert_close(logits_of(layer_view(model, layers)), whole)  # the model is as it was
 
 
 def test_layers_whose_keys_others_read_stay() -> None:
@@ -97,10 +96,10 @@ def test_layers_whose_keys_others_read_stay() -> None:
     register()
     hf = AutoModelForCausalLM.from_config(config, attn_implementation="paceline")
     model = CausalModel(hf, "shared")
-    assert logits_of(LayerView(model, [0, 1, 3])).isfinite().all()
+    assert logits_of(layer_view(model, [0, 1, 3])).isfinite().all()
     with pytest.raises(UnsupportedModelError, match=r"keys of layers \[1\], so these cannot"):
-        LayerView(model, [0, 2, 3])
-    assert logits_of(LayerView(model, [0])).isfinite().all()
+        layer_view(model, [0, 2, 3])
+    assert logits_of(layer_view(model, [0])).isfinite().all()
 
 
 def six_layers(kind: str = "llama") -> Any:
@@ -132,7 +131,7 @@ def test_equals_the_model_with_the_other_layers_deleted(
         pytest.skip(str(model.refused))
     with torch.inference_mode():
         wanted = shorter(torch.tensor([TOKENS]), use_cache=False).logits[0]
-    assert_close(logits_of(LayerView(model, layers)), wanted)
+    assert_close(logits_of(layer_view(model, layers)), wanted)
 
 
 def test_only_the_chosen_layers_touch_the_cache() -> None:
@@ -146,7 +145,7 @@ def test_only_the_chosen_layers_touch_the_cache() -> None:
             rows = range(8)
             batch = Batch(TOKENS[:8], rows, rows, (Span(0, 0, 0, 8),), ([0, 1],))
             with torch.inference_mode():
-                LayerView(model, layers)(batch, cache)
+                layer_view(model, layers)(batch, cache)
             caches.append(cache)
         whole, part = caches
         for layer in range(6):
@@ -162,7 +161,7 @@ def test_only_the_chosen_layers_touch_the_cache() -> None:
 def test_layers_that_do_not_exist_are_refused(layers: tuple[int, ...]) -> None:
     model = CausalModel(six_layers(), "six")
     with pytest.raises(ConfigError, match="six has layers 0 to 5"):
-        LayerView(model, layers)
+        layer_view(model, layers)
 
 
 def test_a_forward_bound_to_the_original_is_refused() -> None:
@@ -171,7 +170,7 @@ def test_a_forward_bound_to_the_original_is_refused() -> None:
     hf.model.forward = MethodType(type(hf.model).forward, hf.model)
     model = CausalModel(hf, "patched")
     with pytest.raises(UnsupportedModelError, match="use another drafter"):
-        LayerView(model, [0, 1])
+        layer_view(model, [0, 1])
 
 
 def test_layers_with_a_second_stream_are_refused() -> None:
@@ -179,4 +178,4 @@ def test_layers_with_a_second_stream_are_refused() -> None:
     hf.model.layers[2].register_forward_hook(lambda *call: (call[2], call[2].clone()))
     hf.model.layers[3].register_forward_pre_hook(lambda _, args: (args[0][0], *args[1:]))
     with pytest.raises(UnsupportedModelError, match="layer 2 does not return hidden states alone"):
-        LayerView(CausalModel(hf, "two streams"), [0, 1])
+        layer_view(CausalModel(hf, "two streams"), [0, 1])

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.draft.selfspec import noted_layers, prepared_view
 from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec, option
-from paceline.model.copies import LayerView
+from paceline.model.copies import layer_view
 
 Layers = tuple[int, ...]
 
@@ -34,7 +34,7 @@ class LayerSkip(TreeSpec):
     def prepare(self, loading: Loading) -> Prepared:
         target, skipped = loading.target, self._skipped(loading.target)
         kept = [layer for layer in range(target.num_layers) if layer not in skipped]
-        return prepared_view(self, LayerView(target, kept))
+        return prepared_view(self, layer_view(target, kept))
 
     def examine(self, target: Target, read: Any = None) -> Examined:
         return noted_layers(self, target.num_layers - len(self._skipped(target)), target)

@@ -27,10 +27,11 @@ from paceline.draft.trees.grow import Growing
 from paceline.draft.trees.levels import LevelDrafter, Levels
 from paceline.errors import ConfigError
 from paceline.model.backends.base import GrownTree, Growth
-from paceline.model.copies import LayerView, quantised_copy
+from paceline.model.copies import layer_view, quantised_copy
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.precision import usual_bits
 from paceline.model.quantised.weights import BITS
+from paceline.model.target import CausalModel
 
 # A chain ends where its path is accepted with less than this chance: a pass of a quarter of a step
 # then no longer pays (docs/contributing/decisions.md).
@@ -57,7 +58,7 @@ class EarlyExit(TreeSpec):
     layers: int | None = None
 
     def prepare(self, loading: Loading) -> Prepared:
-        return prepared_view(self, LayerView(loading.target, range(self._run(loading.target))))
+        return prepared_view(self, layer_view(loading.target, range(self._run(loading.target))))
 
     def examine(self, target: Target, read: Any = None) -> Examined:
         return noted_layers(self, self._run(target), target)
@@ -71,7 +72,7 @@ class EarlyExit(TreeSpec):
         return layers
 
 
-def prepared_view(spec: TreeSpec, view: LayerView, stop: float = STOP_BELOW) -> Prepared:
+def prepared_view(spec: TreeSpec, view: CausalModel, stop: float = STOP_BELOW) -> Prepared:
     return Prepared(lambda c: SelfDrafter(view, spec.levels(c, c.cache, stop)))
 
 
@@ -130,10 +131,10 @@ class SelfDrafter(LevelDrafter):
 
     adapts = True
 
-    def __init__(self, view: LayerView, levels: Levels) -> None:
-        super().__init__(levels, view.model.max_positions)
+    def __init__(self, view: CausalModel, levels: Levels) -> None:
+        super().__init__(levels, view.max_positions)
         self.view = view
-        self._frequent = FrequentTokens(view.model.vocab_size, view.model.backend.head_share)
+        self._frequent = FrequentTokens(view.vocab_size, view.backend.head_share)
 
     @property
     def runs_torch(self) -> bool:
@@ -169,8 +170,8 @@ class SelfDrafter(LevelDrafter):
 
     def _made_up(self, trees: Sequence[Growing]) -> torch.Tensor:
         columns = self._frequent.columns([tree.item.seq for tree in trees])
-        model = self.view.model
-        logits = torch.zeros(len(trees), columns, dtype=model.dtype, device=model.device)
+        view = self.view
+        logits = torch.zeros(len(trees), columns, dtype=view.dtype, device=view.device)
         logits[:, 0] = _SURE
         return logits
 
@@ -214,8 +215,7 @@ class QuantizedDraft(TreeSpec):
                 f"draft '{self}': most of {target.name} is held in {bits} bits already, so this "
                 "draft would cost what the target costs; leave it out, or use another drafter"
             )
-        copied = quantised_copy(target, self.quantize)
-        view = LayerView(copied, range(copied.num_layers))
+        view = quantised_copy(target, self.quantize)
         stop = STOP_BELOW if target.offload is None else STOP_BELOW_OFFLOADED
         return prepared_view(self, view, stop)
 

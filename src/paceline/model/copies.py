@@ -12,11 +12,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from paceline.core.batch import Batch, ModelOutput
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.model.offload import make_resident
-from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import Scheme, copy_beside, quantise_module
 from paceline.model.quantised.weights import ROW_GROUP, LinearBase, is_plain
 from paceline.model.target import CausalModel
@@ -24,25 +22,17 @@ from paceline.model.target import CausalModel
 _COPIES: WeakKeyDictionary[CausalModel, dict[str, CausalModel]] = WeakKeyDictionary()
 
 
-class LayerView:
-    """A model that runs only ``layers``, in order; called like the model, on the model's cache."""
-
-    def __init__(self, model: CausalModel, layers: Sequence[int]) -> None:
-        """``layers`` are counted from 0. Raises ConfigError for those that the model does not have,
-        UnsupportedModelError if a trial shows that layers cannot be left out."""
-        self.model = model
-        self.layers = tuple(sorted(set(layers)))
-        if not self.layers or not 0 <= self.layers[0] <= self.layers[-1] < model.num_layers:
-            raise ConfigError(
-                f"{model.name} has layers 0 to {model.num_layers - 1}; "
-                f"a part of it cannot be {list(self.layers)}"
-            )
-        skipped = frozenset(range(model.num_layers)) - frozenset(self.layers)
-        self.backend = model.backend.without(skipped)
-
-    def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
-        """One forward: ``logits`` of ``batch.logit_rows``, as CausalModel's."""
-        return self.backend(batch, cache)
+def layer_view(model: CausalModel, layers: Sequence[int]) -> CausalModel:
+    """The model with only ``layers``, counted from 0, in order. Raises ConfigError for those that
+    it does not have, UnsupportedModelError if a trial shows that layers cannot be left out."""
+    kept = sorted(set(layers))
+    if not kept or not 0 <= kept[0] <= kept[-1] < model.num_layers:
+        raise ConfigError(
+            f"{model.name} has layers 0 to {model.num_layers - 1}; a part of it cannot be {kept}"
+        )
+    view = copy.copy(model)
+    view.backend = model.backend.without(frozenset(range(model.num_layers)) - frozenset(kept))
+    return view
 
 
 def quantised_copy(model: CausalModel, precision: str) -> CausalModel:

@@ -19,12 +19,12 @@ from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import Draw, TokenTree, is_chain
+from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.dynamic import DynamicTree
 from paceline.draft.trees.grow import Growing, grow
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.backends.base import Ending, GrownTree, WantedTree
 from paceline.model.backends.native.handle import ModelHandle
-from paceline.model.copies import LayerView
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from support.cache_invariants import check_cache
@@ -256,14 +256,14 @@ def test_a_draft_by_the_target_is_one_call(
 ) -> None:
     """Its first pass included."""
     watched, passes = Watched(monkeypatch, True), 0
-    call = LayerView.__call__
+    call = SelfDrafter._first
 
-    def counted(view: LayerView, *args: Any) -> Any:
+    def counted(drafter: SelfDrafter, *args: Any) -> Any:
         nonlocal passes
         passes += 1
-        return call(view, *args)
+        return call(drafter, *args)
 
-    monkeypatch.setattr(LayerView, "__call__", counted)
+    monkeypatch.setattr(SelfDrafter, "_first", counted)
     monkeypatch.setattr(LevelDrafter, "warm_up", lambda *_: None)
     for params in ({}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0}):
         watched.calls = 0

@@ -23,7 +23,7 @@ from paceline.kernels.compile import NativeUnavailableError, library_file
 from paceline.kernels.library import library
 from paceline.model.backends.native import model as using
 from paceline.model.backends.native.packing import PackedLinear
-from paceline.model.copies import LayerView
+from paceline.model.copies import layer_view
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 from support.heard_stages import heard
@@ -150,10 +150,10 @@ def test_its_modules_still_compute_the_same() -> None:
 
 def test_a_part_of_the_layers() -> None:
     model, _ = tiny_pair("qwen3")
-    wanted = [logits(LayerView(model, layers)) for layers in ([0], [1])]
+    wanted = [logits(layer_view(model, layers)) for layers in ([0], [1])]
     assert model.use("native")
     for layers, want in zip(([0], [1]), wanted, strict=True):
-        assert torch.allclose(logits(LayerView(model, layers)), want, atol=1e-4)
+        assert torch.allclose(logits(layer_view(model, layers)), want, atol=1e-4)
 
 
 def test_two_models_in_one_process() -> None:

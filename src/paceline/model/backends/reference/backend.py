@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,8 +43,6 @@ class TorchBackend(Backend):
         self._keeps_rows = "logits_to_keep" in inspect.signature(hf.forward).parameters
         self._captured: dict[int, torch.Tensor] | None = None
         self._hooked: set[int] = set()
-        # Layers that return tuples, and of how many parts; None: unknown yet.
-        self._in_tuples: dict[int, int] | None = None
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
         step = AttentionStep.of(batch, cache, self.patterns, self.hf.device)
@@ -108,24 +107,23 @@ class TorchBackend(Backend):
     @torch.inference_mode()
     def without(self, skipped: frozenset[int]) -> TorchBackend:
         """A view of the same modules in which skipped layers return their input. Raises
-        UnsupportedModelError if the first call's trial shows that layers cannot be left out, or
-        attend to the keys of a skipped one."""
+        UnsupportedModelError if a trial shows that layers cannot be left out, or attend to the keys
+        of a skipped one."""
         lent = self._sharing("store_full_length_kv") & skipped
         if lent and self._sharing("is_kv_shared_layer") - skipped:
             raise UnsupportedModelError(
                 f"{type(self.hf).__name__}: others attend to the keys of layers {sorted(lent)}, so "
                 "these cannot be left out; use another drafter"
             )
-        if not skipped:
-            return self.on(self.hf)
-        if self._in_tuples is None:
-            self._in_tuples = self._layers_in_tuples()
-            try:
-                self._check_view(skipped)
-            except UnsupportedModelError:
-                self._in_tuples = None
-                raise
-        return self._view(skipped)
+        view, cache = self._view(skipped), _TrialCache(self)
+        logits = view(_TRIAL, cache).logits
+        layers = [n for n, shape in enumerate(self.shapes) if any(shape) and n not in skipped]
+        if cache.layers != layers or not logits.isfinite().all():  # as a patched forward might
+            raise UnsupportedModelError(
+                f"{type(self.hf).__name__}: asked to run layers {layers} it ran {cache.layers}; "
+                "it cannot draft with a part of itself, use another drafter"
+            )
+        return view
 
     def _sharing(self, role: str) -> set[int]:
         """Layers whose attention has this flag (Gemma 3n and 4)."""
@@ -134,16 +132,17 @@ class TorchBackend(Backend):
 
     def _view(self, skipped: frozenset[int]) -> TorchBackend:
         """Copies the modules above a skipped layer; lists keep their length, for their indices."""
-        in_tuples = self._in_tuples or {}
         above, passing = set[torch.nn.Module](), dict[torch.nn.Module, Any]()
         for layer in skipped:
-            passing[self.layer(layer)] = _passing(self.layer(layer), in_tuples.get(layer, 0))
+            passing[self.layer(layer)] = _passing(self.layer(layer), self._in_tuples.get(layer, 0))
             parts = self.layer_names[layer].split(".")
             above |= {self.hf.get_submodule(".".join(parts[:end])) for end in range(len(parts))}
         return self.on(copy_beside(self.hf, lambda m: passing.get(m, None if m in above else m)))
 
-    def _layers_in_tuples(self) -> dict[int, int]:
-        """Layers that return a tuple. Raises UnsupportedModelError for more than hidden states."""
+    @cached_property
+    def _in_tuples(self) -> dict[int, int]:
+        """Layers that return tuples, and of how many parts. Raises UnsupportedModelError for more
+        than hidden states."""
         in_tuples: dict[int, int] = {}
 
         def note(layer: int, output: Any) -> None:
@@ -163,17 +162,6 @@ class TorchBackend(Backend):
                 hooks.enter_context(hook)
             self(_TRIAL, _TrialCache(self))
         return in_tuples
-
-    def _check_view(self, skipped: frozenset[int]) -> None:
-        """Raises UnsupportedModelError if other layers run, as a patched ``forward`` might."""
-        cache = _TrialCache(self)
-        logits = self._view(skipped)(_TRIAL, cache).logits
-        layers = [n for n, shape in enumerate(self.shapes) if any(shape) and n not in skipped]
-        if cache.layers != layers or not logits.isfinite().all():
-            raise UnsupportedModelError(
-                f"{type(self.hf).__name__}: asked to run layers {layers} it ran {cache.layers}; "
-                "it cannot draft with a part of itself, use another drafter"
-            )
 
     def _hook(self, layer: int) -> None:
         def keep(hidden: torch.Tensor) -> None:
