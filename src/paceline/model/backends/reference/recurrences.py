@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
 
 from paceline.core.bound import bound
-from paceline.kernels.compile import NativeUnavailableError, is_built, is_off
+from paceline.kernels.compile import NativeUnavailableError, is_built
 from paceline.kernels.library import CRecurrence, check, library, pointer
 from paceline.model.paged.states import StateStep
 
@@ -91,7 +91,7 @@ def _scaled(states: Tensor, by: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def kernels() -> Any:
     """The library, where it is built already; else None, and torch makes the steps."""
     try:
-        return library() if is_built() and not is_off() else None
+        return library() if is_built() else None
     except NativeUnavailableError:
         return None
 
@@ -112,7 +112,7 @@ def _compiled(
     return out
 
 
-def _mamba(
+def _selective(
     states: Tensor,
     x: Tensor,
     dt: Tensor,
@@ -125,46 +125,44 @@ def _mamba(
     z: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """``selective_state_update`` of mamba_ssm (Gu & Dao 2023, arXiv 2312.00752): ``states [slots,
-    width, N]``, ``x`` and ``dt`` ``[rows, width]``, ``B`` and ``C`` ``[rows, N]``."""
-    dt, wide = softplus(dt.float() + dt_bias)[..., None], x.float()
-    added, C = (dt * wide[..., None]) * B.float()[:, None], C.float()[:, None]
-    out = torch.empty_like(wide)
+    """``selective_state_update`` of mamba_ssm: Mamba's if ``x`` is ``[rows, width]``, Mamba-2's if
+    it is ``[rows, heads, width]``."""
+    wide = x.float().contiguous()
+    scan = _mamba if x.dim() == 2 else _mamba2
+    out = scan(states, wide, dt, dt_bias, A, B, C) + wide * D
+    return (out if z is None else out * silu(z)).to(x.dtype)
+
+
+def _mamba(
+    states: Tensor, x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, C: Tensor
+) -> Tensor:
+    """Gu & Dao 2023 (arXiv 2312.00752): ``states [slots, width, N]``, ``x`` and ``dt`` ``[rows,
+    width]``, ``B`` and ``C`` ``[rows, N]``."""
+    dt = softplus(dt.float() + bias)[..., None]
+    added, C = (dt * x[..., None]) * B.float()[:, None], C.float()[:, None]
+    out = torch.empty_like(x)
     for rows, state in _scaled(states, (dt * A.float()).exp()):
         out[rows] = (C[rows] @ state.add_(added[rows]).mT)[:, 0]
-    out = out + wide * D
-    return (out if z is None else out * silu(z)).to(x.dtype)
+    return out
 
 
 def _mamba2(
-    states: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    *,
-    dt_bias: Tensor,
-    z: Tensor | None = None,
-    **options: Any,
+    states: Tensor, x: Tensor, dt: Tensor, bias: Tensor, A: Tensor, B: Tensor, C: Tensor
 ) -> Tensor:
-    """``selective_state_update`` of mamba_ssm with one decay a head (Dao & Gu 2024, arXiv
-    2405.21060): ``states [slots, heads, width, N]``, ``x [rows, heads, width]``, ``B`` and ``C``
-    ``[rows, groups, N]``; ``dt``, ``A``, ``D`` and ``dt_bias`` are the same along width and N."""
-    dt = softplus((dt + dt_bias)[..., 0].float())
+    """With one decay a head (Dao & Gu 2024, arXiv 2405.21060): ``states [slots, heads, width, N]``,
+    ``x [rows, heads, width]``, ``B`` and ``C`` ``[rows, groups, N]``; ``dt``, ``bias`` and ``A``
+    are the same along width and N."""
+    dt = softplus((dt + bias)[..., 0].float())
     group = x.shape[1] // B.shape[1]
     B, C = (part.float().repeat_interleave(group, 1) for part in (B, C))
-    added, wide = dt[..., None] * B, x.float().contiguous()
-    decay = (dt * A[:, 0, 0].float()).exp()
-    out = _compiled(states, C, added, wide, decay)
+    added, decay = dt[..., None] * B, (dt * A[:, 0, 0].float()).exp()
+    out = _compiled(states, C, added, x, decay)
     if out is None:
-        out = torch.empty_like(wide)
+        out = torch.empty_like(x)
         for rows, state in _scaled(states, decay[..., None, None]):
-            state.addcmul_(wide[rows, :, :, None], added[rows, :, None])
+            state.addcmul_(x[rows, :, :, None], added[rows, :, None])
             out[rows] = (C[rows, :, None] @ state.mT)[:, :, 0]  # 8x faster than state @ C
-    out = out + wide * D
-    return (out if z is None else out * silu(z)).to(x.dtype)
+    return out
 
 
 def _delta_rule(
@@ -201,7 +199,7 @@ def _delta_rule(
 
 _STEPS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_update": _convolution,
-    "mamba_selective_state_update": _mamba,
-    "mamba2_selective_state_update": _mamba2,
+    "mamba_selective_state_update": _selective,
+    "mamba2_selective_state_update": _selective,
     "torch_recurrent_gated_delta_rule": _delta_rule,
 }
