@@ -106,7 +106,7 @@ def _cache_memory(options: EngineOptions, target: CausalModel) -> int:
     if options.kv_cache_memory is not None:
         return options.kv_cache_memory
     rows = SchedulerConfig.max_step_tokens
-    taken = scoring_bytes(target.vocab_size, rows) + target.scratch_bytes(rows)
+    taken = scoring_bytes(target.vocab_size, rows) + target.backend.scratch_bytes(rows)
     return max(0, target.free_memory() - taken) // 4
 
 

@@ -21,19 +21,11 @@ from paceline.model.text_part import plain_name
 
 MAX_RANK = 64
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Options of peft that change more than a linear module's product, and the values that do not.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "use_dora": (False,),
-    "bias": ("none",),
-    "lora_bias": (False,),
-    "modules_to_save": ([],),
-    "trainable_token_indices": ([], {}),
-    "target_parameters": ([],),
-    "layer_replication": ([],),
-    "alora_invocation_tokens": ([],),
-    "use_qalora": (False,),
-    "arrow_config": ({},),
-}
+# Options of peft that change more than a linear module's product, unless they are empty.
+_CHANGING = (
+    *("use_dora", "bias", "lora_bias", "modules_to_save", "trainable_token_indices", "use_qalora"),
+    *("target_parameters", "layer_replication", "alora_invocation_tokens", "arrow_config"),
+)
 # Initialisations that change the base weights, which the adapter then needs.
 _REBASING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -128,9 +120,9 @@ def _read_config(where: str, path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{where}: {path / _CONFIG} is not of a LoRA adapter (peft_type LORA)")
     if not (path / _WEIGHTS).is_file():
         raise ModelLoadError(f"{where}: {path} has no {_WEIGHTS}; save it with safetensors")
-    for option, neutral in _NEUTRAL.items():
+    for option in _CHANGING:
         value = config.get(option)
-        if value is not None and value not in neutral:
+        if value and value != "none":
             raise ConfigError(
                 f"{where} has {option} = {json.dumps(value):.60}; only LoRA of linear modules is "
                 "served, so merge it into the model (peft's merge_and_unload)"

@@ -248,10 +248,6 @@ class CausalModel:
         """Bytes free for caches on the model's device; with ranks, on the one with the least."""
         return free_memory(self.device) if self.ranks is None else self.ranks.free_memory()
 
-    def scratch_bytes(self, rows: int) -> int:
-        """Bytes that a forward over so many rows takes beside weights and cache."""
-        return self.backend.scratch_bytes(rows)
-
     @torch.inference_mode()
     def _probe(self) -> int:
         """Find shapes and patterns of all layers; returns the number of logits."""

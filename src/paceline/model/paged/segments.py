@@ -89,14 +89,6 @@ def _visible(shape: MaskShape, columns: int) -> torch.Tensor:
 _kept = lru_cache(maxsize=128)(_visible)
 
 
-def additive(mask: torch.Tensor, dtype: torch.dtype, repeats: int) -> torch.Tensor:
-    """0 where the masks ``[n, rows, keys]`` are true, minus infinity elsewhere, ``[n, 1, repeats *
-    rows, keys]``."""
-    folded = mask.repeat(1, repeats, 1)[:, None]
-    zeros = torch.zeros(folded.shape, dtype=dtype, device=mask.device)
-    return zeros.masked_fill_(~folded, float("-inf"))
-
-
 SHORT = 64  # spans of at most this many rows are folded; longer ones are prefill chunks
 ALONE = 1024  # spans with more keys are attended one by one, in place and without padding
 
@@ -136,7 +128,9 @@ class AttentionSegment:
                 allowed = allowed.clone()
             for index, nodes in self.ancestors:
                 allowed[index, : len(nodes), self.keys - nodes.shape[1] :] &= nodes
-            self._masks[group] = additive(allowed, dtype, group if self.folded else 1)
+            allowed = allowed.repeat(1, group if self.folded else 1, 1)[:, None]
+            mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+            self._masks[group] = mask.masked_fill_(~allowed, float("-inf"))
         return self._masks[group]
 
 

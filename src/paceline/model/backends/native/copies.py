@@ -125,12 +125,10 @@ def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
 def _file_of(matrices: Sequence[_Matrix]) -> Path | None:
     """The cache file, if there can be one. Raises ConfigError for a setting that is no size."""
     folder = cache_folder() / "quantised"
-    if os.environ.get(SETTING) == OFF:
+    if os.environ.get(SETTING) and not _limit():
         return None
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    if os.environ.get(SETTING) and not _limit():
-        return None
     writable = folder.is_dir() and os.access(folder, os.W_OK)
     if not writable and not any(folder.glob("*.forms")):
         info(
@@ -191,7 +189,7 @@ def _limit() -> int:
     """Bytes of all files. Raises ConfigError for a setting that is no size."""
     limit = os.environ.get(SETTING)
     if limit:
-        return parse_bytes(limit)
+        return 0 if limit == OFF else parse_bytes(limit)
     try:
         return min(_MOST, shutil.disk_usage(cache_folder()).total // _SHARE)
     except OSError:

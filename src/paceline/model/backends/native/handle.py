@@ -33,7 +33,6 @@ from paceline.model.paged.int8 import INT8
 _SPANS = ctypes.POINTER(CSpan)
 _ALL = 1 << 30  # more than any vocabulary has
 Kinds = Sequence[str | None]  # types of layers, as the rotary module has them
-Pointers = tuple[Any, Any, bool]
 Spans = Sequence[tuple[int, int]]  # rows, and keys that they read
 
 
@@ -89,7 +88,7 @@ class ModelHandle:
         self._packing, self._adapters = packing, adapters
         self._layers, self._width = model.layers, model.heads * model.head_dim
         self._ropes = Ropes(rotary_emb, rope_kinds)
-        self._caches: WeakKeyDictionary[Any, Pointers] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[PagedCache, Any] = WeakKeyDictionary()
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -126,7 +125,6 @@ class ModelHandle:
         counts = array("i", bytes(4 * len(wanted)))
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         outputs = None if outputs is None else outputs.contiguous()
-        keys, values, int8_cache = self._pointers(cache)
         forward, _alive = None, None
         if first is not None:
             assert logits.is_contiguous() and rows_of_logits(first) == len(wanted)
@@ -134,8 +132,8 @@ class ModelHandle:
             forward, _alive = self._struct(first, cache, skipped, **output)
         ropes = self._ropes.reach(max(tree.base + tree.depth for tree in wanted))
         growth = CGrowth(
+            **self._fields(cache),
             trees=len(wanted),
-            block_size=cache.block_size,
             threads=torch.get_num_threads(),
             tree=trees,
             tables=tables.buffer_info()[0],
@@ -145,9 +143,6 @@ class ModelHandle:
             columns=logits.shape[1],
             ids=pointer(ids),
             outputs=pointer(outputs),
-            keys=_address(keys),
-            values=_address(values),
-            coded=int8_cache,
             skipped=_address(skipped),
             rope=_address(ropes),
             most=most,
@@ -213,7 +208,6 @@ class ModelHandle:
         numbers = array("i", itertools.chain.from_iterable(parts))
         start = numbers.buffer_info()[0]
         starts = [start + 4 * end for end in itertools.accumulate(map(len, parts))]
-        keys, values, int8_cache = self._pointers(cache)
         ropes = self._ropes.reach(max((span.kv_length for span in batch.spans), default=1))
         runs = None
         if adapted := batch.adapter_runs:
@@ -224,7 +218,6 @@ class ModelHandle:
             rows=rows,
             spans=len(batch.spans),
             logit_rows=rows if wanted is None else len(wanted),
-            block_size=cache.block_size,
             threads=torch.get_num_threads(),
             span=ctypes.cast(start, _SPANS),
             tables=starts[0],
@@ -233,28 +226,25 @@ class ModelHandle:
             positions=starts[3],
             slots=starts[4],
             wanted=None if wanted is None else starts[5],
-            keys=_address(keys),
-            values=_address(values),
-            coded=int8_cache,
             skipped=_address(skipped),
             rope=_address(ropes),
+            **self._fields(cache),
             **fields,
         )
         return struct, (numbers, ropes, runs)
 
-    def _pointers(self, cache: PagedCache) -> Pointers:
-        """Pointers to each layer's keys and to its values, and whether they are in 8 bits."""
-        pointers = self._caches.get(cache)
-        if pointers is None:
+    def _fields(self, cache: PagedCache) -> dict[str, Any]:
+        """Those of CBatch and CGrowth that say where the layers' keys and values are."""
+        known = self._caches.get(cache)
+        if known is None:
             array_of = ctypes.c_void_p * self._layers
             layers = [cache.kv(layer) for layer in range(self._layers)]
             assert all(part.is_contiguous() for layer in layers for part in layer)
-            pointers = self._caches[cache] = (
-                array_of(*(keys.data_ptr() for keys, _ in layers)),
-                array_of(*(values.data_ptr() for _, values in layers)),
-                layers[0][0].dtype == INT8,
-            )
-        return pointers
+            keys, values = (array_of(*(layer[n].data_ptr() for layer in layers)) for n in (0, 1))
+            fields = {"keys": _address(keys), "values": _address(values)}
+            fields |= {"block_size": cache.block_size, "coded": layers[0][0].dtype == INT8}
+            known = self._caches[cache] = fields, keys, values
+        return known[0]
 
     def _work(self, spans: Spans, cache: PagedCache, wanted: int, skipped: Any) -> NativeWork:
         """Of a forward with ``wanted`` rows of logits, with rows spread evenly over experts."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from paceline.kernels.library import DTYPES, GELU_TANH, SILU, CModel
@@ -42,15 +41,11 @@ _TANH = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu
 _ACTIVATIONS = {"silu": SILU, "swish": SILU, **dict.fromkeys(_TANH, GELU_TANH)}
 
 
-@dataclass(frozen=True)
-class RMSNorm:
+class RMSNorm(NamedTuple):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32."""
 
     weight: torch.Tensor  # [width]
     eps: float
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True)
