@@ -26,7 +26,7 @@ from paceline.model.precision import (
     restore_quantised,
     stays_quantised,
 )
-from paceline.model.probe import ATTENTION, register
+from paceline.model.probe import ATTENTION, STATELESS, register
 from paceline.model.quantised.formats import check_fields
 from paceline.model.tensorfile import check_sizes, read_table, verify
 from paceline.model.text_part import key_mapping, text_part
@@ -38,7 +38,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _VERIFIED_BYTES = 1 << 30  # checksums of more take seconds; paceline doctor compares those
-STATELESS = {"mlp", "moe", "dummy"}  # kinds of layers without a cache
 _UNSAID = {"biogpt", "stablelm"}  # their attention uses the interface, but no class says so
 _BOTH = {"hybrid", "hybrid_sliding"}  # attention and a recurrence
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}

@@ -17,14 +17,20 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import Batch, Span
+from paceline.core.bound import bound
+from paceline.core.transfer import Staging
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.base import relative_error
 from paceline.model.backends.reference.attention import STEP, paged_attention
+from paceline.model.backends.reference.backend import TorchBackend
+from paceline.model.backends.reference.recurrent import adapt_mixers
 from paceline.model.paged.cache import LayerShape
-from paceline.model.paged.segments import FULL, Pattern
+from paceline.model.paged.segments import FULL, DeviceBatch, Pattern
+from paceline.model.paged.states import StatePart
 
 ATTENTION = "paceline"
 PROBE = "paceline_probe"
+STATELESS = {"mlp", "moe", "dummy"}  # kinds of layers without a cache
 _FAR = 1 << 30  # a position beyond every window
 _FARTHEST = 1 << 17  # the last position that is run: rotary tables for more may take long
 _BOTH_WAYS = 1 << 40  # the code of a mask that hides a row's past or shows what follows it
@@ -52,6 +58,44 @@ def probe_batch(lasts: Sequence[int], context: int = 0, switch: int | None = Non
     long = [switch is not None and last >= switch for last in lasts]
     spans = tuple(Span(i, i * new, context, new, long=long[i]) for i in range(copies))
     return Batch(ids, positions, slots, spans, tuple((i,) for i in range(copies)))
+
+
+@torch.inference_mode()
+def probe(reference: TorchBackend, layers: int) -> tuple[int, list[list[StatePart]]]:
+    """Find shapes, patterns and names of all ``layers``, which ``reference`` then has; returns the
+    number of logits, and by layer the parts of a recurrent layer's state. Raises
+    UnsupportedModelError for layers that cannot be paged."""
+    register()
+    hf, calls = reference.hf, list[AttentionCall]()
+    hf.set_attn_implementation(PROBE)
+    try:
+        batch = DeviceBatch.of(probe_batch((1,)), Staging(hf.device))
+        with bound(CALLS, calls):
+            logits = reference.run(batch)
+    finally:
+        hf.set_attn_implementation(ATTENTION)
+    calls.sort(key=lambda call: call.layer)
+    made = {call.layer: call for call in calls}
+    states = adapt_mixers(hf, layers)
+    types = getattr(hf.config.get_text_config(decoder=True), "layer_types", None) or []
+    without = {n for n, parts in enumerate(states) if parts}
+    without |= {n for n, name in enumerate(types) if name in STATELESS}
+    if not calls or made.keys() | without != {*range(layers)} or len(calls) > len(made):
+        missing = sorted({*range(layers)} - made.keys() - without)
+        what = f"layers {missing} of {layers} did not go through"
+        if not missing:
+            what = "some layers went more than once through"
+        raise UnsupportedModelError(
+            f"{type(hf).__name__}: {what} the attention interface of transformers, so their state "
+            "cannot be paged; use another architecture"
+        )
+    known = {FULL: FULL}  # equal ones are one object, see AttentionStep
+    patterns = (made[n].pattern if n in made else FULL for n in range(layers))
+    reference.shapes = [made[n].shape if n in made else (0, 0, 0) for n in range(layers)]
+    reference.patterns = tuple(known.setdefault(it, it) for it in patterns)
+    _refuse_stateful_positions(hf, reference.patterns)
+    reference.name_layers([call.module for call in calls])
+    return logits.shape[-1], states
 
 
 @torch.inference_mode()
@@ -179,7 +223,7 @@ def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
     )
 
 
-def refuse_stateful_positions(hf: Any, patterns: Sequence[Pattern]) -> None:
+def _refuse_stateful_positions(hf: Any, patterns: Sequence[Pattern]) -> None:
     """Raises UnsupportedModelError for positions numbered from the padding token on (RoBERTa) and
     windows of the cache alone (Moshi), which no forward of two tokens shows."""
     kind = type(hf).__name__

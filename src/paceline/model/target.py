@@ -11,10 +11,8 @@ from typing import Any, Literal
 import torch
 
 from paceline.core.batch import Batch, ModelOutput
-from paceline.core.bound import bound
 from paceline.core.memory import free_memory, limit_threads
 from paceline.core.stages import info, warn
-from paceline.core.transfer import Staging
 from paceline.errors import ConfigError, ModelLoadError, PacelineError, UnsupportedModelError
 from paceline.files import FileStamp
 from paceline.kernels.compile import is_off
@@ -28,10 +26,8 @@ from paceline.model.backends.base import (
     make_backend,
 )
 from paceline.model.backends.reference.backend import TorchBackend
-from paceline.model.backends.reference.recurrent import adapt_mixers
 from paceline.model.gguf import gguf_file
 from paceline.model.loading import (
-    STATELESS,
     dtype_to_load,
     load_module,
     resolve_device,
@@ -40,20 +36,10 @@ from paceline.model.loading import (
 )
 from paceline.model.names import first_line, model_path, stamps_of
 from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
-from paceline.model.paged.cache import LayerShape, PagedCache
-from paceline.model.paged.segments import FULL, DeviceBatch
+from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.states import StateStore, bytes_per_state
 from paceline.model.precision import dequantise, is_quantised, quantise_loaded, quantization_of
-from paceline.model.probe import (
-    ATTENTION,
-    CALLS,
-    PROBE,
-    AttentionCall,
-    probe_batch,
-    refuse_stateful_positions,
-    register,
-    verify,
-)
+from paceline.model.probe import ATTENTION, probe, verify
 from paceline.model.tensorfile import check_finite
 
 UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
@@ -91,7 +77,8 @@ class CausalModel:
         self.checkpoint: tuple[FileStamp, ...] = ()  # files that it was loaded from, as of then
         self.ranks: Ranks | None = None  # processes that share the weights
         with _naming_the_cause(hf, name):
-            self.vocab_size = self._probe()
+            self.vocab_size, self.state_parts = probe(self.reference, self.num_layers)
+        self.cache_shapes, self.patterns = self.reference.shapes, self.reference.patterns
         verify(self, exact=self.dtype == torch.float32 and not is_quantised(hf))
 
     @property
@@ -247,52 +234,6 @@ class CausalModel:
     def free_memory(self) -> int:
         """Bytes free for caches on the model's device; with ranks, on the one with the least."""
         return free_memory(self.device) if self.ranks is None else self.ranks.free_memory()
-
-    @torch.inference_mode()
-    def _probe(self) -> int:
-        """Find shapes and patterns of all layers; returns the number of logits."""
-        register()
-        calls: list[AttentionCall] = []
-        self.hf.set_attn_implementation(PROBE)
-        try:
-            batch = DeviceBatch.of(probe_batch((1,)), Staging(self.device))
-            with bound(CALLS, calls):
-                logits = self.reference.run(batch)
-        finally:
-            self.hf.set_attn_implementation(ATTENTION)
-        kind = type(self.hf).__name__
-        calls.sort(key=lambda call: call.layer)
-        layers = [call.layer for call in calls]
-        states = adapt_mixers(self.hf, self.num_layers)
-        types = getattr(self.hf.config.get_text_config(decoder=True), "layer_types", None) or []
-        without = {n for n, parts in enumerate(states) if parts}
-        without |= {n for n, name in enumerate(types) if name in STATELESS}
-        if (
-            not calls
-            or sorted({*layers} | without) != list(range(self.num_layers))
-            or len(layers) > len({*layers})
-        ):
-            missing = sorted({*range(self.num_layers)} - {*layers} - without)
-            what = f"layers {missing} of {self.num_layers} did not go through"
-            if not missing:
-                what = "some layers went more than once through"
-            raise UnsupportedModelError(
-                f"{kind}: {what} the attention interface of transformers, so their state cannot be "
-                "paged; use another architecture"
-            )
-        known = {FULL: FULL}  # equal ones are one object, see AttentionStep
-        made = {call.layer: call for call in calls}
-        self.state_parts = states
-        self.cache_shapes: list[LayerShape] = [
-            made[n].shape if n in made else (0, 0, 0) for n in range(self.num_layers)
-        ]
-        self.reference.shapes = self.cache_shapes
-        patterns = (made[n].pattern if n in made else FULL for n in range(self.num_layers))
-        self.patterns = tuple(known.setdefault(it, it) for it in patterns)
-        self.reference.patterns = self.patterns
-        refuse_stateful_positions(self.hf, self.patterns)
-        self.reference.name_layers([call.module for call in calls])
-        return logits.shape[-1]
 
 
 @contextmanager

@@ -67,6 +67,7 @@ class SharedForward(Backend):
         self._count = itertools.count()
         self._dropped: list[int] = []
         self._whole: dict[str, nn.Module] = {}
+        self.when_lost = ranks.when_lost
         self.close: Callable[[], None] = weakref.finalize(self, ranks.close)
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
@@ -111,9 +112,6 @@ class SharedForward(Backend):
         with self.ranks.together():
             self.ranks.group.broadcast("free_memory")
             return self.ranks.group.least_memory()
-
-    def when_lost(self, callback: Callable[[str], None]) -> None:
-        self.ranks.when_lost(callback)
 
     def _number(self, cache: PagedCache) -> int:
         """The number of a cache's counterparts, which are made if there are none."""

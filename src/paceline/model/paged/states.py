@@ -11,6 +11,7 @@ at the end of a full block can be found again by the block's content. In a step:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -142,12 +143,12 @@ class StateStore:
     def route(self, batch: Batch, block_size: int) -> StateStep:
         """Take the slots that a forward writes."""
         chunks: list[tuple[int, int, int, int]] = []
-        levels: list[list[tuple[int, int, int]]] = []
+        levels: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for span in batch.spans:
             self._promised.pop(span.seq_id, None)
             self._route(span, block_size, chunks, levels)
         made, start = [], 0
-        for level in levels:
+        for _, level in sorted(levels.items()):
             rows, *slots = to_device(list(zip(*level, strict=True)), self._device)
             if len(level) == 1:  # then a view will do
                 slots = [slice(slot, slot + 1) for slot in level[0][1:]]
@@ -160,13 +161,8 @@ class StateStore:
         span: Span,
         size: int,
         chunks: list[tuple[int, int, int, int]],
-        levels: list[list[tuple[int, int, int]]],
+        levels: defaultdict[int, list[tuple[int, int, int]]],
     ) -> None:
-        def add(level: int, *row: int) -> None:
-            while len(levels) <= level:
-                levels.append([])
-            levels[level].append((row[0], row[1], row[2]))
-
         base, level = span.context + span.pending, 0
         if span.pending:
             source, begin = self._slot(span.seq_id, span.context - 1), span.context
@@ -178,7 +174,7 @@ class StateStore:
                 if not stepped:
                     chunks.append((row, row + end - begin, source, slot))
                 for step in range(end - begin if stepped else 0):
-                    add(level, row + step, slot if step else source, slot)
+                    levels[level].append((row + step, slot if step else source, slot))
                     level += 1
                 source, begin = slot, end
         row = span.start + span.pending
@@ -188,9 +184,8 @@ class StateStore:
             parent = parents[node]
             source = self._slot(span.seq_id, base + parent)
             made[node] = made[parent] + 1 if parent in made else level
-            add(
-                made[node], row + node - span.first_new, source, self._new(span.seq_id, base + node)
-            )
+            slot = self._new(span.seq_id, base + node)
+            levels[made[node]].append((row + node - span.first_new, source, slot))
 
     def _slot(self, seq_id: int, index: int) -> int:
         slots = self._slots.get(seq_id, {})

@@ -63,7 +63,7 @@ class DecoderShape:
     logit_cap: float
     residual_scale: float  # 0: none
     logit_scale: float
-    norms: tuple[Mapping[str, RMSNorm], ...]  # of each layer, by the kernels' names
+    norms: tuple[Mapping[str, RMSNorm | None], ...]  # of each layer, by the kernels' names
     final_norm: RMSNorm
     windows: tuple[int, ...]  # 0: none
     ropes: tuple[int, ...]  # index of a layer in `rope_kinds`
@@ -113,9 +113,8 @@ def _described(
 ) -> DecoderShape | str:
     base, config = hf.model, hf.config.get_text_config(decoder=True)
     norms = [_norms(layer, gemma) for layer in base.layers]
-    known = tuple(norm for norm in norms if norm is not None)
     final = as_rms_norm(base.norm, gemma)
-    if final is None or len(known) < len(norms):
+    if final is None or any(norm is None for layer in norms for norm in layer.values()):
         return "a norm is not an RMS norm"
     first = base.layers[0]
     attention = first.self_attn
@@ -153,7 +152,7 @@ def _described(
         logit_cap=caps[1],
         residual_scale=float(getattr(config, "residual_multiplier", 0.0)),
         logit_scale=1 / getattr(config, "logits_scaling", 1.0),
-        norms=known,
+        norms=tuple(norms),
         final_norm=final,
         windows=tuple(pattern.window or 0 for pattern in patterns),
         ropes=tuple(rope_kinds.index(kind) for kind in of_layer),
@@ -220,15 +219,13 @@ def as_rms_norm(module: Any, gemma: bool) -> RMSNorm | None:
     return RMSNorm(1 + weight.float() if gemma else weight, eps)
 
 
-def _norms(layer: Any, gemma: bool) -> dict[str, RMSNorm] | None:
-    """The norms of a layer by the kernels' names; None if one is no RMS norm."""
+def _norms(layer: Any, gemma: bool) -> dict[str, RMSNorm | None]:
+    """The norms of a layer by the kernels' names; None for what is no RMS norm."""
     names = _GEMMA_NORMS if gemma else _NORMS
     modules = {field: getattr(layer, name) for field, name in names.items()}
     attention = layer.self_attn
     modules |= {name: getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)}
-    norms = {field: as_rms_norm(module, gemma) for field, module in modules.items()}
-    known = {field: norm for field, norm in norms.items() if norm is not None}
-    return known if len(known) == len(norms) else None
+    return {field: as_rms_norm(module, gemma) for field, module in modules.items()}
 
 
 def unsupported_option(hf: Any) -> str | None:
