@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from paceline.kernels.lookup import functions
 from paceline.lab.certify.certificate import Problem
 from paceline.lab.certify.run import Certifier
 from support.command_lines import assert_one_line, paceline
 from support.planted_server import PlantedServer, served
 from support.tiny_models import TinyPair
+from support.wrong_rules import without_residual
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def test_tables_report_and_exit_status(arguments: list[str], tmp_path: Path) -> 
     report = tmp_path / "r.html"
     result = paceline(*arguments, "--report", str(report))
     assert result.exit_code == 0, result.output
-    for words in ("Token for token", "Distribution", "CERTIFIED: "):
+    for words in ("Token for token", "Distribution", "The rule, enumerated", "CERTIFIED: "):
         assert words in result.stdout
     assert "NOT" not in result.stdout
     assert "CERTIFIED: " in report.read_text(encoding="utf-8")
@@ -42,6 +44,8 @@ def test_json(arguments: list[str]) -> None:
     assert {check["kind"] for check in record["texts"]} == {"greedy", "seeded"}
     assert all(0 <= distribution["p_value"] <= 1 for distribution in record["tests"])
     assert 0 < record["smallest_bias"] < 1
+    assert all(check["passed"] and check["outcomes"] > 50 for check in record["exact"])
+    assert record["exact"][0]["draw"] == "iid"
 
 
 def test_a_problem_is_named_and_fails(
@@ -55,6 +59,20 @@ def test_a_problem_is_named_and_fails(
     result = paceline(*arguments)
     assert result.exit_code == 1
     assert "NOT LOSSLESS: rule: something is wrong" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(functions() is None, reason="the kernels are not there")
+def test_a_missing_residual_is_found_at_default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passed: the bias was smaller than what so many samples see."""
+    monkeypatch.setattr("paceline.verify.verifier.decide", without_residual)
+    pair = ["--model", "paceline/tiny", "--draft", "paceline/tiny-draft"]
+    result = paceline("certify", *pair, "--json")
+    assert result.exit_code == 1, result.output
+    record = json.loads(result.stdout)
+    assert record["verdict"].startswith("NOT LOSSLESS: ")
+    assert "rule" in {problem["part"] for problem in record["problems"]}
+    assert not any(check["passed"] for check in record["exact"])
 
 
 def test_ctrl_c_shows_what_there_is(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,9 +126,13 @@ def test_texts_that_no_setting_finished_certify_nothing(complete: Certifier) -> 
     assert certificate.verdict.startswith("NOT ENOUGH: whole texts compared: 0, not 2")
 
 
-def test_no_whole_prefix_certifies_nothing(complete: Certifier) -> None:
+def test_no_whole_prefix_and_no_rule_certify_nothing(complete: Certifier) -> None:
     """It said CERTIFIED beside "0 of 4 prefixes" and "0 of 8000 samples"."""
     certifier = complete
+    exact = [*certifier.evidence.exact]
+    certifier.evidence.exact.clear()
+    assert "the rule was not enumerated" in certifier.certificate().verdict
+    certifier.evidence.exact += exact
     for prefix in certifier.evidence.prefixes:
         del prefix.drawn[-1]
     assert "0 prefixes have all their samples, not 1" in certifier.certificate().verdict

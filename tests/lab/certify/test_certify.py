@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, PromptError
+from paceline.lab.certify.certificate import Prefix
+from paceline.lab.certify.decoding import Start
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.run import Certifier, certify
 from paceline.llm import LLM
@@ -25,6 +28,7 @@ def test_a_right_engine_is_certified(llm: LLM, prompts: Named, params: SamplingP
     assert certificate.verdict.startswith("CERTIFIED: ")
     assert {check.kind for check in certificate.rows("texts")} == {"greedy", "seeded"}
     assert all(check.drafted > check.accepted > 0 for check in certificate.rows("texts"))
+    assert max(check.distance for check in certificate.rows("exact")) < 1e-6
     whats = {test.what for test in certificate.rows("tests")}
     assert {
         "first token / distribution",
@@ -39,6 +43,7 @@ def test_trees_without_replacement(llm: LLM, folders: tuple[str, str], prompts: 
     certificate = certify(tree, prompts, effort=SMALL)
     assert certificate.lossless, certificate.verdict
     assert any(test.part == "drafter" for test in certificate.rows("tests"))
+    assert {check.draw for check in certificate.rows("exact")} == {"without_replacement"}
 
 
 def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None:
@@ -51,6 +56,18 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
     assert len(pieces) == certifier.pieces
     # Its drafts are chosen, so there is no distribution of its own to test.
     assert not [t for t in certifier.certificate().rows("tests") if t.part == "drafter"]
+
+
+def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> None:
+    """It was "not enumerated" where nothing was drafted at the prefix itself."""
+    tokens = tuple(range(20, 60))  # no token comes twice
+    ngram = llm.beside("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
+    certifier = Certifier(ngram, [("new", tokens)], None, replace(SMALL, num_prompts=1))
+    evidence = certifier.evidence
+    evidence.prefixes.append(Prefix(Start(tokens, SamplingParams(temperature=1.0)), 2))
+    certifier.run()
+    assert evidence.exact and not [note for note in evidence.notes if "not enumerated" in note]
+    assert all(check.passed and check.draw == "point" for check in evidence.exact)
 
 
 def test_plain_decoding_takes_no_more_memory_than_the_engine(llm: LLM, prompts: Named) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from paceline.core.batch import Plan
@@ -30,7 +32,7 @@ class Sampler:
 
 
 class OneSlice:
-    slices = (None,)
+    slices = (SimpleNamespace(seq=SimpleNamespace(tokens=[1, 2])),)
 
 
 def p_value(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> float:
@@ -66,3 +68,19 @@ def test_impossible_draws_are_counted() -> None:
 
 def test_deterministic_drafts_have_nothing_to_test() -> None:
     assert DrawCounts().test() is None
+
+
+def test_the_largest_tree_of_a_kind_is_kept_as_it_was_proposed() -> None:
+    declared = DISTRIBUTION.clone()
+    recorder = Recorder(Sampler(DISTRIBUTION, declared, 1), DrawCounts())
+    recorder.propose(OneSlice())
+    declared.zero_()  # drafters use their memory again
+    recorder._drafter = Sampler(DISTRIBUTION, DISTRIBUTION, 3)
+    recorder.propose(OneSlice())
+    recorder._drafter = Sampler(DISTRIBUTION, DISTRIBUTION, 2)
+    recorder.propose(OneSlice())
+    assert set(recorder.examples) == {Draw.IID, Draw.WITHOUT_REPLACEMENT}
+    tokens, tree = recorder.examples[Draw.IID]
+    assert tokens == (1, 2) and tree.q is not None
+    assert torch.equal(tree.q[0], DISTRIBUTION)
+    assert len(recorder.examples[Draw.WITHOUT_REPLACEMENT][1]) == 3

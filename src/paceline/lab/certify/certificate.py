@@ -9,12 +9,13 @@ from typing import Any
 
 from paceline.lab.certify.chisquare import ChiSquare, holm
 from paceline.lab.certify.decoding import Difference, Start, String
-from paceline.lab.certify.draws import DrawCounts
+from paceline.lab.certify.draws import DrawCounts, Examples
+from paceline.lab.certify.exact import ExactCheck
 from paceline.lab.report.document import NOTES, Column, Report, Text, record_of, table_of
 
 # The least that the word CERTIFIED stands for, however little was asked for.
 LEAST_TEXTS = 2  # compared in every setting
-LEAST_PREFIXES = 1  # with all their samples
+LEAST_PREFIXES = 1  # with all their samples, and the rule enumerated there
 POWER = 0.9
 MOST_BIAS = 0.25  # that may have gone unseen
 _MOST_DIVERGENCES = 12  # in a report
@@ -212,12 +213,14 @@ class TextCheck:
 
 @dataclass
 class Prefix:
-    """Where continuations are drawn, and those drawn there, with drafts of ``length``."""
+    """Where continuations are drawn, and those drawn there, with drafts of ``length``; ``examples``
+    of these drafts."""
 
     start: Start
     length: int
     drawn: list[String] = field(default_factory=list)
     drafted: int = 0
+    examples: Examples = field(default_factory=dict)
 
 
 @dataclass
@@ -230,6 +233,7 @@ class Evidence:
     done: list[str] = field(default_factory=list)
     checks: list[TextCheck] = field(default_factory=list)
     prefixes: list[Prefix] = field(default_factory=list)
+    exact: list[ExactCheck] = field(default_factory=list)
     draws: DrawCounts = field(default_factory=DrawCounts)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -250,6 +254,7 @@ class Evidence:
         rows = sorted(listed, key=lambda item: (item.is_tie, item.text))
         yield replace(_DIVERGENCES, rows=rows[:_MOST_DIVERGENCES])
         yield replace(TESTS, rows=tests)
+        yield replace(_EXACT, rows=tuple(self.exact))
 
 
 def _class(difference: Difference) -> str:
@@ -293,4 +298,21 @@ _TEXTS = ResultTable(
         Column("bugs", "BUGS", None, len, _records),
     ),
     _NOTES["texts"],
+)
+_EXACT = ResultTable(
+    "exact",
+    "The rule, enumerated",
+    (
+        Column("prefix", "prefix"),
+        Column("", "draft", "", lambda c: f"{c.nodes} nodes, {c.draw.replace('_', ' ')}"),
+        Column("draw"),
+        Column("nodes"),
+        Column("tokens", "tokens"),
+        Column("vocabulary", "vocabulary"),
+        Column("whole", "all of it"),
+        Column("outcomes", "outcomes"),
+        Column("distance", "distance", shown="{:.1e}".format),
+        Column("passed"),
+    ),
+    _NOTES["exact"],
 )

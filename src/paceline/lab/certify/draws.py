@@ -1,9 +1,9 @@
-"""Does a drafter draw from the distribution that it declares?"""
+"""Does a drafter draw from the distribution that it declares? And examples of what it proposes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -14,8 +14,13 @@ from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
 from paceline.lab.certify.chisquare import ChiSquare, goodness
+from paceline.lab.certify.decoding import String
 
 _BINS = 20
+
+Examples = dict[
+    Draw, tuple[String, TokenTree]
+]  # a tree, and the tokens that it was proposed behind
 
 
 @dataclass
@@ -35,14 +40,22 @@ class DrawCounts:
 
 
 class Recorder:
-    """Stands in for a drafter and counts what it draws."""
+    """Stands in for a drafter and counts what it draws. ``examples``: the largest trees."""
 
     def __init__(self, drafter: Drafter, draws: DrawCounts, seed: int = 0) -> None:
         self._drafter, self._draws = drafter, draws
         self._generator = torch.Generator().manual_seed(seed)
+        self.examples: Examples = {}
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         trees = self._drafter.propose(plan)
+        for item, tree in zip(plan.slices, trees, strict=True):
+            known = self.examples.get(tree.draw)
+            if len(tree) > (0 if known is None else len(known[1])):
+                # Drafters write to the same memory again.
+                q = None if tree.q is None else tree.q.cpu().clone()
+                kept = replace(tree, tokens=tree.tokens.cpu().clone(), q=q)
+                self.examples[tree.draw] = tuple(item.seq.tokens), kept
         sampled = [tree for tree in trees if len(tree) and tree.draw is not Draw.POINT]
         if sampled:
             self._count(sampled)

@@ -1,4 +1,4 @@
-"""Certifies one LLM: its texts, and samples beside the target's distributions."""
+"""Certifies one LLM: its texts, samples beside the target's distributions, and the rule itself."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from paceline.lab.certify.certificate import (
 from paceline.lab.certify.chisquare import ChiSquare, goodness
 from paceline.lab.certify.decoding import Scorer, String, decode
 from paceline.lab.certify.effort import FEWEST, Effort
+from paceline.lab.certify.exact import enumerate_step
 from paceline.lab.certify.subject import OnProgress, Subject
 from paceline.llm import LLM
 from paceline.model.target import CausalModel
@@ -155,7 +156,7 @@ class Certifier(Subject):
         """How often ``run`` calls ``advance`` at most."""
         of_text, batches = 1 + len(self.alone), len(_groups(self.texts))
         comparing = len(self.kinds) * (self.texts * of_text + batches)
-        return comparing + self.prefixes * (PORTIONS + 1)
+        return comparing + self.prefixes * (PORTIONS + 2)
 
     def run(self, advance: OnProgress = lambda what: None) -> None:
         """Test as much as the budget allows: round by round a few more texts under all settings,
@@ -175,7 +176,7 @@ class Certifier(Subject):
         self._ended = True
 
     def sample(self, number: int, samples: int) -> None:
-        """Bring prefix ``number`` to so many samples."""
+        """Bring prefix ``number`` to so many samples, and enumerate the rule on their drafts."""
         prefixes = self.evidence.prefixes
         if number >= len(prefixes):
             run = partial(self._choose_prefix, number)
@@ -189,11 +190,19 @@ class Certifier(Subject):
             self.do("sampling", "sample", size, f"{prefix.start.name}: sampling", run)
             if len(prefix.drawn) == have:
                 break  # there was no time for it, or it failed
+        if prefix.examples:
+            run, shown = (
+                partial(self._enumerate, prefix),
+                f"{prefix.start.name}: the rule, enumerated",
+            )
+            self.do("rule", "rule", 1, shown, run, f"rule/{number}")
 
     def samples_fit(self, number: int, samples: int) -> bool:
         """Whether all of it will be done in time: a few samples would only be a weak spot."""
         missing = samples - sum(len(p.drawn) for p in self.evidence.prefixes[number : number + 1])
-        return (self.budget.estimate("sample") or 0.0) * missing < self.budget.left
+        wanted = {"sample": missing, "rule": int(f"rule/{number}" not in self.evidence.done)}
+        seconds = sum((self.budget.estimate(kind) or 0.0) * n for kind, n in wanted.items())
+        return seconds < self.budget.left
 
     def _choose_prefix(self, number: int) -> None:
         """The beginning of a greedy text after which the target is undecided, by its entropy; a few
@@ -222,6 +231,7 @@ class Certifier(Subject):
         given = len(start.output)
         max_tokens = given + DEPTH + prefix.length + 1
         starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * size
+        self.recorder.examples = prefix.examples
         drafter, engine.drafter = engine.drafter, cast(Drafter, self.recorder)
         try:
             texts = decode(engine, starts, prefix.length, DEPTH)
@@ -229,6 +239,19 @@ class Certifier(Subject):
             engine.drafter = drafter
         prefix.drawn += [tokens[given:] for tokens, _ in texts]
         prefix.drafted += sum(counts.drafted for _, counts in texts)
+
+    def _enumerate(self, prefix: Prefix) -> None:
+        """A step behind this prefix, or in what was drawn there, with each kind of draft."""
+        llm, start, evidence = self.llm, prefix.start, self.evidence
+        for tokens, tree in prefix.examples.values():
+            behind = replace(start, output=tokens[len(start.prompt) :])
+            target, device = Scorer(llm.target, behind).at_once, llm.target.device
+            check = enumerate_step(llm.engine.verifier, tree, target, start.name, device)
+            evidence.exact.append(check)
+            if not check.passed:
+                apart = f"{check.distance:.2g} from the target's (total variation, enumerated)"
+                what = f"{start.name}: a step's distribution is {apart}"
+                evidence.problems.append(Problem("rule", what))
 
     def certificate(self) -> Certificate:
         """The verdict on the evidence so far."""
@@ -241,6 +264,8 @@ class Certifier(Subject):
             problems.append(Problem("drafter", f"{what} rules out"))
         problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
         notes = [*evidence.notes]
+        unknown = [prefix for prefix in evidence.prefixes if not prefix.examples]
+        notes += [f"{p.start.name}: rule not enumerated: nothing was drafted" for p in unknown]
         if self.params.greedy:
             notes.append("sampling was not tested: the temperature is 0")
         # Total variation from the target's distribution that would have shown at every prefix.
@@ -298,6 +323,8 @@ class Certifier(Subject):
         whole = sum(len(prefix.drawn) >= self.effort.samples for prefix in evidence.prefixes)
         if sampled and whole < LEAST_PREFIXES:
             lacks.append(f"{whole} prefixes have all their samples, not {LEAST_PREFIXES}")
+        if sampled and not evidence.exact:
+            lacks.append("the rule was not enumerated")
         return lacks
 
     def _completed(self, bias: float | None) -> str:
@@ -323,6 +350,9 @@ class Certifier(Subject):
             parts.append(f"no bias in {len(tests)} distribution tests, {sees}")
         if not self.prefixes:
             parts.append("greedy decoding only, no samples were drawn")
+        if self.evidence.exact:
+            distance = max(check.distance for check in self.evidence.exact)
+            parts.append(f"the rule is exact to {distance:.0e}")
         return "; ".join(parts)
 
 

@@ -1,0 +1,22 @@
+"""Faults that a rule may have, in the place of the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.core.draws import pick
+from paceline.verify.kernels import Decided, Question, decide
+
+
+def without_residual(questions: Sequence[Question], uniforms: torch.Tensor | None) -> list[Decided]:
+    """The kernels' decisions; but what ends an unseeded step is drawn from p itself."""
+    answers: list[Decided] = []
+    for question, (choices, accepted) in zip(questions, decide(questions, uniforms), strict=True):
+        if question.node is not None and uniforms is not None:
+            params, rows = question.span.seq.params, question.span.judged_rows
+            scores = question.logits[question.first :][:rows].float() / params.temperature
+            choices = pick(scores.softmax(-1), uniforms[question.row :][:rows]).tolist()
+        answers.append((choices, accepted))
+    return answers
