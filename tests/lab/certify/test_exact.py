@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.kernels.lookup import functions
-from paceline.lab.certify.exact import _WAYS, ExactCheck, Step, enumerate_step
+from paceline.lab.certify.exact import _WAYS, ExactCheck, SmallStep, enumerate_step
 from paceline.verify.kernels import Question, decide
 from paceline.verify.rules import RuleProbabilities
 from paceline.verify.verifier import Verifier
@@ -27,12 +27,12 @@ def softmax(*shape: int, seed: int) -> torch.Tensor:
     return torch.softmax(1.5 * scores.double(), -1)
 
 
-def step(parents: tuple[int, ...], draw: Draw, depth: int, width: int = 4) -> Step:
+def step(parents: tuple[int, ...], draw: Draw, depth: int, width: int = 4) -> SmallStep:
     strings = [s for length in range(depth + 1) for s in product(range(width), repeat=length)]
     target = dict(zip(strings, softmax(len(strings), width, seed=0), strict=True))
     q = softmax(len(parents), width, seed=1)[[parents.index(parent) for parent in parents]]
     tokens = tuple(node % width for node in range(len(parents)))
-    return Step(parents, draw, target, *((None, tokens) if draw is Draw.POINT else (q,)))
+    return SmallStep(parents, draw, target, *((None, tokens) if draw is Draw.POINT else (q,)))
 
 
 STEPS = {
@@ -45,7 +45,7 @@ STEPS = {
 }
 
 
-def distances(verifier: Verifier, over: Step) -> list[float]:
+def distances(verifier: Verifier, over: SmallStep) -> list[float]:
     """In the kernels where they can decide, then in torch; at either end of the intervals."""
     found = [over.distance(verifier, *way) for way in product(_WAYS, (False, True))]
     assert min(outcomes for _, outcomes in found) > 10

@@ -52,7 +52,7 @@ class ExactCheck:
 
 
 @dataclass(frozen=True)
-class Step:
+class SmallStep:
     """A step over a small vocabulary, ids 0 to k - 1. ``target``: float64 [k] distributions after
     each string that is no longer than the tree is deep. ``q`` float64 [nodes, k]: what each node is
     drawn from, whatever tokens are above it, as a rule must hold for any q. A POINT tree has
@@ -179,7 +179,7 @@ def enumerate_step(
     tokens, q = tuple(map(ids.index, part.host_tokens())) if part.q is None else (), None
     if part.q is not None:
         q = torch.stack([_conditioned(row[ids]) for row in _as_wide(part.q, root)])
-    step = Step(part.parents, part.draw, known, q, tokens, device)
+    step = SmallStep(part.parents, part.draw, known, q, tokens, device)
     ways = [step.distance(verifier, *way) for way in product(_WAYS, (False, True))]
     distance, outcomes = max(d for d, _ in ways), sum(n for _, n in ways)
     whole = float(root[ids].sum()) > 1 - 1e-9
