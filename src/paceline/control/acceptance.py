@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 
 UNKNOWN = (0.7, 0.75)  # prior of a drafter that brings none: hopeful, so that it is tried
@@ -32,7 +33,6 @@ GOES_ON = "goes on"  # the kind of an estimate that says how often a draft has o
 _DECAY, _WEIGHT = 0.998, 4.0  # of a draft seen before the last one; a prior's, in drafts
 _ALIKE = 3.0  # times the weight of a prior: what a level is thought to be by the one before
 _SEQUENCE_DECAY, _SEQUENCE_WEIGHT = 0.97, 6.0  # the same of one sequence's drafts
-_NOTHING = 0.0, 0.0
 
 
 def is_sampled(params: SamplingParams) -> bool:
@@ -56,6 +56,17 @@ def expected_tokens(rates: Sequence[float]) -> list[float]:
         chance *= rate
         expected.append(expected[-1] + chance)
     return expected
+
+
+def levels_tried(commit: Commit, length: int) -> int:
+    """Levels that a draft of ``length`` levels was tried to.
+
+    A path that ends in a leaf above the last level fails there as well: whatever the reason, the
+    next level gained nothing. Only a request that ends stops the count.
+    """
+    if commit.finish_reason is not None:
+        return commit.reached
+    return min(len(commit.path) + 1, length)
 
 
 class AcceptanceEstimate:
@@ -101,6 +112,29 @@ class AcceptanceEstimate:
         return self._tokens
 
 
+class SequenceAcceptance:
+    """One sequence's acceptance: it fails so many times as often as all sequences do. One number
+    for all levels, so that few drafts tell it."""
+
+    def __init__(self) -> None:
+        self._failed = self._foreseen = 0.0  # failures, and what everyone's rates say of them
+
+    def record(self, everyone: Sequence[float], reached: int, accepted: int, since: int) -> None:
+        """As ``AcceptanceEstimate.record``, beside everyone's rates."""
+        rates = everyone[since : min(reached, accepted + 1)]
+        failed = accepted < min(reached, len(everyone))
+        self._failed = _SEQUENCE_DECAY * self._failed + failed
+        self._foreseen = _SEQUENCE_DECAY * self._foreseen + len(rates) - sum(rates)
+
+    def rates(self, everyone: Sequence[float]) -> list[float]:
+        """What is expected of this sequence where all have ``everyone``'s rates."""
+        if not everyone:
+            return []
+        prior = _SEQUENCE_WEIGHT * max(1.0 - everyone[0], 1e-3)
+        factor = (self._failed + prior) / (self._foreseen + prior)
+        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in everyone]
+
+
 class AcceptanceTracker:
     """Estimates by drafter, kind of draft, and sequence, for up to ``depth`` levels."""
 
@@ -108,9 +142,7 @@ class AcceptanceTracker:
         self.depth = depth
         self.priors: dict[Hashable, Sequence[float]] = {}
         self._all: dict[tuple[Hashable, Hashable, bool], AcceptanceEstimate] = {}
-        # By sequence and drafter: failures, and how many everyone's rates foresaw. One number for
-        # all levels, so that few drafts tell it.
-        self._sequences: dict[int, dict[Hashable, tuple[float, float]]] = {}
+        self._sequences: dict[int, dict[Hashable, SequenceAcceptance]] = {}
 
     def everyone(
         self, name: Hashable, kind: Hashable = None, sampled: bool = False
@@ -134,12 +166,8 @@ class AcceptanceTracker:
     ) -> list[float]:
         """What is expected of a sequence's next draft, level by level, of ``most`` levels."""
         everyone = self.everyone(name, kind, sampled).rates(most)
-        failed, foreseen = self._sequences.get(seq_id, {}).get(name, _NOTHING)
-        if not (foreseen and everyone):
-            return everyone
-        prior = _SEQUENCE_WEIGHT * max(1.0 - everyone[0], 1e-3)
-        factor = (failed + prior) / (foreseen + prior)
-        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in everyone]
+        sequence = self._sequences.get(seq_id, {}).get(name)
+        return sequence.rates(everyone) if sequence else everyone
 
     def record(
         self,
@@ -153,12 +181,9 @@ class AcceptanceTracker:
     ) -> None:
         """As ``AcceptanceEstimate.record``, for one sequence and for all."""
         everyone = self.everyone(name, kind, sampled)
+        sequence = self._sequences.setdefault(seq_id, {}).setdefault(name, SequenceAcceptance())
         # Of levels behind the first that failed nothing is learnt.
-        tried = everyone.rates(accepted + 1)[since:reached]
-        sequence = self._sequences.setdefault(seq_id, {})
-        failed, foreseen = (_SEQUENCE_DECAY * count for count in sequence.get(name, _NOTHING))
-        failed += accepted < min(reached, everyone.depth)
-        sequence[name] = failed, foreseen + len(tried) - sum(tried)
+        sequence.record(everyone.rates(accepted + 1), reached, accepted, since)
         everyone.record(reached, accepted, since)
 
     def forget(self, seq_id: int) -> None:

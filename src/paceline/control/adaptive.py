@@ -23,7 +23,7 @@ from paceline.control.controller import (
     Controller,
     Decision,
 )
-from paceline.control.cost import CostModel, DraftOption, goodput
+from paceline.control.cost import CostModel, DraftOption
 from paceline.control.exploration import ExplorationBudget
 from paceline.control.following import LookupFollower, Offers
 from paceline.control.learning import BatchDecision, StepLearner
@@ -39,7 +39,6 @@ _YOUNG = 64  # steps in which nothing is held, and each is learnt from at once
 _HORIZON = 256  # tokens at most over which reading a prompt is written off
 _UNREAD = 8  # unread tokens that cost next to nothing
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # of several sequences' drafts, and what a lookup found
-_FIRST_WAIT, _LONGEST_WAIT = 8, 512  # steps until a drafter is explored beside the best one again
 
 
 class AdaptiveController(Controller):
@@ -73,8 +72,6 @@ class AdaptiveController(Controller):
         self._choices: list[Decision] = []
         self._decided = BatchDecision()
         self._needed = 0.0  # seconds of the budget from which something is explored
-        # When a drafter is next explored beside the best one, and the wait behind that.
-        self._due: dict[Hashable, tuple[int, int]] = {}
 
     def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Decision]:
         self._step += 1
@@ -118,24 +115,27 @@ class AdaptiveController(Controller):
         fixed = any(seq.params.draft_length is not None for seq in seqs)
         self._ids, self._choices = ids, [Decision(0, None, NOT_ASKED)] * batch
         none = DraftOption(None, 0, 0.0, 1.0, self.cost.rest(batch) / batch)
-        options: dict[int, list[DraftOption]] = {}
+        undecided: list[int] = []
+        options: list[list[DraftOption]] = []
         for index, seq in enumerate(seqs):
             self.learner.tokens_read(seq)
             asked, offered = seq.params.draft_length, offers.get(seq.seq_id, {})
             if asked is not None and seq.params.may_draft:
-                self._choices[index] = fixed_length(asked, self._options(seq, batch, offered))
+                ways = self._options(seq, batch, offered)
+                self._choices[index] = fixed_length(asked, ways)
             elif seq.params.may_draft:
-                options[index] = [none, *self._options(seq, batch, offered, that_may_pay=True)]
+                undecided.append(index)
+                options.append([none, *self._options(seq, batch, offered, that_may_pay=True)])
         chosen, worth, self._needed = [none] * len(options), 0.0, 0.0
         if options:
-            ways = list(options.values())
-            chosen, worth = self._select(batch, ways, [seqs[index] for index in options])
-        measures = self.cost.wants_plain(batch, max(map(goodput, chosen), default=0) * none.seconds)
+            chosen, worth = self._select(batch, options, [seqs[index] for index in undecided])
+        gain = max((draft.gain / draft.seconds for draft in chosen), default=0.0)
+        measures = self.cost.wants_plain(batch, gain * none.seconds)
         if measures:
             chosen, worth = [none] * len(options), 0.0
-        made = {ids[i]: d for i, d in zip(options, chosen, strict=True) if d.length}
+        made = {ids[i]: d for i, d in zip(undecided, chosen, strict=True) if d.length}
         self._decided = BatchDecision(made, worth, measures, fixed)
-        for index, draft in zip(options, chosen, strict=True):
+        for index, draft in zip(undecided, chosen, strict=True):
             draftable = ids[index] in offers or bool(self._models(seqs[index]))
             self._choices[index] = self._decision(draft, none, draftable)
         self._hold = self._holds(same)
@@ -145,7 +145,7 @@ class AdaptiveController(Controller):
 
     def _decision(self, draft: DraftOption, none: DraftOption, draftable: bool) -> Decision:
         if draft.length:
-            speedup = goodput(draft) * none.seconds
+            speedup = draft.gain / draft.seconds * none.seconds
             reason = "exploration" if self._decided.worth else ""
             return Decision(draft.length, draft.name, reason, speedup)
         if self._decided.measures:
@@ -190,7 +190,8 @@ class AdaptiveController(Controller):
         its ``offer`` has. Nothing is learnt of the first ``certain`` levels. Reading that must come
         first is written off over the tokens to come."""
         cost, costs, left = self.cost, self.cost.drafters[name], seq.remaining
-        most = min(longest or costs.longest, left - 1, offer.levels if offer else left)
+        most = min(longest or costs.longest, left - 1)
+        most = min(most, offer.levels) if offer else most
         if batch > 1:  # at most twice as long as those before
             most = min(most, max(1, 2 * cost.longest_seen(name, batch)))
         if most < 1:
@@ -207,18 +208,18 @@ class AdaptiveController(Controller):
         first = unread * cost.reading(name) if unread > _UNREAD else 0.0
         first += 0.0 if costs.costless else self.learner.aftermath(batch) / batch
         tokens = min(left, _HORIZON)
-        table: Mapping[int, float] | Sequence[float]
+        nodes: Sequence[float] = offer.nodes if offer else cost.nodes(name, batch)
+        fill = 1.0 if offer else cost.fill[name]
         if offer:
-            nodes: Sequence[float] = offer.nodes
-            table = {n: cost.rest(batch, nodes[n]) / batch for n in lengths}
+            table = [cost.rest(batch, nodes[n]) / batch for n in lengths]
         else:
-            nodes = cost.nodes(name, batch)
-            table = cost.priced(name, batch, expected, sampled, certain > 0)
+            priced = cost.priced(name, batch, expected, sampled, certain > 0)
+            table = [priced[n] for n in lengths]
         options = list[DraftOption]()
-        for n in lengths:
+        for n, seconds in zip(lengths, table, strict=True):
             reading = first * gains[n] / tokens
-            price = table[n] + reading, reading, first, sampled, min(certain, n)
-            options.append(DraftOption(name, n, nodes[n], gains[n], *price))
+            price = seconds + reading, reading, first, sampled, min(certain, n)
+            options.append(DraftOption(name, n, fill * nodes[n], gains[n], *price))
         return options
 
     def _select(
@@ -228,20 +229,18 @@ class AdaptiveController(Controller):
         token of each sequence is gained otherwise.
         Start-up measures one sequence best: a model's first drafts for several are exploration."""
         best, plain = choose(self.cost, batch, options, self._fair), self.cost.rest(batch)
-        pays = self.budget.seconds > 0
-        self._needed = inf if pays else 0.0
-        if pays and (more := longer(self.cost, batch, options, best)):
+        self._needed = 0.0 if self.budget.seconds <= 0 else inf
+        if self.budget.seconds > 0 and (more := longer(self.cost, batch, options, best)):
             return more, plain
         names = dict.fromkeys(draft.name for draft in best if draft.length)
         used = [name for name in names if not self.cost.drafters[name].costless]
         if batch == 1 and names:
-            for name in used:
-                self._due.pop(name, None)
-            other = self._beside(best[0], options[0], seqs[0]) if pays else None
-            return ([other], 1 / goodput(best[0])) if other else (best, 0.0)
+            self.budget.used(used)
+            other = self._beside(best[0], options[0], seqs[0])
+            return ([other], best[0].seconds / best[0].gain) if other else (best, 0.0)
         unseen = [name for name in used if not self.cost.longest_seen(name, batch)]
         models = dict.fromkeys(name for seq in seqs for name in self._models(seq))
-        for name in (unseen if names else models) if pays else ():
+        for name in (unseen if names else models) if self.budget.seconds > 0 else ():
             if drafts := self._exploration(name, batch, options, seqs):
                 return drafts, plain
         if unseen:
@@ -249,29 +248,21 @@ class AdaptiveController(Controller):
             best = choose(self.cost, batch, seen, self._fair)
         return best, 0.0
 
-    def _ways(
-        self, name: Hashable, batch: int, options: Sequence[DraftOption], seq: SequenceState
-    ) -> Sequence[DraftOption]:
-        """A drafter's drafts for a sequence; one level, if it is none of the options: start-up may
-        have taken it for too dear, or it was unlucky."""
-        ways = [draft for draft in options if draft.name == name]
-        may_draft = not ways and name in self._models(seq)
-        return self.drafts(seq, name, batch, longest=1) if may_draft else ways
-
     def _beside(
-        self, best: DraftOption, options: Sequence[DraftOption], seq: SequenceState
+        self, best: DraftOption, ways: Sequence[DraftOption], seq: SequenceState
     ) -> DraftOption | None:
         """While one drafter is best: another's best draft, to learn from, if the budget pays what
-        is expected to be lost by it. Each time it then waits twice as long."""
-        for name in self._models(seq):
-            due, wait = self._due.get(name, (0, _FIRST_WAIT))
-            if name == best.name or self._step < due:
+        is expected to be lost by it. Start-up may have taken it for too dear, or it was unlucky."""
+        for name in self._models(seq) if self.budget.seconds > 0 else ():
+            if name == best.name or not self.budget.is_due(name, self._step):
                 continue
-            if ways := self._ways(name, 1, options, seq):
-                other = max(ways, key=goodput)
+            drafts = [draft for draft in ways if draft.name == name]
+            drafts = drafts or self.drafts(seq, name, 1, longest=1)
+            if drafts:
+                other = max(drafts, key=lambda draft: draft.gain / draft.seconds)
                 seconds = other.seconds - other.reading + other.first
-                if seconds - other.gain / goodput(best) <= self.budget.seconds:
-                    self._due[name] = self._step + wait, min(2 * wait, _LONGEST_WAIT)
+                if seconds - other.gain * best.seconds / best.gain <= self.budget.seconds:
+                    self.budget.explored(name, self._step)
                     return other
         return None
 
@@ -285,8 +276,15 @@ class AdaptiveController(Controller):
         """Drafts to learn from, if the budget pays for them should none of them be right: one level
         for each of the drafter's sequences that have nothing to be read first, or for the one that
         has least. Empty if it does not pay for them."""
-        every = [self._ways(name, batch, *one) for one in zip(options, seqs, strict=True)]
-        drafts = {index: ways[0] for index, ways in enumerate(every) if ways}
+        drafts: dict[int, DraftOption] = {}
+        for index, (seq, ways) in enumerate(zip(seqs, options, strict=True)):
+            if seq.remaining <= 1:
+                continue
+            first = next((draft for draft in ways if draft.name == name), None)
+            if first is None and name in self._models(seq):
+                (first,) = self.drafts(seq, name, batch, longest=1)
+            if first is not None:
+                drafts[index] = first
         if not drafts:
             return []
         least = min(drafts, key=lambda index: drafts[index].first)

@@ -8,7 +8,7 @@ from math import inf
 
 from paceline.control.controller import Decision
 from paceline.control.correction import cell_of
-from paceline.control.cost import CostModel, DraftOption, goodput
+from paceline.control.cost import CostModel, DraftOption
 
 HURT = 0.03  # by which a request may be slowed down for the sake of others, as expected
 WORTH = 0.97  # of plain decoding's time, that several sequences' drafts may take as expected
@@ -28,20 +28,22 @@ def choose(
     Not ``fair``: most tokens a second of all together, whoever gains them.
     """
     if len(options) == batch == 1:
-        return [max(options[0], key=goodput)]
+        return [max(options[0], key=lambda draft: draft.gain / draft.seconds)]
 
     score = partial(_score, cost, batch, fair)
-    none = [ways[0] for ways in options]
-    fastest = [max(ways, key=goodput) for ways in options]
-    one = len({draft.name for ways in options for draft in ways[1:]}) == 1
-    candidates = [
-        [ways[min(index, len(ways) - 1)] for ways in options]
-        for index in (range(1, max(map(len, options))) if one else ())
-    ]
-    candidates += [_apart(options, none), _apart(options, fastest)]
-    scores = [score(drafts) for drafts in candidates]
-    least = min(scores)
-    return candidates[scores.index(least)] if least < WORTH * score(none) else none
+    best = [ways[0] for ways in options]
+    least = WORTH * score(best)
+    names = {draft.name for ways in options for draft in ways[1:]}
+    for index in range(1, max(map(len, options))) if len(names) == 1 else ():
+        alike = [ways[min(index, len(ways) - 1)] for ways in options]
+        if (seconds := score(alike)) < least:
+            best, least = alike, seconds
+    fastest = [max(ways, key=lambda o: o.gain / o.seconds) for ways in options]
+    for start in ([ways[0] for ways in options], fastest):
+        apart = _apart(options, start)
+        if (seconds := score(apart)) < least:
+            best, least = apart, seconds
+    return best
 
 
 def longer(
@@ -70,7 +72,7 @@ def longer(
 def fixed_length(length: int, options: Sequence[DraftOption]) -> Decision:
     """A request's own length: the member whose longest draft up to it is worth most."""
     longest = {draft.name: draft for draft in options if draft.length <= length}
-    best = max(longest.values(), key=goodput, default=None)
+    best = max(longest.values(), key=lambda draft: draft.gain / draft.seconds, default=None)
     return Decision(length, best.name if best is not None and len(longest) > 1 else None)
 
 

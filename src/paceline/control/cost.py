@@ -49,9 +49,14 @@ class DraftOption(NamedTuple):
     certain: int = 0
 
 
-def goodput(draft: DraftOption) -> float:
-    """Expected tokens a second."""
-    return draft.gain / draft.seconds
+class _Alike(NamedTuple):
+    """Drafts of every length if all sequences draft alike: most nodes of each, and, of those that
+    are verified, the forward and the passes as measured alone."""
+
+    nodes: Sequence[float]
+    cells: Sequence[int]  # of the nodes that are verified
+    verify: Sequence[float]
+    passes: Sequence[float]
 
 
 def group_of(batch: int) -> int:
@@ -77,11 +82,8 @@ class CostModel:
         self._rest = Correction()
         self._passes: dict[Hashable, PassPrice] = {}
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
-        # Until more is learnt: seconds of the rest, and by drafter and batch those of the whole.
-        self._rests: dict[tuple[int, float], float] = {}
-        self._tables: dict[tuple[Hashable, int], Sequence[float]] = {}
-        # Nodes and seconds of the passes as measured alone, by draft length if all draft alike.
-        self._alike: dict[tuple[Hashable, int], tuple[Sequence[float], Sequence[float]]] = {}
+        self._tables: dict[tuple[Hashable, int], Sequence[float]] = {}  # until more is learnt
+        self._alike: dict[tuple[Hashable, int], _Alike] = {}
         self._pays: dict[tuple[Hashable, int, Hashable, bool], bool] = {}  # until more is learnt
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and group
         self._learnt = 0
@@ -95,9 +97,7 @@ class CostModel:
         self.drafters[name] = costs
         self.acceptance.priors[name] = costs.prior
         self.acceptance.depth = max(self.acceptance.depth, costs.longest)
-        # What a lookup finds is rarely a full tree, and a level of it mostly a node.
-        self.fill[name] = costs.longest / max(1, costs.nodes[-1]) if costs.costless else 1.0
-        self._passes[name] = PassPrice()
+        self.fill[name], self._passes[name] = 1.0, PassPrice()
         row = max(0.0, costs.seconds(1024) - costs.seconds(1)) / 1023
         self._reading[name] = (64 * row, 64.0)  # at first what a pass grows by for a further row
 
@@ -109,11 +109,7 @@ class CostModel:
 
     def rest(self, batch: int, nodes: float = 0.0) -> float:
         """All of a step but the drafting, with ``nodes`` of each sequence."""
-        seconds = self._rests.get((batch, nodes))
-        if seconds is None:
-            factor = self._rest.factor(group_of(batch), cell_of(nodes))
-            seconds = self._rests[batch, nodes] = self.verify(batch, nodes) * factor
-        return seconds
+        return self.verify(batch, nodes) * self._rest.factor(group_of(batch), cell_of(nodes))
 
     def is_known(self, batch: int, nodes: float) -> bool:
         """Whether steps with about so many nodes have corrected what start-up measured."""
@@ -148,7 +144,7 @@ class CostModel:
         for draft in drafts:
             levels, drafter = draft.length, self.drafters[draft.name]
             if drafter.ends_early:  # its levels are those that are expected
-                passes = self._drafts_alike(draft.name, batch)[1][levels]
+                passes = self._drafts_alike(draft.name, batch).passes[levels]
                 levels = min(levels, max(1, round(passes / drafter.seconds(batch))))
             lengths.setdefault(draft.name, []).append(levels)
         alone = {name: self.passes(name, levels) for name, levels in lengths.items()}
@@ -173,19 +169,23 @@ class CostModel:
         """A sequence's part of the step, by draft length, if all draft alike."""
         table = self._tables.get((name, batch))
         if table is None:
-            price, unit = self._passes[name], self.drafters[name].seconds(batch)
-            drift, alike = self._rest.drift, self._drafts_alike(name, batch)
-            table = self._tables[name, batch] = [
-                (self.rest(batch, nodes) + (passes and drift * price.seconds(passes, unit))) / batch
-                for nodes, passes in zip(*alike, strict=True)
-            ]
+            alike, unit = self._drafts_alike(name, batch), self.drafters[name].seconds(batch)
+            group, price, drift = group_of(batch), self._passes[name], self._rest.drift
+            factors = {cell: self._rest.factor(group, cell) / batch for cell in set(alike.cells)}
+            table = [v * factors[c] for v, c in zip(alike.verify, alike.cells, strict=True)]
+            if not self.drafters[name].costless:
+                table = [
+                    seconds + (drift * price.seconds(passes, unit) / batch if passes else 0.0)
+                    for seconds, passes in zip(table, alike.passes, strict=True)
+                ]
+            self._tables[name, batch] = table
         return table
 
     def nodes(self, name: Hashable, batch: int) -> Sequence[float]:
-        """Nodes by draft length that are expected, if all draft alike."""
-        return self._drafts_alike(name, batch)[0]
+        """Nodes by draft length, where all levels are full that a draft is expected to have."""
+        return self._drafts_alike(name, batch).nodes
 
-    def _drafts_alike(self, name: Hashable, batch: int) -> tuple[Sequence[float], Sequence[float]]:
+    def _drafts_alike(self, name: Hashable, batch: int) -> _Alike:
         alike = self._alike.get((name, batch))
         if alike is None:
             drafter = self.drafters[name].among(batch)
@@ -197,8 +197,13 @@ class CostModel:
                 nodes, passes = (
                     interp(levels, range(len(full)), full).tolist() for full in (nodes, passes)
                 )
-            fill, one = self.fill[name], drafter.seconds(batch)
-            alike = [fill * count for count in nodes], [one * count for count in passes]
+            # What a lookup finds is rarely a full tree, and a level of it mostly a node.
+            fill = self.fill[name]
+            verified = range(len(nodes)) if drafter.costless else [fill * n for n in nodes]
+            verify = [self.verify(batch, count) for count in verified]
+            one = drafter.seconds(batch)
+            cells = list(map(cell_of, verified))
+            alike = _Alike(nodes, cells, verify, [one * count for count in passes])
             self._alike[name, batch] = alike
         return alike
 
@@ -273,7 +278,8 @@ class CostModel:
         self._since_plain = 0
         if seconds is None:
             return
-        self._observe(batch, COLD if cold else 0, seconds / self.verify(batch, 0.0))
+        cell = COLD if cold else 0
+        self._rest.observe(group_of(batch), cell, seconds / self.verify(batch, 0.0))
         self._age()
 
     def learn_drafts(
@@ -288,6 +294,7 @@ class CostModel:
         the whole is known. ``passes``: who drafted, and seconds of these passes as measured alone.
         """
         self._since_plain += 1
+        group = group_of(batch)
         if drafting is None:
             # Where plain steps say what the rest takes, drafting answers for what is left. Else
             # both are as wrong as the whole.
@@ -296,9 +303,9 @@ class CostModel:
             drafting = max(seconds - rest, 0.0) if self._since_plain < _LATELY else whole
         drafted = [name for name, alone in passes.items() if alone]
         rest = seconds - drafting if drafted else seconds
-        self._observe(batch, cell_of(nodes), rest / self.verify(batch, nodes))
+        self._rest.observe(group, cell_of(nodes), rest / self.verify(batch, nodes))
         if self.rest(batch) > _SURELY * rest:  # more rows take no less: it is thought too slow
-            self._observe(batch, 0, rest / self.verify(batch, 0.0))
+            self._rest.observe(group, 0, rest / self.verify(batch, 0.0))
         if len(drafted) == 1:
             name = drafted[0]
             # A step that was slow as a whole says nothing against its draft.
@@ -312,10 +319,6 @@ class CostModel:
         """A draft of so many levels was made."""
         key = name, group_of(batch)
         self._longest[key] = max(length, self._longest.get(key, 0))
-
-    def _observe(self, batch: int, cell: int, ratio: float) -> None:
-        self._rest.observe(group_of(batch), cell, ratio)
-        self._rests.clear()
 
     def _age(self) -> None:
         self._learnt += 1

@@ -54,13 +54,14 @@ class LookupFollower:
     def __init__(self, drafters: Mapping[Hashable, LookupDrafter], cost: CostModel) -> None:
         self.drafters, self._cost = dict(drafters), cost
         self._balance = _BOUND  # what drafts of lookups won, less what asking took, in plain steps
-        self._wait = _RARELY  # steps, by what asking took last
+        self._asking, self._wait = 1e-3, _RARELY  # seconds of asking once, of late; steps
         self._followed: dict[int, dict[Hashable, _Followed]] = {}
 
     def spend(self, seconds: float, batch: int) -> None:
         """To ask, and to decide on what was found, took so long."""
         plain = self._cost.rest(batch)
-        self._wait = int(min(max(seconds / (_SHARE * plain), _RARELY), _RAREST))
+        self._asking += (min(seconds, 4 * self._asking) - self._asking) / 8
+        self._wait = int(min(max(self._asking / (_SHARE * plain), _RARELY), _RAREST))
         self._add(-seconds / plain)
 
     def _add(self, won: float) -> None:

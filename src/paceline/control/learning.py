@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.control.acceptance import GOES_ON
+from paceline.control.acceptance import GOES_ON, levels_tried
 from paceline.control.cost import WARM, CostModel, DraftOption
 from paceline.control.exploration import ExplorationBudget
 from paceline.core.batch import Commit
@@ -139,16 +139,13 @@ class StepLearner:
         if costs.ends_early:
             more = acceptance.everyone(name, GOES_ON)
             more.record(min(commit.levels + 1, length) - known, max(commit.levels - known, 0))
+        full = commit.levels if costs.ends_early else length
+        self._cost.record_fill(name, batch, commit.drafted, full)
         if name not in self._lookups:
-            full = commit.levels if costs.ends_early else length
-            self._cost.record_fill(name, batch, commit.drafted, full)
-            # A path that ends in a leaf above the last level fails there as well: whatever the
-            # reason, the next level gained nothing. Only a request that ends stops the count.
-            ended = commit.finish_reason is not None
-            reached = commit.reached if ended else min(len(commit.path) + 1, length)
-            if reached > known:
-                counts = reached - known, len(commit.path) - known
-                acceptance.record(commit.seq_id, name, *counts, sampled=draft.sampled)
+            reached = levels_tried(commit, length) - known
+            if reached > 0:
+                accepted = len(commit.path) - known
+                acceptance.record(commit.seq_id, name, reached, accepted, sampled=draft.sampled)
         if not costs.reads or commit.seq_id not in self._read:
             return 0
         read, end = self._read[commit.seq_id], commit.position + commit.scheduled
