@@ -11,7 +11,7 @@ import pytest
 from paceline import LLM, Grammar, SamplingParams
 from paceline.core.batch import Plan
 from paceline.core.tree import TokenTree, paths_of
-from paceline.draft.base import forced_run, goes_on_behind, with_members
+from paceline.draft.base import can_extend_forced, forced_tokens, with_members
 from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.levels import LevelDrafter
@@ -195,10 +195,10 @@ def test_a_tree_has_room_for_what_is_forced(target: LLM, draft: str) -> None:
 
         def propose(plan: Plan, drafter: Any = drafter, real: Any = real) -> list[TokenTree]:
             nonlocal begun
-            runs = [forced_run(item) for item in plan.slices]
+            runs = [forced_tokens(item) for item in plan.slices]
             trees: list[TokenTree] = real(plan)
             for item, run, tree in zip(plan.slices, runs, trees, strict=True):
-                if len(tree) and run and goes_on_behind(drafter, run, item):
+                if len(tree) and run and can_extend_forced(drafter, run, item):
                     known = tree.tokens.tolist()
                     paths = [[known[node] for node in path] for path in paths_of(tree.parents)]
                     assert [*run] in paths

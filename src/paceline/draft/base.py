@@ -1,4 +1,7 @@
-"""What the engine asks of a drafter, and the base of drafters that run no model."""
+"""The interface between engine and drafters, and the base class of drafters that run no model.
+
+``Drafter`` is the interface. ``LookupDrafter`` implements all of it but ``guess``.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +25,30 @@ _State = TypeVar("_State")
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes candidates for the next tokens of every sequence in a plan.
+    """Proposes draft tokens for every sequence of a step.
 
-    Proposals change the speed, never the output; an empty one is valid. Sequences are known by
-    ``seq_id``; after ``forget`` an id may come back with other tokens.
+    In each step the engine calls ``propose``, verifies the trees, and calls ``observe`` with the
+    result. Proposals change the speed, never the output, and an empty tree is valid. State is kept
+    by ``seq_id``; after ``forget`` the same id may come back with other tokens.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name by which requests choose the drafter, and by which statistics count it."""
+        ...
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Target layers whose inputs ``observe`` reads; () for none. A drafter whose ``observe``
-        reads no logits sets ``reads_logits`` to False: greedy steps then produce none."""
+        """Target layers whose inputs ``observe`` reads; () for none. If ``observe`` reads no
+        logits, set the attribute ``reads_logits`` to False: greedy steps then compute none."""
         ...
 
     def max_nodes(self, length: int) -> int:
-        """Most nodes of a tree of ``length`` levels: cache indices to reserve."""
+        """The most nodes of a tree of ``length`` levels. The engine reserves that many KV slots."""
         ...
 
     def passes(self, length: int) -> int:
-        """Forwards of the drafter for a tree of ``length`` levels; ``warm_up`` is one."""
+        """Forwards of the draft model for a tree of ``length`` levels; 0 without a model."""
         ...
 
     def propose(self, plan: Plan) -> list[TokenTree]:
@@ -50,23 +56,23 @@ class Drafter(Protocol):
         ...
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """What the step committed and what the target put out. ``Commit`` says which rows of
-        ``out`` belong to which token. The tensors of ``out`` are not written to later."""
+        """Learn from a step: the committed tokens and the target's output. ``Commit`` says which
+        rows of ``out`` belong to which token. Nothing writes to the tensors of ``out`` later."""
         ...
 
     def warm_up(self, batch_size: int) -> None:
-        """One of its ``passes`` for ``batch_size`` sequences, without effect. Start-up times it as
-        the cost of drafting greedy requests; sampled ones are corrected later
-        (control/correction.py)."""
+        """Do the work of one pass for ``batch_size`` sequences, without effect. Start-up times it:
+        that is the cost of drafting for greedy requests; the cost for sampled requests is corrected
+        by measured steps (control/correction.py)."""
         ...
 
     def forget(self, seq_id: int) -> None:
-        """Drop all state of a sequence (finished, cancelled or preempted)."""
+        """Drop all state of a sequence that has finished or was cancelled or preempted."""
         ...
 
 
 def check_trees(drafter: Drafter, plan: Plan, trees: Sequence[TokenTree], vocab: int) -> None:
-    """Raise ConfigError, which names the rule, for trees that break one; waits for the device."""
+    """Raise a ConfigError that names the broken rule if a tree is invalid. Waits for the device."""
     if len(trees) != len(plan.slices):
         raise ConfigError(
             f"{drafter.name}: propose must return one tree for each slice, in their order; there "
@@ -75,7 +81,7 @@ def check_trees(drafter: Drafter, plan: Plan, trees: Sequence[TokenTree], vocab:
     for item, tree in zip(plan.slices, trees, strict=True):
         levels = item.draft_length if item.decodes else 0
         deepest = max(tree.depths, default=0)
-        most = max(drafter.max_nodes(levels), levels)  # what a request brings is a chain
+        most = max(drafter.max_nodes(levels), levels)  # a request's own draft is a chain
         rule = ""
         if deepest > levels:
             rule = f"a tree must not be deeper than draft_length, {levels}; it has {deepest} levels"
@@ -87,7 +93,7 @@ def check_trees(drafter: Drafter, plan: Plan, trees: Sequence[TokenTree], vocab:
             rule = "known must be the tree's tokens"
         elif tree.q is not None and len(tree):
             drawn = tree.q.gather(1, tree.tokens.clamp(max=tree.q.shape[1] - 1)[:, None])
-            sums = tree.q.sum(1, keepdim=True)  # 0 where a grammar allows none of its tokens
+            sums = tree.q.sum(1, keepdim=True)  # 0 if a grammar forbids every token of the row
             if bool(((sums - sums.sign()).abs() > 1e-3).any() | (tree.q < 0).any()):
                 rule = "every row of q must be a distribution: it adds up to 1"
             elif tree.draw is Draw.IID and not bool(((drawn > 0) | (sums == 0)).all()):
@@ -104,12 +110,13 @@ def with_members(drafter: Any) -> Iterator[Any]:
 
 
 def prefers_seeds(drafter: Any) -> bool:
-    """Whether drafts for seeded requests cost so much less that all should have a seed."""
+    """Whether drafts for seeded requests are so much cheaper that every request should get one."""
     return any(getattr(member, "prefers_seeds", False) for member in with_members(drafter))
 
 
 def runs_torch(drafter: Any) -> bool:
-    """Whether operators of torch draft: what its ``runs_torch`` says, else if it has passes."""
+    """Whether drafting runs torch operators: the drafter's attribute ``runs_torch``, or by default
+    whether it has passes."""
     members = getattr(drafter, "members", ())
     if members:
         return any(map(runs_torch, members))
@@ -117,13 +124,13 @@ def runs_torch(drafter: Any) -> bool:
 
 
 def vocabulary_of(drafter: object) -> str | None:
-    """What a drafter and its members say about another vocabulary than the target's."""
+    """How drafts in another vocabulary than the target's are translated; None if none are."""
     vocabularies = [getattr(member, "vocabulary", None) for member in with_members(drafter)]
     return "; ".join(dict.fromkeys(text for text in vocabularies if text)) or None
 
 
-ANY_FORCED = 1 << 16  # of drafters that go on behind forced text of any length
-# Tokens, their parents (``TokenTree.parents``), and, if known, confidence and certain levels.
+ANY_FORCED = 1 << 16  # ``takes_forced`` of drafters that extend forced text of any length
+# What ``guess`` returns, the fields of ``Offer``: tokens, parents[, confidence[, certain]].
 Guess = (
     tuple[Sequence[int], Sequence[int]]
     | tuple[Sequence[int], Sequence[int], int]
@@ -133,8 +140,8 @@ Guess = (
 
 @dataclass
 class Offer:
-    """A tree that a lookup proposes; ``confidence``: length of the match, 0 if unknown.
-    ``certain``: first levels, a chain, that a grammar forces."""
+    """The tree that a lookup found. ``parents`` as in ``TokenTree``. ``confidence``: length of the
+    match, 0 if unknown. ``certain``: how many of its first levels, a chain, a grammar forces."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
@@ -147,7 +154,7 @@ class Offer:
 
     @cached_property
     def nodes(self) -> Sequence[int]:
-        """Nodes down to each depth; entry 0 is 0."""
+        """``nodes[d]``: number of nodes in the first d levels."""
         parents = tuple(self.parents)
         if is_chain(parents):
             return range(len(parents) + 1)
@@ -155,7 +162,7 @@ class Offer:
         return list(accumulate(by_depth[depth] for depth in range(max(by_depth) + 1)))
 
     def cut(self, levels: int) -> tuple[Sequence[int], tuple[int, ...]]:
-        """Tokens and parents of the first levels."""
+        """Tokens and parents of the tree's first ``levels`` levels."""
         parents = tuple(self.parents)
         if is_chain(parents):
             return self.tokens[:levels], parents[:levels]
@@ -167,35 +174,36 @@ class Offer:
         return [self.tokens[node] for node in kept], below
 
 
-def forced_run(item: Slice) -> Sequence[int]:
-    """What the request's grammar forces next, at most as long as the draft."""
+def forced_tokens(item: Slice) -> Sequence[int]:
+    """The tokens that the request's grammar forces next, at most ``item.draft_length``."""
     constraint = item.seq.constraint
     return () if constraint is None else (constraint.forced() or ())[: item.draft_length]
 
 
-def goes_on_behind(drafter: Any, forced: Sequence[int], item: Slice) -> bool:
-    """Whether its draft begins with this forced text and has something behind it."""
+def can_extend_forced(drafter: Any, forced: Sequence[int], item: Slice) -> bool:
+    """Whether the drafter's own draft would begin with these forced tokens and go past them."""
     most = min(int(getattr(drafter, "takes_forced", 0)), item.draft_length - 1)
     return not forced or len(forced) <= most
 
 
-def behind(
+def with_forced_prefix(
     forced: Sequence[int], tokens: Sequence[int], parents: Sequence[int], match: int
 ) -> Guess:
-    """What was found behind forced text, with that; nothing if nothing was: others draft that."""
-    above = len(forced)
+    """The tree ``tokens``, ``parents`` below the chain of forced tokens. An empty tree stays empty:
+    ``Predictions`` drafts forced tokens alone."""
+    depth = len(forced)
     if not forced or not tokens:
         return tokens, parents, match
-    chain = range(-1, above - 1)
-    return [*forced, *tokens], [*chain, *(parent + above for parent in parents)], match, above
+    chain = range(-1, depth - 1)
+    return [*forced, *tokens], [*chain, *(parent + depth for parent in parents)], match, depth
 
 
 class States(dict[int, _State]):
-    """State by ``seq_id``."""
+    """A drafter's state of each sequence, by ``seq_id``."""
 
     def of(self, seq: SequenceView, begin: Callable[[SequenceView], _State]) -> _State:
-        """The state of a sequence; ``begin`` makes it at first. (A stored bound method would be a
-        reference cycle.)"""
+        """The state of a sequence; the first call makes it by ``begin(seq)``. (Storing a bound
+        ``begin`` here instead would be a reference cycle.)"""
         state = self.get(seq.seq_id)
         if state is None:
             state = self[seq.seq_id] = begin(seq)
@@ -203,12 +211,16 @@ class States(dict[int, _State]):
 
 
 class LookupDrafter:
-    """A drafter that runs no model. Subclasses have a ``name`` and ``guess``, and override
-    ``begin``, ``take_in`` and ``observe`` if they keep state.
+    """Base of drafters that run no model. A subclass sets ``name`` and implements ``guess``.
 
-    The controller sees offers before it decides. If looking changes the drafter's state set
-    ``offers`` to False: it is then chosen before it proposes. ``takes_forced``: tokens that a
-    grammar forces, behind which it goes on, at most.
+    A subclass with state per sequence implements ``begin(seq)``, which makes it, and reads it by
+    ``self.states.of(seq, self.begin)``. It overrides ``take_in`` for work on all sequences of a
+    step at once, and ``observe`` to learn from committed tokens.
+
+    In each step ``lookup`` collects the guesses as offers, the controller decides how much of which
+    is used, and ``propose`` returns that. Set ``offers`` to False if ``guess`` changes the
+    drafter's state: the controller then decides without seeing its drafts. ``takes_forced``: the
+    most tokens forced by a grammar that ``guess`` puts in front of its own.
     """
 
     name: str
@@ -222,29 +234,32 @@ class LookupDrafter:
         self._device = device
         self._empty = TokenTree.empty(device)
         self.states: States[Any] = States()
-        # Of this step, by ``seq_id``: the sequence's length, and its offer.
+        # This step's offers by ``seq_id``, each with the sequence's length when it was made.
         self._offered: dict[int, tuple[int, Offer | None]] = {}
 
     def max_nodes(self, length: int) -> int:
-        """As for a chain."""
+        """The nodes of a chain; override for trees."""
         return length
 
     def passes(self, length: int) -> int:
         return 0
 
     def guess(self, item: Slice) -> Guess:
-        """A tree of at most ``item.draft_length`` levels, which is above 0."""
+        """Draft for the sequence ``item.seq``: token ids, at most ``item.draft_length`` (above 0)
+        levels of them, and each one's parent: its index in the draft, -1 for the sequence's last
+        token. ``(), ()`` is no draft. Optionally the fields ``confidence`` and ``certain`` of
+        ``Offer`` follow."""
         raise NotImplementedError
 
     def begin(self, seq: SequenceView) -> Any:
         """The initial state of a sequence, for ``states.of(seq, self.begin)``."""
 
     def take_in(self, slices: Sequence[Slice]) -> None:
-        """Called with the sequences of a step before any guess."""
+        """Called with a step's slices before ``guess`` is called for any of them."""
 
     def lookup(self, slices: Sequence[Slice]) -> list[Offer | None]:
-        """An offer for each slice, before the controller decides; ``propose`` reuses them."""
-        self._offered = {}  # of the step before
+        """An offer for each slice, for the controller to decide on; ``propose`` reuses them."""
+        self._offered = {}
         self.take_in(slices)
         return [self._offer(item) for item in slices]
 
@@ -273,7 +288,7 @@ class LookupDrafter:
         if offer is None:
             return self._empty
         tokens, parents = offer.cut(item.draft_length)
-        # A wide tree cut to few levels may exceed the nodes reserved for these.
+        # The first levels of a wide tree may have more nodes than were reserved for them.
         most = self.max_nodes(item.draft_length)
         known = tuple(tokens[:most])
         return TokenTree(to_device(known, self._device), parents[:most], known=known)
@@ -282,10 +297,10 @@ class LookupDrafter:
         pass
 
     def warm_up(self, batch_size: int) -> None:
-        pass  # a lookup is negligible beside a forward
+        pass  # a lookup takes microseconds, a forward milliseconds
 
     def forget(self, seq_id: int) -> None:
-        """Override together with ``super().forget(seq_id)``."""
+        """Drop all state of a sequence; an override calls ``super().forget(seq_id)``."""
         self._offered.pop(seq_id, None)
         self.states.pop(seq_id, None)
 

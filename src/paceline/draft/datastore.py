@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from paceline.core.batch import Slice
-from paceline.draft.base import ANY_FORCED, Guess, LookupDrafter, behind, forced_run
+from paceline.draft.base import ANY_FORCED, Guess, LookupDrafter, forced_tokens, with_forced_prefix
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
 from paceline.errors import DataError, ModelLoadError, VocabularyMismatchError
 from paceline.files import replace_files
@@ -193,7 +193,7 @@ class DatastoreDrafter(LookupDrafter):
         self._known = store.about["vocab_size"]  # what ends texts is larger
 
     def guess(self, item: Slice) -> Guess:
-        forced = forced_run(item)
+        forced = forced_tokens(item)
         text, levels = item.seq.tokens, item.draft_length - len(forced)
         if forced:
             text = [*text[-DEPTH:], *forced]
@@ -211,7 +211,7 @@ class DatastoreDrafter(LookupDrafter):
             worth = worth or next(length for least, length in _WORTH if share >= least)
             chain.append(token)
             rows = [row for row in rows if row[level] == token]
-        return behind(forced, chain, range(-1, len(chain) - 1), worth)
+        return with_forced_prefix(forced, chain, range(-1, len(chain) - 1), worth)
 
 
 # -- building --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, forced_run, goes_on_behind
+from paceline.draft.base import Drafter, can_extend_forced, forced_tokens
 from paceline.draft.origin import prepare
 from paceline.draft.spec import DraftSpec, Loading, NoDraft, Prepared
 from paceline.errors import ConfigError
@@ -135,10 +135,10 @@ class HybridDrafter(_Joined):
         if not by_all and not any(item.draft_length for item in plan.slices):
             return trees
         self._known |= ids
-        runs = [forced_run(item) for item in plan.slices]
+        runs = [forced_tokens(item) for item in plan.slices]
         for name, member in zip(self.names, self.members, strict=True):
             items = tuple(
-                self._share(name, item, len(tree) > 0 or not goes_on_behind(member, run, item))
+                self._share(name, item, len(tree) > 0 or not can_extend_forced(member, run, item))
                 for item, tree, run in zip(plan.slices, trees, runs, strict=True)
             )
             if by_all or any(item.draft_length for item in items):

@@ -30,9 +30,9 @@ from paceline.draft.base import (
     LookupDrafter,
     Offer,
     States,
-    behind,
-    forced_run,
-    goes_on_behind,
+    can_extend_forced,
+    forced_tokens,
+    with_forced_prefix,
 )
 from paceline.draft.trees.shape import merge
 from paceline.kernels.lookup import Draft, Ids, Lookup, NativeTextIndex, functions
@@ -170,7 +170,7 @@ class IndexedDrafter(LookupDrafter):
     def guess(self, item: Slice) -> Guess:
         """What is found, behind the text that a grammar forces there."""
         seq, tokens, index = item.seq, item.seq.tokens, self.states.of(item.seq, self.begin)
-        forced = forced_run(item)
+        forced = forced_tokens(item)
         left, began = item.draft_length - len(forced), index.open_tokens
         if left <= 0:
             return (), ()
@@ -178,7 +178,7 @@ class IndexedDrafter(LookupDrafter):
         fresh, end = tokens[began:] if near else (), list[int]()
         if forced or not near:
             end = [*tokens[-index.rule.depth :], *forced][-index.rule.depth :]
-        return behind(forced, *self.continuation(seq, index, fresh, end, left))
+        return with_forced_prefix(forced, *self.continuation(seq, index, fresh, end, left))
 
     def continuation(
         self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
@@ -211,7 +211,7 @@ class Predictions(LookupDrafter):
             for item in asked
             if item.drafter is None
             and not item.seq.params.prediction
-            and goes_on_behind(drafter, forced_run(item), item)
+            and can_extend_forced(drafter, forced_tokens(item), item)
         ]
         brought = self._proposed([item for item in asked if item.seq.seq_id not in later])
         rest = [
@@ -244,7 +244,7 @@ class Predictions(LookupDrafter):
     def guess(self, item: Slice) -> Guess:
         """What is forced, else how the prediction goes on if the end of the text occurs in it."""
         seq, length = item.seq, item.draft_length
-        forced = forced_run(item)
+        forced = forced_tokens(item)
         if forced:
             return forced, range(-1, len(forced) - 1), _RULE.depth, len(forced)
         if not seq.params.prediction:
