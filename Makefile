@@ -141,7 +141,7 @@ check: $(VENV)/.installed-dev check-public  ## format, lint and types
 
 docs: $(VENV)/.installed-docs  ## the documentation's site in build/site; its links, anchors and spelling hold
 	$(BIN)/codespell --ignore-words docs/build/words.txt --skip docs/build,docs/archive,docs/contributing/decisions.md,docs/monitoring README.md CONTRIBUTING.md SECURITY.md docs examples
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html"
 
 SCHEMA := $(BIN)/check-jsonschema --builtin-schema vendor
