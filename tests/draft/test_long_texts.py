@@ -14,9 +14,9 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.ngram import NGram, NGramDrafter
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.text_index import TAKEN_IN, IndexedDrafter, Predictions
+from paceline.draft.text_index import MAX_INDEXED_PER_STEP, IndexedDrafter, Predictions
 
-VOCAB, LONG = 500, 8 * TAKEN_IN
+VOCAB, LONG = 500, 8 * MAX_INDEXED_PER_STEP
 DRAFTERS: list[Callable[[], IndexedDrafter]] = [
     lambda: NGramDrafter("cpu"),
     lambda: NGramDrafter("cpu", NGram(source="prompt")),
@@ -70,9 +70,9 @@ def test_a_prompt_whose_prefix_is_cached(made: Callable[[], IndexedDrafter]) -> 
     tokens = text(LONG)
     tokens += tokens[5000:5020]  # how the middle went on is known as soon as it is in
     seq = request(Watched(tokens))
-    for _ in range(-(-len(tokens) // TAKEN_IN)):
+    for _ in range(-(-len(tokens) // MAX_INDEXED_PER_STEP)):
         drafts = propose(drafter, seq)
-        assert seq.tokens.most() <= TAKEN_IN + 100  # type: ignore[attr-defined]
+        assert seq.tokens.most() <= MAX_INDEXED_PER_STEP + 100  # type: ignore[attr-defined]
     assert drafts[0][0][:8] == tokens[5020:5028]
     for seq_id in range(1, 8):
         other = request(tokens + text(12, seq_id) + tokens[: seq_id * 900], seq_id)
@@ -100,7 +100,7 @@ def test_a_prompt_is_taken_in_while_it_is_prefilled(made: Callable[[], IndexedDr
     seq = request(Watched(tokens + tokens[100:110]))
     for seq.cached in range(0, LONG - 512, 512):
         assert propose(drafter, seq, scheduled=512, length=0) == [([], ())]
-        assert seq.tokens.most() <= TAKEN_IN + 100  # type: ignore[attr-defined]
+        assert seq.tokens.most() <= MAX_INDEXED_PER_STEP + 100  # type: ignore[attr-defined]
     seq.cached = len(seq.tokens) - 1
     assert propose(drafter, seq)[0][0][:8] == tokens[110:118]
     unwanted = request(Watched(text(3000)), 1, drafter="none")
@@ -123,15 +123,15 @@ def test_a_step_takes_in_a_share_of_all_texts(made: Callable[[], IndexedDrafter]
     drafter = made()
     seqs = [request(Watched(text(LONG, number)), number) for number in range(4)]
     propose(drafter, *seqs)
-    assert sum(drafter.states[seq.seq_id].open_tokens for seq in seqs) == TAKEN_IN
+    assert sum(drafter.states[seq.seq_id].open_tokens for seq in seqs) == MAX_INDEXED_PER_STEP
 
 
 def test_a_long_prediction_enters_in_parts() -> None:
     predictions, drafter = Predictions("cpu"), NGramDrafter("cpu")
-    predicted = text(3 * TAKEN_IN)
+    predicted = text(3 * MAX_INDEXED_PER_STEP)
     seq = request(predicted[-30:-10], prediction=tuple(predicted))
     plan = Plan((Slice(seq, 1, 8),))  # type: ignore[arg-type]
     for step in range(1, 4):
-        (tree,) = predictions.beside(drafter, plan)
-        assert len(predictions.states[0]) == 16 + step * TAKEN_IN
+        (tree,) = predictions.propose_with(drafter, plan)
+        assert len(predictions.states[0]) == 16 + step * MAX_INDEXED_PER_STEP
     assert tree.tokens.tolist()[:8] == predicted[-10:-2]

@@ -15,9 +15,11 @@ _LATEST = 64  # occurrences of a suffix that are compared
 class SearchedIndex(TextIndex):
     """Drafts the likeliest continuations, which takes a millisecond."""
 
-    def suffixes(self, fresh: Ids, end: Ids, levels: int, nodes: int, memory: Any = None) -> Draft:
-        self.extend(fresh)
-        text = list(end or self._end())
+    def suffixes(
+        self, new_tokens: Ids, tail: Ids, levels: int, nodes: int, memory: Any = None
+    ) -> Draft:
+        self.extend(new_tokens)
+        text = list(tail or self._tail())
         drafts = [
             index._grown(text, levels, nodes) for index in (self, memory) if index is not None
         ]
@@ -27,7 +29,7 @@ class SearchedIndex(TextIndex):
         """The latest occurrences of the longest suffix, and its length. Only occurrences of the
         longest match of the known lengths are compared: older, longer ones can be missed."""
         for length in reversed(self.rule.lengths):
-            positions = self._latest(text, length, _LATEST)
+            positions = self._latest_matches(text, length, _LATEST)
             if positions:
                 matches = [self._match(text, begin) for begin in positions]
                 best = max(matches)

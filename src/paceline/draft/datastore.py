@@ -1,17 +1,19 @@
-"""Retrieval: continue as the texts of a datastore most often went on after the text's last tokens.
+"""Retrieval: draft what most often followed the text's last tokens in the texts of a datastore.
 
-He et al. 2023 (REST, arXiv 2311.08252); Hu et al. 2024 (SAM decoding, 2411.10666): only long
-matches; Ho et al. 2024 (CREST, 2408.04678): only n-grams that occur often.
+He et al. 2023 (REST, arXiv 2311.08252). As in SAM decoding (Hu et al. 2024, 2411.10666) only long
+matches count; as in CREST (Ho et al. 2024, 2408.04678) only frequent n-grams are stored.
 
-A datastore is a safetensors file with checksums (model/tensorfile.py), which is mapped::
+A datastore is a safetensors file with checksums (model/tensorfile.py), read by mmap. It is a suffix
+array over reversed texts::
 
     about   uint8: JSON with format, version, vocab_size and tokenizer (a digest)
-    tokens  uint8 [n * width]: all texts backwards, as big-endian ids of ``width`` 2 or 4 bytes;
-            before, between and after texts stands the largest number
-    order   int32 [m]: positions, sorted by the bytes of the ``DEPTH`` tokens from there on
+    tokens  uint8 [n * width]: all texts in reverse order, as big-endian ids of ``width`` 2 or 4
+            bytes; the largest number stands before, between and after texts
+    order   int32 [m]: positions of contexts, sorted by the bytes of their ``DEPTH`` tokens
 
-From a position on stands a context, its last token first, and in front of it how the text went on.
-So contexts that end alike are neighbours: one binary search finds the longest match.
+A context begins at its position with its last token; the tokens before the position, backwards, are
+its continuation. Contexts with the same end are neighbours in ``order``, so one binary search finds
+the longest match.
 """
 
 from __future__ import annotations
@@ -41,19 +43,20 @@ from paceline.model.tensorfile import as_bytes, read_table, verify
 from paceline.model.tokenizer import Tokenizer
 
 MATCH = 5  # tokens of the shortest match
-DEPTH = 16  # tokens of the longest
+DEPTH = 16  # tokens of the longest match
 _FORMAT, _VERSION = "paceline-datastore", 1
-_COMPARED = 32  # occurrences of a match on either side of where the text would stand
-# What a match is worth, as the length of a match within the text that is right as often
-# (control/acceptance.py), by the share of its occurrences (and one more) that go on like the first
-# draft token. Measured on 118 answers of SmolLM2 beside a datastore of 2,240 others.
-_WORTH = ((0.93, 5), (0.6, 3), (0.45, 2), (0.0, 1))
+_COMPARED = 32  # occurrences of a match that count, on either side of the text's rank
+# Least agreement, and the confidence that it gives. The agreement is the share of a match's
+# occurrences (plus one) that continue with the first draft token. The confidence is the length of a
+# match within the text itself that is right as often (control/acceptance.py). Measured on 118
+# answers of SmolLM2 with a datastore of 2,240 others.
+_CONFIDENCES = ((0.93, 5), (0.6, 3), (0.45, 2), (0.0, 1))
 _AGAIN = "build it with `paceline datastore build`"
 
 
 @dataclass(frozen=True)
 class Datastore(DraftSpec):
-    """Continuations from a datastore, by its file. ``min``: tokens of the shortest match.
+    """Continuations from the datastore ``file``. ``min``: tokens of the shortest match.
     ``min_prob``: least estimated probability of a drafted token, given the text."""
 
     kind = "datastore"
@@ -81,11 +84,11 @@ class Datastore(DraftSpec):
 
 
 class Store:
-    """A datastore's file, mapped."""
+    """A datastore's file in mapped memory."""
 
     def __init__(self, path: Path, vocab_size: int) -> None:
-        """Raises DataError for a damaged or another file, VocabularyMismatchError for ids that a
-        target of ``vocab_size`` logits does not know."""
+        """Raises DataError for a damaged or another file, VocabularyMismatchError for more tokens
+        than the target's ``vocab_size`` logits."""
         self.path = path
         try:
             table = read_table(path)
@@ -109,9 +112,9 @@ class Store:
             self.width = 2 if self.about["vocab_size"] < 1 << 16 else 4
             count = (tokens.end - tokens.start) // self.width
             self.ids = np.frombuffer(self._content, f">u{self.width}", count, tokens.start)
-            places = (order.end - order.start) // 4
-            self.order = np.frombuffer(self._content, "<i4", places, order.start)
-            sound = not places or (self.order.min() > 0 and self.order.max() < count)
+            contexts = (order.end - order.start) // 4
+            self.order = np.frombuffer(self._content, "<i4", contexts, order.start)
+            sound = not contexts or (self.order.min() > 0 and self.order.max() < count)
         except (AssertionError, KeyError, TypeError, ValueError):
             sound = False
         if not sound:
@@ -122,13 +125,13 @@ class Store:
                 f"the target knows {vocab_size}; use one file per tokenizer"
             )
         known = np.arange(self.about["vocab_size"] + 1)
-        # Where contexts that end with a token begin: half of a search's steps.
-        self._ends = np.searchsorted(self.ids[self.order], known).tolist()
+        # Where in ``order`` the contexts that end with each token begin: saves half of a search.
+        self._first_entries = np.searchsorted(self.ids[self.order], known).tolist()
         self._start = tokens.start  # type: ignore[union-attr]
         self._order = memoryview(self._content)[order.start : order.end].cast("i")  # type: ignore[union-attr]
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises VocabularyMismatchError if its ids stand for other tokens."""
+        """Raises VocabularyMismatchError if the datastore's ids stand for other tokens."""
         if self.about.get("tokenizer") != vocabulary_digest(tokenizer):
             raise VocabularyMismatchError(
                 f"the datastore {self.path} was built with another tokenizer than the target's; "
@@ -136,20 +139,21 @@ class Store:
             )
 
     def find(self, text: Sequence[int], least: int) -> tuple[list[int], int]:
-        """Positions of the contexts that end like ``text``, the longest match, and its length; none
-        if that is below ``least``. 7 to 8 microseconds."""
-        recent = text[-DEPTH:][::-1]
-        if len(recent) < least or recent[0] >= len(self._ends) - 1:
+        """Positions of the contexts that share the longest end with ``text``, and the length of
+        that match; none if it is shorter than ``least``. Takes 7 to 8 microseconds."""
+        recent, vocab = text[-DEPTH:][::-1], len(self._first_entries) - 1
+        if len(recent) < least or recent[0] >= vocab:
             return [], 0
-        low, high = self._ends[recent[0]], self._ends[recent[0] + 1]
+        low, high = self._first_entries[recent[0]], self._first_entries[recent[0] + 1]
         if low == high:
             return [], 0
-        # The target may have more ids than fit.
-        fitting = takewhile(lambda token: token < len(self._ends) - 1, recent)
-        last = array("H" if self.width == 2 else "I", fitting)
+        # The target may have more tokens than the datastore.
+        known = array(
+            "H" if self.width == 2 else "I", takewhile(lambda token: token < vocab, recent)
+        )
         if sys.byteorder == "little":
-            last.byteswap()
-        wanted, width, content, start = last.tobytes(), self.width, self._content, self._start
+            known.byteswap()
+        wanted, width, content, start = known.tobytes(), self.width, self._content, self._start
         size = len(wanted)
 
         def context(position: int) -> bytes:
@@ -165,24 +169,24 @@ class Store:
         size = match * width
         bounds = max(low, middle - _COMPARED), middle, min(high, middle + _COMPARED)
         first = bisect_left(order, wanted[:size], *bounds[:2], key=context)
-        behind = bisect_right(order, wanted[:size], *bounds[1:], key=context)
-        return order[first:behind].tolist(), match
+        end = bisect_right(order, wanted[:size], *bounds[1:], key=context)
+        return order[first:end].tolist(), match
 
     def continuations(self, positions: Sequence[int], levels: int) -> list[list[int]]:
-        """The ``levels`` tokens behind each context; behind a text's end the largest number."""
+        """The ``levels`` tokens that follow each context; after a text's end the largest number."""
         steps = np.array(positions)[:, None] - np.arange(1, levels + 1)
         following: list[list[int]] = self.ids[np.maximum(steps, 0)].tolist()
         return following
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Bytes that two strings of one length begin with."""
+    """Length of the common prefix of two byte strings of one length."""
     differing = int.from_bytes(one, "big") ^ int.from_bytes(other, "big")
     return len(other) - (differing.bit_length() + 7) // 8
 
 
 class DatastoreDrafter(LookupDrafter):
-    """Drafts the likeliest continuation in a datastore: a chain."""
+    """Drafts the likeliest continuation in a datastore, a chain."""
 
     name = "datastore"
     takes_forced = ANY_FORCED
@@ -190,7 +194,7 @@ class DatastoreDrafter(LookupDrafter):
     def __init__(self, device: torch.device | str, spec: Datastore, store: Store) -> None:
         super().__init__(device)
         self._spec, self._store = spec, store
-        self._known = store.about["vocab_size"]  # what ends texts is larger
+        self._vocab_size = store.about["vocab_size"]  # larger numbers mark the end of a text
 
     def guess(self, item: Slice) -> Guess:
         forced = forced_tokens(item)
@@ -201,17 +205,19 @@ class DatastoreDrafter(LookupDrafter):
         if not match or not levels:
             return [], ()
         rows = self._store.continuations(positions, levels)
-        chain, chance, worth = list[int](), 1.0, 0
+        chain, chance, confidence = list[int](), 1.0, 0
         for level in range(levels):
             token, count = Counter(row[level] for row in rows).most_common(1)[0]
             chance *= count / len(rows)
-            if token >= self._known or chance < self._spec.min_prob:
+            if token >= self._vocab_size or chance < self._spec.min_prob:
                 break
             share = count / (len(rows) + 1)
-            worth = worth or next(length for least, length in _WORTH if share >= least)
+            confidence = confidence or next(
+                value for least, value in _CONFIDENCES if share >= least
+            )
             chain.append(token)
             rows = [row for row in rows if row[level] == token]
-        return with_forced_prefix(forced, chain, range(-1, len(chain) - 1), worth)
+        return with_forced_prefix(forced, chain, range(-1, len(chain) - 1), confidence)
 
 
 # -- building --------------------------------------------------------------------------------------
@@ -225,9 +231,9 @@ def vocabulary_digest(tokenizer: Tokenizer) -> str:
 def write_datastore(
     path: Path, texts: Sequence[np.ndarray], tokenizer: Tokenizer, least: int = 2
 ) -> tuple[int, int]:
-    """Write the datastore of some texts, token ids ``[n]``; returns its tokens and contexts. A
-    context enters if its last ``MATCH`` tokens and the next one occur ``least`` times. Raises
-    DataError if none does, WriteError."""
+    """Write the datastore of some texts, token ids ``[n]`` each; returns its numbers of tokens and
+    contexts. A context is stored if its last ``MATCH`` tokens and the next one occur ``least``
+    times together. Raises DataError if there is none, WriteError."""
     width = 2 if len(tokenizer) < 1 << 16 else 4
     end = np.array([(1 << 8 * width) - 1])
     parts = [end] + [part for text in texts for part in (text[::-1], end)]
@@ -256,24 +262,26 @@ def write_datastore(
 
 
 def _sorted_contexts(tokens: np.ndarray, end: int, least: int) -> np.ndarray:
-    """The positions of contexts that enter, in the order of their ``DEPTH`` tokens."""
+    """The positions of the contexts to store, sorted by their ``DEPTH`` tokens: the array of ranks
+    is built by doubling the length of the ranked strings."""
     one = np.unique(tokens, return_inverse=True)[1]
-    two = _joined(one, one, 1)
-    three = _joined(two, one, 2)
-    six = _joined(three, three, 3)  # the next token and MATCH of a context
+    two = _ranks(one, one, 1)
+    three = _ranks(two, one, 2)
+    six = _ranks(three, three, 3)  # the next token and MATCH tokens of a context
     ends = np.cumsum(tokens == end)
-    often = np.bincount(six)[six[:-DEPTH]] >= least
-    often &= ends[MATCH : MATCH - DEPTH] == ends[:-DEPTH] - (tokens[:-DEPTH] == end)
-    positions = np.flatnonzero(often) + 1
+    stored = np.bincount(six)[six[:-DEPTH]] >= least
+    stored &= ends[MATCH : MATCH - DEPTH] == ends[:-DEPTH] - (tokens[:-DEPTH] == end)
+    positions = np.flatnonzero(stored) + 1
     ranks, length = two, 2
     while length < DEPTH:
-        ranks, length = _joined(ranks, ranks, length), 2 * length
+        ranks, length = _ranks(ranks, ranks, length), 2 * length
     return positions[np.argsort(ranks[positions], kind="stable")]
 
 
-def _joined(first: np.ndarray, second: np.ndarray, length: int) -> np.ndarray:
-    """Ranks of strings from those of their first ``length`` tokens and of the rest."""
-    behind = np.zeros_like(first)
-    behind[:-length] = second[length:] + 1
-    ranks: np.ndarray = np.unique(first * (behind.max() + 1) + behind, return_inverse=True)[1]
+def _ranks(first: np.ndarray, second: np.ndarray, length: int) -> np.ndarray:
+    """The rank of the string at each position, from the rank ``first`` of its first ``length``
+    tokens there and the rank ``second`` of its other tokens ``length`` positions later."""
+    rest = np.zeros_like(first)
+    rest[:-length] = second[length:] + 1
+    ranks: np.ndarray = np.unique(first * (rest.max() + 1) + rest, return_inverse=True)[1]
     return ranks

@@ -1,27 +1,29 @@
-"""Lookahead decoding: the target makes n-grams by Jacobi iteration beside verification.
+"""Lookahead decoding: verification forwards also generate n-grams, by Jacobi iteration.
 
-Fu et al. 2024 (arXiv 2402.02057). Each forward of the target carries, besides candidates to verify,
-a window of guesses about later tokens. The target's choice after a guess is a better guess; after
-some steps a guess is an n-gram, kept in a pool until its first token comes up.
+Fu et al. 2024 (arXiv 2402.02057). Besides the candidates to verify, each forward of the target
+carries a window of guesses about later tokens. The token that the target chooses after a guess
+improves the guess. After some steps it is an n-gram, which stays in a pool until its first token is
+the last committed token: then the n-gram is a candidate.
 
-The window of W columns is a tree. Column j is an n-gram in the making whose first token, its head,
-stands j tokens behind the last committed token r; column 0 begins with r. The heads are one chain,
-and each column's later tokens hang below its head: the mask of the paper. For W = 3 and n-grams of
-N = 4 tokens::
+The window has W columns. Column j is an unfinished n-gram whose first token, its head, stands j
+tokens after the last committed token r; column 0 begins with r. As a tree, the heads form a chain
+below r, and the other tokens of a column form a chain below its head. This gives the attention mask
+of the paper. For W = 3 and n-grams of N = 4 tokens::
 
-    r -- h1 -- h2              the row of r chooses the token after r, ...
+    r -- h1 -- h2              the row of r chooses the token after r
     |    |     |
     x    y     z
     |    |     |
-    x'   y'    z'              ... that of x' a new token for column 0, (r, x, x', new)
+    x'   y'    z'              the row of x' chooses the next token of column 0: (r, x, x', new)
 
-After a step every column takes the choice at its last row and enters the pool as an n-gram, unless
-it begins with r and the target has chosen another token after r. Then it loses its head, as r moves
-on by one.
+After a step the token chosen at its last row is appended to every column, and the column enters the
+pool as an n-gram (not column 0 if the target chose another token than x after r). Then each column
+drops its head, because r moves on by one token.
 
-Nodes with the same path share a row, so all nodes are candidates: a window that has converged is
-accepted as it stands. With a seed columns converge to the text of that seed, as choices use their
-positions' noise. Choices without a seed are independent of later draws, so POINT's rule is exact.
+Nodes with the same path share a row, so the nodes of the window are candidates, too: a window that
+has converged is accepted as it stands. With a seed, a choice uses the noise of its position, so the
+columns converge to the text of that seed. Without one, the choices are independent of later draws,
+so the rule for ``Draw.POINT`` is exact.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ from paceline.draft.base import LookupDrafter, States
 from paceline.draft.spec import DraftSpec, Loading, Prepared, option
 from paceline.draft.trees.shape import merge
 
-Pool = dict[int, list[tuple[int, ...]]]  # by first token, what followed it; the latest last
+Pool = dict[int, list[tuple[int, ...]]]  # first token -> the rests of its n-grams, latest last
 
 
 def remember(pool: Pool, ngram: Sequence[int], size: int) -> None:
-    """Add an n-gram to a pool, which keeps the ``size`` latest of each first token."""
+    """Add an n-gram to the pool, which keeps the ``size`` latest n-grams of each first token."""
     known, rest = pool.setdefault(ngram[0], []), tuple(ngram[1:])
     if rest in known:
         known.remove(rest)
@@ -52,9 +54,12 @@ def remember(pool: Pool, ngram: Sequence[int], size: int) -> None:
 
 @dataclass
 class _State:
-    """Window and pool of one sequence. ``columns``: W lists of N - 1 tokens, the head first. Of
-    this step's tree: the number of ``nodes``, and ``drafted``: each column's tokens in it and the
-    row whose choice continues them."""
+    """Window and pool of one sequence.
+
+    ``columns``: W lists of N - 1 tokens, the head first. ``drafted``: for each column in this
+    step's tree, its tokens there and the row whose choice continues them. ``nodes``: the size of
+    that tree.
+    """
 
     columns: list[list[int]]
     pool: Pool = field(default_factory=dict)
@@ -64,7 +69,8 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead(DraftSpec):
-    """A window of ``window`` columns, n-grams of ``ngram`` tokens, ``candidates`` to verify."""
+    """A window of ``window`` columns, n-grams of ``ngram`` tokens, of which up to ``candidates``
+    from the pool are verified in a step."""
 
     kind = "lookahead"
     page = "lookahead.md"
@@ -80,8 +86,8 @@ class Lookahead(DraftSpec):
 
 
 class LookaheadDrafter(LookupDrafter):
-    """A tree of ``length`` levels holds the candidates and the window down to that depth; columns
-    cut there become shorter n-grams. The whole window is ``window + ngram - 3`` levels deep."""
+    """Proposes trees of candidates from the pool and the window. The whole window has ``window +
+    ngram - 3`` levels; in a shorter tree its columns are cut and give shorter n-grams."""
 
     name = "lookahead"
     offers = False
@@ -96,11 +102,13 @@ class LookaheadDrafter(LookupDrafter):
         if not length:
             return 0
         columns = range(min(self._window, length + 1))
-        window = sum(self._limit(column, length) for column in columns) - 1  # r is no node
+        # The last committed token, the head of column 0, is not a node.
+        window = sum(self._limit(column, length) for column in columns) - 1
         return self._candidates * min(length, self._ngram - 1) + window
 
     def _limit(self, column: int, length: int) -> int:
-        """Tokens of a column in a tree of ``length`` levels; its head is at depth ``column``."""
+        """The most tokens of a column in a tree of ``length`` levels. Its head has depth
+        ``column``."""
         return min(self._ngram - 1, length - column + 1)
 
     # -- proposing ---------------------------------------------------------------------------
@@ -108,7 +116,7 @@ class LookaheadDrafter(LookupDrafter):
     def propose(self, plan: Plan) -> list[TokenTree]:
         for item in plan.slices:
             if item.seq.seq_id in self.states:
-                self.states[item.seq.seq_id].drafted = []  # of a withdrawn proposal
+                self.states[item.seq.seq_id].drafted = []  # that proposal was not verified
         return [replace(tree, wants_choices=True) for tree in super().propose(plan)]
 
     def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
@@ -134,7 +142,7 @@ class LookaheadDrafter(LookupDrafter):
         return tokens, parents
 
     def begin(self, seq: SequenceView) -> _State:
-        """Any tokens will do to begin with: those the text begins with, one for each place."""
+        """Any tokens serve as first guesses: here the text's first tokens."""
         guesses = [seq.tokens[n % len(seq.tokens)] for n in range(self._window + self._ngram)]
         columns = [guesses[j : j + self._ngram - 1] for j in range(self._window)]
         return _State(columns)
@@ -152,15 +160,15 @@ class LookaheadDrafter(LookupDrafter):
     def _advance(self, state: _State, commit: Commit) -> None:
         for j, (tokens, row) in enumerate(state.drafted):
             ngram = [*tokens, commit.choices[row]]
-            # The token after the last committed one is known by now: wrong n-grams are dropped.
+            # The token after r is known now; an n-gram of column 0 without it is wrong.
             if j or ngram[1] == commit.choices[0]:
                 remember(state.pool, ngram, self._candidates)
-            # A column that the tree cut short keeps its later guesses.
+            # A column of which only a part was in the tree keeps its other guesses.
             guesses = [*ngram[1:], *state.columns[j][len(ngram) :]]
             guesses += guesses[-1:] * (self._ngram - 1 - len(guesses))
             state.columns[j] = guesses
-        # The columns have moved by one token. Each further committed token passes a column, which
-        # starts again at the far end with its old tokens: better than random ones or its
-        # neighbour's (docs/drafters/lookahead.md).
-        passed = (len(commit.tokens) - 1) % self._window
-        state.columns = state.columns[passed:] + state.columns[:passed]
+        # The columns have moved by one token. For each further committed token the first column
+        # moves to the end of the window and keeps its tokens, which is better than random tokens or
+        # those of its neighbour (docs/drafters/lookahead.md).
+        shift = (len(commit.tokens) - 1) % self._window
+        state.columns = state.columns[shift:] + state.columns[:shift]

@@ -1,4 +1,4 @@
-"""Prompt lookup: continue as the text did after earlier occurrences of its suffix.
+"""Prompt lookup: draft what followed earlier occurrences of the text's last tokens.
 
 Saxena 2023 (prompt lookup decoding); LLMA, Yang et al. 2023 (arXiv 2304.04487).
 """
@@ -11,16 +11,16 @@ import torch
 
 from paceline.core.sequence import SequenceView
 from paceline.draft.spec import DraftSpec, Loading, Prepared, option
-from paceline.draft.text_index import BRANCH, IndexedDrafter, TextIndex, open_index
+from paceline.draft.text_index import MAX_BRANCH_NODES, IndexedDrafter, TextIndex, open_index
 from paceline.kernels.lookup import Draft, Ids, Lookup
 
 
 @dataclass(frozen=True, kw_only=True)
 class NGram(DraftSpec):
-    """Longest suffix matches in prompt and output, of ``max`` down to ``min`` tokens. The first
-    candidate, ``length`` tokens after the latest occurrence of the longest match, is a chain.
-    Further ``candidates`` are continuations of earlier occurrences and shorter matches: they branch
-    off where they differ, at most two nodes each. ``source``: where a continuation may begin."""
+    """Matches the last ``max`` down to ``min`` tokens in prompt and output. The first candidate is
+    a chain: the ``length`` tokens after the latest occurrence of the longest match. The other
+    ``candidates`` come from earlier occurrences and shorter matches; they branch off where they
+    differ and add at most two nodes each. ``source``: where a continuation may begin."""
 
     kind = "ngram"
     page = "ngram.md"
@@ -45,7 +45,7 @@ class NGram(DraftSpec):
 
 
 class NGramDrafter(IndexedDrafter):
-    """Drafts from one index for each sequence, as ``spec`` says."""
+    """Drafts from an index of each sequence, with the options of ``spec``."""
 
     name = "ngram"
 
@@ -56,13 +56,13 @@ class NGramDrafter(IndexedDrafter):
 
     def max_nodes(self, length: int) -> int:
         levels = min(length, self._spec.length)
-        return levels + (self._spec.candidates - 1) * min(levels, BRANCH)
+        return levels + (self._spec.candidates - 1) * min(levels, MAX_BRANCH_NODES)
 
     def continuation(
-        self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
+        self, seq: SequenceView, index: TextIndex, new_tokens: Ids, tail: Ids, length: int
     ) -> Draft:
         levels = min(length, self._spec.length)
-        return index.ngrams(fresh, end, levels, self.max_nodes(levels))
+        return index.ngrams(new_tokens, tail, levels, self.max_nodes(levels))
 
     def begin(self, seq: SequenceView) -> TextIndex:
         bounds = {}

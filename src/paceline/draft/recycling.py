@@ -1,9 +1,10 @@
-"""Token recycling: the target's candidates are stored by token and proposed when it comes again.
+"""Token recycling: stores the target's top-k tokens after each token, and drafts them next time.
 
-Luo et al. 2024 (arXiv 2408.08696). Each row of a step gives the target's k best tokens after some
-token. A matrix ``[vocab, k]`` stores the latest such list of each token; a tree of fixed shape is
-read from it: children of the last token, their children, and so on. Proposals are plain top-k
-lists, also for sampled requests, so trees are POINT: lossless with and without a seed.
+Luo et al. 2024 (arXiv 2408.08696). Each row of logits gives the target's k likeliest tokens after
+the row's token. A matrix ``[vocab, k]`` stores the latest such list of each token. A tree of fixed
+shape is read from it: the children of the last committed token, their children, and so on. Trees
+are top-k lists for sampled requests, too, so their ``Draw`` is POINT, lossless with and without a
+seed.
 """
 
 from __future__ import annotations
@@ -27,26 +28,27 @@ from paceline.draft.trees.grow import levels_of
 from paceline.draft.trees.shape import Shape, best_shape
 
 _Item = TypeVar("_Item", bound=tuple[Any, ...])
-# How often the target's next token was candidate 1, 2, ... of its predecessor's list, on the
-# embedded target; at greater depths nearly the same.
+# How often the target's next token was candidate 1, 2, ... in the list of the token before it,
+# measured on the embedded target; nearly the same at greater depths.
 CHANCES = (0.6, 0.09, 0.05, 0.015, 0.012, 0.01, 0.007, 0.005)
-DEPTH = 8  # levels at most
-# Ranking the vocabulary costs 1 to 2 % of a step: after _IDLE steps without drafts only every
-# _IDLE-th step is learnt from.
+DEPTH = 8  # the most levels of a tree
+# Top-k over the vocabulary costs 1 to 2 % of a step. After _IDLE steps without drafts the drafter
+# learns only from every _IDLE-th step.
 _IDLE = 8
 
 
 class Matrix:
     """``candidates`` int32 ``[vocab, k]``: the k likeliest tokens after each token, as last seen.
-    ``known``: tokens whose row was written, as far as the host knows; which tokens rejected nodes
-    are would take a synchronisation."""
+    ``known``: tokens whose row was written. Rows of rejected nodes are written as well, but the
+    host would have to wait for the device to learn which tokens these are."""
 
     def __init__(self, vocab: int, k: int, device: torch.device | str) -> None:
         self.candidates = torch.zeros(vocab, k, dtype=torch.int32, device=device)
         self.known: set[int] = set()
 
     def grow(self, roots: Sequence[int], shape: Shape) -> torch.Tensor:
-        """int64 ``[len(roots), len(shape)]``: tokens below each root; 0 below one without a row."""
+        """Trees of tokens below each root, int64 ``[len(roots), len(shape)]``; tokens below one
+        without a row are 0."""
         device, k = self.candidates.device, self.candidates.shape[1]
         expanded = to_device(roots, device).unsqueeze(1)
         levels: list[torch.Tensor] = []
@@ -59,7 +61,7 @@ class Matrix:
 
 @dataclass
 class _State:
-    """A sequence's matrix, and the tokens of the tree that this step verifies."""
+    """A sequence's matrix, and the tokens of the tree that is being verified."""
 
     matrix: Matrix
     tokens: torch.Tensor | None = None
@@ -67,8 +69,8 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class Recycling(DraftSpec):
-    """Trees of up to ``nodes`` nodes from a matrix of ``k`` candidates per token. ``share``: one
-    matrix for all requests of an adapter, else each starts with an empty one."""
+    """Trees of up to ``nodes`` nodes from a matrix of ``k`` candidates per token. ``share``: all
+    requests with the same adapter share a matrix; otherwise each starts with an empty one."""
 
     kind = "recycling"
     page = "recycling.md"
@@ -90,8 +92,8 @@ class Recycling(DraftSpec):
 
 
 class RecyclingDrafter(LookupDrafter):
-    """``vocab``: width of the target's logits. Nothing is proposed below an unknown token. Raises
-    ConfigError."""
+    """Proposes a tree if the last committed token has a row in the matrix. ``vocab``: width of the
+    target's logits. Raises ConfigError."""
 
     name = "recycling"
     reads_logits = True
@@ -110,8 +112,8 @@ class RecyclingDrafter(LookupDrafter):
         chances = (*CHANCES, *(CHANCES[-1],) * k)[:k]
         self._shape = best_shape((chances,) * DEPTH, spec.nodes)
         self._shared: ByAdapter[Matrix] | None = ByAdapter() if spec.share else None
-        self._asked = False  # in this step
-        self._idle = 0  # steps since drafts were asked for
+        self._asked = False  # whether this step's plan asked for drafts
+        self._idle = 0  # steps since a plan asked for drafts
 
     def max_nodes(self, length: int) -> int:
         return len(self._shape.cut(length))
@@ -123,7 +125,7 @@ class RecyclingDrafter(LookupDrafter):
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         self._asked = any(item.draft_length for item in plan.slices)
-        ready: list[tuple[int, int, int, _State]] = []  # of each the tree's root and its levels
+        ready: list[tuple[int, int, int, _State]] = []  # slice index, root token, levels, state
         for index, item in enumerate(plan.slices):
             state = self.states.of(item.seq, self.begin)
             state.tokens = None
@@ -147,7 +149,7 @@ class RecyclingDrafter(LookupDrafter):
         return _State(self._matrix(seq.adapter))
 
     def _matrix(self, adapter: Adapter | None) -> Matrix:
-        """The one that its requests share, or a new one."""
+        """The matrix that the adapter's requests share, or a new one."""
         new = partial(Matrix, self._vocab, self._k, self._device)
         return new() if self._shared is None else self._shared.of(adapter, new)
 
@@ -168,11 +170,11 @@ class RecyclingDrafter(LookupDrafter):
             self._learn(best, group)
 
     def _best(self, logits: torch.Tensor) -> torch.Tensor:
-        """int32 [R, k]: the likeliest tokens after each row."""
+        """The k likeliest tokens of each row, int32 ``[R, k]``."""
         return top(logits[:, : self._vocab], self._k).to(torch.int32)
 
     def _learn(self, best: torch.Tensor, seen: Sequence[tuple[Commit, _State]]) -> None:
-        """Write the lists ``best`` [R, k] into the rows of the tokens that they follow."""
+        """Write the lists ``best [R, k]`` of these sequences' rows into their matrix."""
         matrix = seen[0][1].matrix
         last = [commit.last for commit, _ in seen]
         rows = [commit.logit_row for commit, _ in seen]
@@ -185,20 +187,20 @@ class RecyclingDrafter(LookupDrafter):
                 rows += range(commit.logit_row + 1, commit.logit_row + 1 + commit.drafted)
             state.tokens = None
         tokens = torch.cat([to_device(last, best.device), *nodes])
-        # A token may have several rows; any of its lists will do.
+        # A token may have several rows in a step; it does not matter which of the lists is stored.
         ordered = rows == list(range(len(best)))
         matrix.candidates[tokens] = best if ordered else best[to_device(rows, best.device)]
 
     def warm_up(self, batch_size: int) -> None:
-        """Read a tree for each sequence, and rank as many rows as verifying them takes."""
+        """Read a tree for each sequence, and do the top-k over as many rows as verification has."""
         matrix = self._matrix(None)
         tokens = matrix.grow([0] * batch_size, self._shape)
         self._best(torch.zeros(batch_size + tokens.numel(), self._vocab, device=self._device))
 
 
-def _by_matrix(sequences: list[_Item]) -> list[list[_Item]]:
-    """Groups of sequences, each with its state last, that share a matrix."""
+def _by_matrix(items: list[_Item]) -> list[list[_Item]]:
+    """The items grouped by the matrix of the state that each ends with."""
     groups: dict[int, list[_Item]] = {}
-    for one in sequences:
-        groups.setdefault(id(one[-1].matrix), []).append(one)
+    for item in items:
+        groups.setdefault(id(item[-1].matrix), []).append(item)
     return list(groups.values())

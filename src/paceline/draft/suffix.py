@@ -1,4 +1,4 @@
-"""Suffix decoding: continue as this text, or earlier outputs, most often went on.
+"""Suffix decoding: draft what most often followed the text's last tokens in it or earlier outputs.
 
 Oliaro, Jia, Campos and Qiao 2024 (SuffixDecoding, arXiv 2411.04975); Snowflake's Arctic Inference.
 """
@@ -23,10 +23,10 @@ from paceline.files import replace_files
 from paceline.kernels.lookup import Draft, Ids, Lookup
 from paceline.model.tensorfile import as_bytes, load_tensors, read_table, verify
 
-_TEXTS, _SIZE = "suffix_texts", "vocab_size"  # in a saved memory
-_SPARE = 2  # nodes of a tree beyond one a level: alternatives are rarely worth more
-_LENGTHS = (1, 2, 4, 8, 16, 32)  # of the strings by which longer matches are found
-_CONTEXT = 16  # last tokens of the prompt before an output, so that its first token can match
+_TEXTS, _SIZE = "suffix_texts", "vocab_size"  # tensors of a saved memory
+_SPARE = 2  # default nodes of a tree beyond one per level: alternatives are rarely worth more
+_LENGTHS = (1, 2, 4, 8, 16, 32)  # n-grams in the index, from which longer matches are found
+_CONTEXT = 16  # prompt tokens stored in front of an output, so that its first token can match
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Suffix(DraftSpec):
     """Options of suffix decoding. ``file``: earlier outputs, loaded if it exists. ``max_depth``:
     longest match, in tokens. A match of m tokens allows ``factor * m + offset`` nodes, at most
     ``nodes`` (None: draft length + 2), none less likely than ``min_prob``. ``max_tokens``: size of
-    the global tree; ``shared`` False (in specs ``global=off``) or 0 switches it off."""
+    the global tree (the earlier outputs); 0 or ``shared`` False (in specs ``global=off``) switches
+    it off."""
 
     kind = "suffix"
     page = "suffix.md"
@@ -63,7 +64,7 @@ class Suffix(DraftSpec):
 
     @property
     def capacity(self) -> int:
-        """Tokens that the global tree may hold."""
+        """The most tokens that the global tree holds."""
         return self.max_tokens if self.shared else 0
 
     def prepare(self, loading: Loading) -> Prepared:
@@ -76,13 +77,13 @@ class Suffix(DraftSpec):
 
 
 class Memory:
-    """Finished outputs in an index of at most ``capacity`` tokens."""
+    """An index of finished outputs, at most ``capacity`` tokens."""
 
     def __init__(self, index: TextIndex, capacity: int) -> None:
         self.index, self._capacity = index, capacity
 
     def add(self, text: Sequence[int]) -> None:
-        """Take in an output; the oldest that no longer fit are dropped before."""
+        """Add an output; first the oldest outputs are dropped until it fits."""
         if len(text) > self._capacity:
             return
         while len(self.index) + len(text) > self._capacity:
@@ -92,11 +93,12 @@ class Memory:
 
 
 class SuffixDrafter(IndexedDrafter):
-    """Matches the end of each text in itself and in a memory of earlier outputs of its adapter, and
-    proposes the draft that expects more accepted tokens. Saved is the memory without adapter.
+    """Looks up the last tokens of each text in the text itself and in a memory of earlier outputs,
+    and proposes the draft with more expected accepted tokens.
 
-    A finished request's output enters the memory with the last tokens of its prompt; a cancelled
-    one's does not. Beyond ``max_tokens`` the oldest outputs are dropped.
+    Every LoRA adapter has its own memory; only the one for requests without adapter is saved. The
+    output of a finished request enters the memory with the last tokens of its prompt, the output of
+    a cancelled request does not. Beyond ``max_tokens`` the oldest outputs are dropped.
     """
 
     name = "suffix"
@@ -104,12 +106,12 @@ class SuffixDrafter(IndexedDrafter):
     def __init__(
         self, device: torch.device | str, vocab_size: int, spec: Suffix | None = None
     ) -> None:
-        """The spec's file is loaded if it exists; ``save`` writes it. Raises as ``load``."""
+        """Loads the spec's file if it exists; ``save`` writes it. Raises what ``load`` raises."""
         super().__init__(device)
         self.options = spec or Suffix()
         self._vocab_size = vocab_size
         self._file = None if self.options.file is None else Path(self.options.file)
-        # Of each request, from the end of its prompt on, and where it will be kept.
+        # Of each sequence: the end of its prompt and its output, and the memory they will enter.
         self._texts: dict[int, tuple[list[int], Memory]] = {}
         self.clear()
         if self._file is not None and self._file.exists():
@@ -117,7 +119,7 @@ class SuffixDrafter(IndexedDrafter):
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens in the memory of requests without adapter."""
+        """Number of tokens in the memory of requests without adapter."""
         return len(self.memory().index)
 
     def memory(self, adapter: Adapter | None = None) -> Memory:
@@ -151,14 +153,14 @@ class SuffixDrafter(IndexedDrafter):
         return self._open()
 
     def continuation(
-        self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
+        self, seq: SequenceView, index: TextIndex, new_tokens: Ids, tail: Ids, length: int
     ) -> Draft:
-        """The better of the two drafts."""
+        """The better of the drafts from the text itself and from the memory."""
         memory = self.memory(seq.adapter).index
-        return index.suffixes(fresh, end, length, self.max_nodes(length), memory)
+        return index.suffixes(new_tokens, tail, length, self.max_nodes(length), memory)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Extend the texts; finished ones enter the memory."""
+        """Extend the outputs by the committed tokens; finished outputs enter the memory."""
         for commit in commits:
             if commit.seq_id in self._texts:
                 text, memory = self._texts[commit.seq_id]
@@ -173,8 +175,9 @@ class SuffixDrafter(IndexedDrafter):
     # -- the memory on disk ---------------------------------------------------------------------
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write the memory, by default to the spec's file: safetensors with ``vocab_size`` and, as
-        int32 ids, the texts, oldest first, -1 after each. ConfigError without path, WriteError."""
+        """Write the memory, by default to the spec's file: safetensors with ``vocab_size`` and the
+        texts as int32 ids, oldest first, with -1 after each. Raises ConfigError if there is no path
+        at all, WriteError."""
         target = self._file if path is None else Path(path)
         if target is None:
             raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")
@@ -185,7 +188,7 @@ class SuffixDrafter(IndexedDrafter):
         return target
 
     def load(self, path: str | Path) -> None:
-        """Add the texts of a saved tree. Raises DataError for other or damaged files,
+        """Add the texts of a saved memory. Raises DataError for other or damaged files,
         VocabularyMismatchError."""
         for text in _read(Path(path), self._vocab_size):
             self.memory().add(text)
@@ -196,7 +199,7 @@ def _is_tree(file: Path) -> bool:
 
 
 def _read(path: Path, vocab_size: int) -> list[list[int]]:
-    """The texts in a saved suffix tree, oldest first."""
+    """The texts of a saved memory, oldest first."""
     try:
         if not (_is_tree(path) and verify(path)):
             raise DataError(f"{path} is not a saved suffix tree; name another file or move it away")

@@ -1,12 +1,12 @@
-"""Indexes of texts for lookups, and the drafts that lookups give.
+"""Indexes of token sequences for lookup drafters, and drafts that come with a request.
 
-``open_index`` makes one in the kernels' library if that can be loaded. ``TextIndex`` searches all
-texts instead; of n-grams it finds the same.
+``open_index`` makes an index in the kernels' library if that can be loaded, else a ``TextIndex``,
+which scans all texts. Both find the same n-grams.
 
-A request may bring drafts with it. Where its grammar leaves one text (keys, quotes and brackets of
-a schema), that is the draft (jump-forward decoding, Zheng et al. 2023, arXiv 2312.07104). OpenAI's
-``prediction`` (2024), for edited files, is a text in the request's index; the draft continues it
-wherever the answer rejoins it.
+``Predictions`` drafts what a request itself brings. Where its grammar allows one continuation only
+(keys, quotes and brackets of a schema), the draft is that one (jump-forward decoding, Zheng et al.
+2023, arXiv 2312.07104). OpenAI's ``prediction`` (2024), for edited files, is indexed, and the draft
+continues it wherever the answer matches it again.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from paceline.draft.base import (
 from paceline.draft.trees.shape import merge
 from paceline.kernels.lookup import Draft, Ids, Lookup, NativeTextIndex, functions
 
-_END = -1  # after every finished text
-# The next two are also in csrc/lookup.cpp.
-_OCCURRENCES = 4  # latest ones of an n-gram: on our prompts more gained nothing
-BRANCH = 2  # nodes of an n-gram's candidates after the first
-TAKEN_IN = 1024  # tokens of all texts that are indexed in a step: a millisecond or two
-_ASIDE = 64  # new tokens that are indexed with a lookup
+_END = -1  # stands after every finished text
+# csrc/lookup.cpp has the next two constants, too.
+_MAX_OCCURRENCES = 4  # the latest occurrences of an n-gram; on our prompts more gained nothing
+MAX_BRANCH_NODES = 2  # nodes that each candidate of an n-gram after the first may add
+MAX_INDEXED_PER_STEP = 1024  # tokens of all sequences: a millisecond or two
+_INDEXED_WITH_LOOKUP = 64  # up to so many new tokens are indexed in the call that looks up
 
 
 class TextIndex:
-    """Several texts: the newest may still grow, the oldest may be dropped. A lookup scans all
-    texts: 20 microseconds, and 1 for each 1,000 tokens."""
+    """A queue of texts (token sequences): the newest may still grow, the oldest may be dropped. A
+    lookup scans all texts: 20 microseconds, and 1 for each 1,000 tokens."""
 
     def __init__(self, rule: Lookup) -> None:
         self.rule = rule
-        self._stream = array("i")  # all texts, each followed by _END when it is finished
+        self._stream = array("i")  # all texts; _END follows each finished one
         self._lengths: deque[int] = deque()  # of the finished texts, oldest first
-        self.open_tokens = 0  # of the text that still grows
+        self.open_tokens = 0  # length of the text that still grows
 
     def __len__(self) -> int:
-        """Tokens of all texts."""
+        """Number of tokens in all texts."""
         return sum(self._lengths) + self.open_tokens
 
     # -- growing and shrinking ---------------------------------------------------------------
@@ -67,14 +67,14 @@ class TextIndex:
         self.open_tokens += len(tokens)
 
     def finish(self) -> None:
-        """End the newest text; later tokens begin another one."""
+        """End the newest text; tokens appended later begin another one."""
         if self.open_tokens:
             self._stream.append(_END)
             self._lengths.append(self.open_tokens)
             self.open_tokens = 0
 
     def drop_oldest(self) -> None:
-        """Forget the oldest finished text, which must exist."""
+        """Remove the oldest finished text, which must exist."""
         del self._stream[: self._lengths.popleft() + 1]
 
     def texts(self) -> Iterator[Sequence[int]]:
@@ -86,45 +86,51 @@ class TextIndex:
 
     # -- looking up ---------------------------------------------------------------------------
 
-    def ngrams(self, fresh: Ids, end: Ids, levels: int, nodes: int) -> Draft:
-        """How the newest text went on after earlier occurrences of its last tokens, longest match
-        first, then latest: chains of ``levels`` tokens that share beginnings, at most ``nodes``
-        nodes, two of each but the first. ``fresh`` tokens are appended before. ``end``: the text's
-        last ``depth`` tokens where the index lacks some of the text, else empty."""
-        self.extend(fresh)
-        text, match, positions = end or self._end(), 0, list[int]()
+    def ngrams(self, new_tokens: Ids, tail: Ids, levels: int, nodes: int) -> Draft:
+        """Append ``new_tokens`` to the newest text and draft the continuations of earlier
+        occurrences of its last tokens: the longest match first, then the latest occurrence.
+
+        The continuations of ``levels`` tokens each form a trie of at most ``nodes`` nodes, of which
+        each but the first adds two. ``tail``: the text's last ``depth`` tokens if the index does
+        not have the whole text yet, else empty."""
+        self.extend(new_tokens)
+        text, match, positions = tail or self._tail(), 0, list[int]()
         for length in reversed(self.rule.lengths):
-            ends = self._latest(text, length, _OCCURRENCES)
+            ends = self._latest_matches(text, length, _MAX_OCCURRENCES)
             match = match or (length if ends else 0)
             positions += [match_end for match_end in ends if match_end not in positions]
-        chains = [self._going_on(match_end, levels) for match_end in positions]
-        return *merge(chains, nodes, BRANCH), match
+        chains = [self._continuation_at(match_end, levels) for match_end in positions]
+        return *merge(chains, nodes, MAX_BRANCH_NODES), match
 
     def suffixes(
-        self, fresh: Ids, end: Ids, levels: int, nodes: int, memory: TextIndex | None = None
+        self, new_tokens: Ids, tail: Ids, levels: int, nodes: int, memory: TextIndex | None = None
     ) -> Draft:
-        """The likeliest continuations of the newest text's longest suffix, in its own texts or in
-        ``memory``, whichever expects more accepted tokens. Best first by the product of shares
-        along the path; at most ``levels`` levels, ``nodes`` and ``factor * match + offset`` nodes,
-        none less likely than ``min_prob``. ``fresh`` and ``end`` as in ``ngrams``. A search of all
-        texts has no time for shares: here it is what ``ngrams`` finds for the longer match."""
-        draft = self.ngrams(fresh, end, levels, nodes)
+        """The likeliest continuations of the longest suffix of the newest text that occurs in this
+        index or in ``memory``, from whichever has more expected accepted tokens.
+
+        A node's probability is the product, along its path, of the share of occurrences that went
+        on with that token. The tree has the likeliest nodes, at most ``nodes`` and at most ``factor
+        * match + offset``, in at most ``levels`` levels, none less likely than ``min_prob``.
+        ``new_tokens`` and ``tail`` as in ``ngrams``. Counting shares takes too long in a scan of
+        all texts: this class returns what ``ngrams`` finds for the longer match."""
+        draft = self.ngrams(new_tokens, tail, levels, nodes)
         if memory is None:
             return draft
-        remembered = memory.ngrams((), end or self._end(), levels, nodes)
-        return max(draft, remembered, key=itemgetter(2))
+        from_memory = memory.ngrams((), tail or self._tail(), levels, nodes)
+        return max(draft, from_memory, key=itemgetter(2))
 
-    def _going_on(self, start: int, levels: int) -> list[int]:
-        """The tokens of a text from a position on; past the end of the newest they repeat."""
-        behind = takewhile(lambda token: token != _END, cycle(self._stream[start : start + levels]))
-        return list(islice(behind, levels))
+    def _continuation_at(self, start: int, levels: int) -> list[int]:
+        """``levels`` tokens from a position on, up to the text's end. At the end of the newest text
+        the tokens repeat from ``start``."""
+        following = self._stream[start : start + levels]
+        return list(islice(takewhile(lambda token: token != _END, cycle(following)), levels))
 
-    def _end(self) -> Sequence[int]:
+    def _tail(self) -> Sequence[int]:
         return self._stream[len(self._stream) - min(self.open_tokens, self.rule.depth) :]
 
-    def _latest(self, text: Sequence[int], length: int, most: int) -> list[int]:
-        """Positions after the last occurrences of the text's last tokens, latest first, where the
-        text goes on."""
+    def _latest_matches(self, text: Sequence[int], length: int, most: int) -> list[int]:
+        """Positions behind the ``most`` latest occurrences of the text's last ``length`` tokens,
+        latest first, without occurrences at the end of a text."""
         if len(text) < length or len(self._stream) <= length:
             return []
         stream = np.frombuffer(self._stream, np.int32)
@@ -139,97 +145,100 @@ class TextIndex:
 def open_index(rule: Lookup) -> TextIndex:
     """An empty index, in the kernels' library if that can be loaded."""
     native = functions()
-    # Both have the same methods, and kinds are not mixed.
+    # Both classes have the same methods, and a process uses one of them only.
     return TextIndex(rule) if native is None else NativeTextIndex(native, rule)  # type: ignore[return-value]
 
 
 class IndexedDrafter(LookupDrafter):
-    """A lookup drafter with an index for each text. Long prompts are indexed in parts while they
-    are prefilled, the rest beside the first lookups."""
+    """A lookup drafter with one index per sequence. Long prompts are indexed in parts: during
+    prefill, and what is left then in the first decode steps."""
 
     takes_forced = ANY_FORCED
     states: States[TextIndex]
 
     def take_in(self, slices: Sequence[Slice]) -> None:
-        """A step's share of the texts for which drafts are wanted now or after their prefill; those
-        that lack least first, so no text holds up another."""
-        lacking: list[tuple[int, TextIndex, Sequence[int]]] = []
+        """Index up to ``MAX_INDEXED_PER_STEP`` tokens of the sequences that draft now or may draft
+        after their prefill. The sequences with the fewest missing tokens come first, so that a long
+        prompt does not delay the others."""
+        behind: list[tuple[int, TextIndex, Sequence[int]]] = []
         for item in slices:
             seq = item.seq
             if item.draft_length if item.decodes else seq.params.may_draft:
                 index = self.states.of(seq, self.begin)
-                lacking.append((len(seq.tokens) - index.open_tokens, index, seq.tokens))
-        left = TAKEN_IN
-        for missing, index, tokens in sorted(lacking, key=itemgetter(0)):
-            if missing > _ASIDE:
-                known = index.open_tokens
-                part = tokens[known : known + left]
+                behind.append((len(seq.tokens) - index.open_tokens, index, seq.tokens))
+        budget = MAX_INDEXED_PER_STEP
+        for missing, index, tokens in sorted(behind, key=itemgetter(0)):
+            if missing > _INDEXED_WITH_LOOKUP:
+                start = index.open_tokens
+                part = tokens[start : start + budget]
                 index.extend(part)
-                left -= len(part)
+                budget -= len(part)
 
     def guess(self, item: Slice) -> Guess:
-        """What is found, behind the text that a grammar forces there."""
+        """The continuation that the index finds for the text and what a grammar forces after it."""
         seq, tokens, index = item.seq, item.seq.tokens, self.states.of(item.seq, self.begin)
         forced = forced_tokens(item)
-        left, began = item.draft_length - len(forced), index.open_tokens
-        if left <= 0:
+        levels, indexed = item.draft_length - len(forced), index.open_tokens
+        if levels <= 0:
             return (), ()
-        near = len(tokens) - began <= _ASIDE
-        fresh, end = tokens[began:] if near else (), list[int]()
-        if forced or not near:
-            end = [*tokens[-index.rule.depth :], *forced][-index.rule.depth :]
-        return with_forced_prefix(forced, *self.continuation(seq, index, fresh, end, left))
+        complete = len(tokens) - indexed <= _INDEXED_WITH_LOOKUP
+        new_tokens, tail = tokens[indexed:] if complete else (), list[int]()
+        if forced or not complete:
+            tail = [*tokens[-index.rule.depth :], *forced][-index.rule.depth :]
+        return with_forced_prefix(forced, *self.continuation(seq, index, new_tokens, tail, levels))
 
     def continuation(
-        self, seq: SequenceView, index: TextIndex, fresh: Ids, end: Ids, length: int
+        self, seq: SequenceView, index: TextIndex, new_tokens: Ids, tail: Ids, length: int
     ) -> Draft:
-        """A draft of at most ``length`` levels; ``fresh`` and ``end`` as in ``TextIndex``."""
+        """A draft of at most ``length`` levels; ``new_tokens`` and ``tail`` as in ``TextIndex``."""
         raise NotImplementedError
 
 
-# -- what a request brings with it -----------------------------------------------------------------
+# -- drafts that come with a request ---------------------------------------------------------------
 
-_CONTEXT = 16  # last tokens of the prompt before it, so that its first token can match
+_CONTEXT = 16  # prompt tokens indexed before the prediction, so that its first token can match
 _RULE = Lookup((1, 2, 4, 8, 16), 32, factor=2.0, offset=6.0)
 
 
 class Predictions(LookupDrafter):
-    """Drafts from a request's grammar where that forces tokens, and from
-    ``SamplingParams.prediction`` while the answer follows it; else the engine's drafter drafts."""
+    """Drafts the tokens that a request's grammar forces, and its ``SamplingParams.prediction`` as
+    long as the answer follows it. In all other cases the engine's drafter drafts."""
 
     name = "prediction"
     states: States[TextIndex]
 
-    def beside(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
-        """One tree per slice: the request's own if there is one, else ``drafter``'s. Forced text
-        is left to a drafter that goes on behind it, where that drafts anything."""
-        asked = [item for item in plan.slices if self._is_asked(item)]
-        if not asked:
+    def propose_with(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
+        """One tree per slice: from the request if that has one, else from ``drafter``. A drafter
+        that can extend forced tokens goes first: its draft is longer, unless it is empty."""
+        eligible = [item for item in plan.slices if self._may_draft(item)]
+        if not eligible:
             return drafter.propose(plan)
-        later = [
+        drafter_first = [
             item.seq.seq_id
-            for item in asked
+            for item in eligible
             if item.drafter is None
             and not item.seq.params.prediction
             and can_extend_forced(drafter, forced_tokens(item), item)
         ]
-        brought = self._proposed([item for item in asked if item.seq.seq_id not in later])
+        from_request = self._drafted(
+            [item for item in eligible if item.seq.seq_id not in drafter_first]
+        )
         rest = [
-            replace(item, draft_length=0) if item.seq.seq_id in brought else item
+            replace(item, draft_length=0) if item.seq.seq_id in from_request else item
             for item in plan.slices
         ]
         trees = drafter.propose(Plan(tuple(rest)))
         pairs = list(zip(plan.slices, trees, strict=True))
-        empty = [i for i, tree in pairs if i.seq.seq_id in later and not len(tree)]
-        brought |= self._proposed(empty)
-        return [brought.get(item.seq.seq_id, tree) for item, tree in pairs]
+        empty = [i for i, tree in pairs if i.seq.seq_id in drafter_first and not len(tree)]
+        from_request |= self._drafted(empty)
+        return [from_request.get(item.seq.seq_id, tree) for item, tree in pairs]
 
-    def _is_asked(self, item: Slice) -> bool:
-        brings = item.seq.params.prediction or item.seq.constraint
-        return bool(item.draft_length and brings and item.drafter in (None, self.name))
+    def _may_draft(self, item: Slice) -> bool:
+        brings_draft = item.seq.params.prediction or item.seq.constraint
+        return bool(item.draft_length and brings_draft and item.drafter in (None, self.name))
 
-    def _proposed(self, items: Sequence[Slice]) -> dict[int, TokenTree]:
-        """Trees that are not empty, by ``seq_id``."""
+    def _drafted(self, items: Sequence[Slice]) -> dict[int, TokenTree]:
+        """The trees of these slices that are not empty, by ``seq_id``."""
         if not items:
             return {}
         pairs = zip(items, self.propose(Plan(tuple(items))), strict=True)
@@ -242,7 +251,7 @@ class Predictions(LookupDrafter):
         return super().lookup(slices)
 
     def guess(self, item: Slice) -> Guess:
-        """What is forced, else how the prediction goes on if the end of the text occurs in it."""
+        """The forced tokens, else the prediction's continuation of the text's last tokens."""
         seq, length = item.seq, item.draft_length
         forced = forced_tokens(item)
         if forced:
@@ -250,9 +259,9 @@ class Predictions(LookupDrafter):
         if not seq.params.prediction:
             return (), ()
         index = self.states.of(seq, self.begin)
-        taken = index.open_tokens - min(_CONTEXT, seq.prompt_length)
-        fresh = seq.params.prediction[taken : taken + TAKEN_IN]
-        return index.suffixes(fresh, seq.tokens[-_RULE.depth :], length, length)
+        indexed = index.open_tokens - min(_CONTEXT, seq.prompt_length)
+        new_tokens = seq.params.prediction[indexed : indexed + MAX_INDEXED_PER_STEP]
+        return index.suffixes(new_tokens, seq.tokens[-_RULE.depth :], length, length)
 
     def begin(self, seq: SequenceView) -> TextIndex:
         index = open_index(_RULE)

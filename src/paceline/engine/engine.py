@@ -180,7 +180,7 @@ class Engine:
             if not part.slices:
                 return [self._empty] * len(plan.slices)
         with self._inferring(self._drafts_by_torch):
-            trees = self.predictions.beside(self.drafter, part)
+            trees = self.predictions.propose_with(self.drafter, part)
         if self.strict:
             check_trees(self.drafter, part, trees, self.target.vocab_size)
         if part is plan:

@@ -100,23 +100,36 @@ class NativeTextIndex:
             yield stream[start:end]
             start = end + 1
 
-    def ngrams(self, fresh: Ids, end: Ids, levels: int, nodes: int) -> Draft:
-        return self._drafted(self._native.pl_ngrams, (self._handle,), fresh, end, levels, nodes)
+    def ngrams(self, new_tokens: Ids, tail: Ids, levels: int, nodes: int) -> Draft:
+        return self._drafted(
+            self._native.pl_ngrams, (self._handle,), new_tokens, tail, levels, nodes
+        )
 
     def suffixes(
-        self, fresh: Ids, end: Ids, levels: int, nodes: int, memory: NativeTextIndex | None = None
+        self,
+        new_tokens: Ids,
+        tail: Ids,
+        levels: int,
+        nodes: int,
+        memory: NativeTextIndex | None = None,
     ) -> Draft:
         handles = self._handle, None if memory is None else memory._handle
-        return self._drafted(self._native.pl_suffixes, handles, fresh, end, levels, nodes)
+        return self._drafted(self._native.pl_suffixes, handles, new_tokens, tail, levels, nodes)
 
     def _drafted(
-        self, find: Any, handles: tuple[Any, ...], fresh: Ids, end: Ids, levels: int, nodes: int
+        self,
+        find: Any,
+        handles: tuple[Any, ...],
+        new_tokens: Ids,
+        tail: Ids,
+        levels: int,
+        nodes: int,
     ) -> Draft:
         if len(self._out) < 2 + 2 * nodes:
             self._out = array("i", bytes(4 * (2 + 2 * nodes)))
         out = self._out
-        question = array("i", (levels, nodes, len(fresh), len(end), *fresh, *end))
+        question = array("i", (levels, nodes, len(new_tokens), len(tail), *new_tokens, *tail))
         check(find(*handles, question.buffer_info()[0], out.buffer_info()[0]), _WORK)
-        self.open_tokens += len(fresh)
+        self.open_tokens += len(new_tokens)
         middle = 2 + out[0]
         return out[2:middle].tolist(), tuple(out[middle : 2 * middle - 2]), out[1]
