@@ -1,9 +1,10 @@
-"""Drafters made of others: a hybrid's members take turns; a router's requests name theirs.
+"""Drafters that combine others. The members of a hybrid take turns; of a router, requests name one.
 
-``Slice.drafter`` says which member drafts, as the controller chose (control/adaptive.py). Without
-it, as with a fixed draft length, the first member with a proposal drafts. Losslessness: the choice
-falls before a member draws. Only lookups, which are deterministic (POINT), may be looked at before;
-a sampled tree is never dropped for what was drawn.
+In a hybrid ``Slice.drafter`` names the member that drafts, as the controller chose
+(control/adaptive.py). Without a name, as with a fixed draft length, the first member with a
+non-empty proposal drafts. To stay lossless, the controller chooses before a member samples: it sees
+only the offers of lookups, which are deterministic (POINT), and a sampled tree is never dropped
+because of its tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline.errors import ConfigError
 @dataclass(frozen=True, init=False)
 class Hybrid(DraftSpec):
     """Drafters that take turns: ``Hybrid(NGram(min=2), Eagle3(path))``, in a spec joined by ``+``.
-    The order decides between equals."""
+    Of members that are equally good the first one drafts."""
 
     kind = "hybrid"
     page = "hybrid.md"
@@ -53,7 +54,7 @@ class Hybrid(DraftSpec):
 
     @classmethod
     def read(cls, rest: str, kinds: Mapping[str, type[DraftSpec]]) -> Hybrid:
-        """A ``+`` separates members only before a known kind: paths may contain it."""
+        """A ``+`` separates members only if a known kind follows: paths may contain one, too."""
         usable = [kind for kind in kinds if kind not in (NoDraft.kind, cls.kind)]
         parts = re.split(rf"\+(?=(?:{'|'.join(map(re.escape, usable))})(?:[:+]|$))", rest)
         for part in parts:
@@ -73,7 +74,7 @@ class Hybrid(DraftSpec):
 def joined(
     members: Sequence[Prepared], make: Callable[[list[Drafter], torch.device], Drafter]
 ) -> Prepared:
-    """Prepared drafters as one, which ``make`` makes of them."""
+    """Several prepared drafters as one, which ``make`` builds from the built members."""
     return Prepared(
         lambda context: make([m.build(context) for m in members], context.cache.device),
         sum(member.cache_bytes for member in members),
@@ -84,8 +85,8 @@ def joined(
 
 
 class _Joined:
-    """Several drafters as one. All observe every commit, as some learn from any text. ``names``:
-    what plans or requests call the members."""
+    """Several drafters as one. All members observe every commit, because some learn from any text.
+    ``names``: the members' names in plans or requests."""
 
     name: str
 
@@ -117,9 +118,12 @@ class _Joined:
 
 
 class HybridDrafter(_Joined):
-    """Hands each slice to one member, by default known by its own name. Members are skipped if
-    nothing is asked of them, but all see each sequence once and every step with a prompt. Where a
-    grammar forces text, those that go on behind it are asked alone."""
+    """Lets one member draft for each slice.
+
+    Members that are asked for no draft are skipped, except in steps with a new sequence or a
+    prompt, which all members see. Where a grammar forces text, only members that can extend it are
+    asked.
+    """
 
     name = "hybrid"
 
@@ -131,27 +135,28 @@ class HybridDrafter(_Joined):
     def propose(self, plan: Plan) -> list[TokenTree]:
         trees = [self._empty] * len(plan.slices)
         ids = {item.seq.seq_id for item in plan.slices}
-        by_all = not ids <= self._known or not all(item.decodes for item in plan.slices)
-        if not by_all and not any(item.draft_length for item in plan.slices):
+        seen_by_all = not ids <= self._known or not all(item.decodes for item in plan.slices)
+        if not seen_by_all and not any(item.draft_length for item in plan.slices):
             return trees
         self._known |= ids
-        runs = [forced_tokens(item) for item in plan.slices]
+        forced = [forced_tokens(item) for item in plan.slices]
         for name, member in zip(self.names, self.members, strict=True):
             items = tuple(
-                self._share(name, item, len(tree) > 0 or not can_extend_forced(member, run, item))
-                for item, tree, run in zip(plan.slices, trees, runs, strict=True)
+                self._asked(name, item, not len(tree) and can_extend_forced(member, run, item))
+                for item, tree, run in zip(plan.slices, trees, forced, strict=True)
             )
-            if by_all or any(item.draft_length for item in items):
+            if seen_by_all or any(item.draft_length for item in items):
                 for number, tree in enumerate(member.propose(Plan(items))):
                     if len(tree):
                         trees[number] = tree
         return trees
 
     @staticmethod
-    def _share(name: Hashable, item: Slice, served: bool) -> Slice:
-        """A member's part of a slice; ``served``: it drafts only if it was chosen."""
-        wanted = item.drafter == name or (item.drafter is None and not served)
-        return item if wanted or not item.draft_length else replace(item, draft_length=0)
+    def _asked(name: Hashable, item: Slice, available: bool) -> Slice:
+        """The slice for the member ``name``, with draft length 0 unless the member is to draft:
+        because it was chosen, or because none was and it is ``available``."""
+        drafts = item.drafter == name or (item.drafter is None and available)
+        return item if drafts or not item.draft_length else replace(item, draft_length=0)
 
     def forget(self, seq_id: int) -> None:
         super().forget(seq_id)
@@ -159,8 +164,9 @@ class HybridDrafter(_Joined):
 
 
 class Router(_Joined):
-    """Gives each member the slices whose requests name it; requests that name none get the first.
-    All share the engine and its cache. Other names, such as "none", are decoded plainly."""
+    """Gives each member the slices whose requests name it; requests that name no drafter get the
+    first member. All share the engine and its cache. A request with another name, such as "none",
+    is decoded without drafts."""
 
     name = "router"
 
