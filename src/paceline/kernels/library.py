@@ -101,7 +101,7 @@ def library() -> Any:
     except OSError as error:
         raise NativeUnavailableError(f"the kernels cannot be loaded ({error})") from None
     declare(loaded)
-    loaded.pl_processors(processors())
+    loaded.pl_limit_processors(processors())
     wanted = os.environ.get("PACELINE_NATIVE")
     if wanted and loaded.pl_choose(wanted.encode()):
         raise NativeUnavailableError(

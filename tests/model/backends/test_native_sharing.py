@@ -127,7 +127,7 @@ from paceline.core import memory
 memory.CGROUPS = Path(sys.argv[1])
 memory._SELF = memory.CGROUPS / "mine"
 from paceline.kernels.library import library
-print(library().pl_patience(1) > 0, library().pl_patience(2))
+print(library().pl_spins_before_yield(1) > 0, library().pl_spins_before_yield(2))
 """
 
 
@@ -156,7 +156,7 @@ for thread in os.listdir("/proc/self/task"):
 taken = set()
 for _ in range(200):
     assert llm.generate("Once upon a time", asked)[0].token_ids == free
-    taken.add(library().pl_crew(2))
+    taken.add(library().pl_active_threads(2))
     if 1 in taken:
         break
 print(sorted(taken))
@@ -179,7 +179,7 @@ def test_many_threads_on_few_processors() -> None:
 
     asked = SamplingParams(max_tokens=12)  # hundreds of barriers each
     few, many = processors(), 16 * (os.cpu_count() or 1)
-    assert library().pl_patience(few) > 0 == library().pl_patience(few + 1)
+    assert library().pl_spins_before_yield(few) > 0 == library().pl_spins_before_yield(few + 1)
     llm = LLM("paceline/tiny", draft="none", dtype="float32")
     wanted = llm.generate("Once upon a time", asked)[0].token_ids
     before = torch.get_num_threads()

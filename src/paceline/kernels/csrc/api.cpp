@@ -267,11 +267,11 @@ int pl_choose(const char* instructions) {
   return 1;
 }
 
-void pl_processors(int64_t most) { Team::allowed = static_cast<int>(most); }
+void pl_limit_processors(int64_t most) { Barrier::processor_limit = static_cast<int>(most); }
 
-int64_t pl_patience(int64_t threads) { return Team::patience(static_cast<int>(threads)); }
+int64_t pl_spins_before_yield(int64_t threads) { return Barrier::spins_before_yield(static_cast<int>(threads)); }
 
-int64_t pl_crew(int64_t threads) { return Crew::ours().size(threads); }
+int64_t pl_active_threads(int64_t threads) { return ActiveThreads::of_process().count(threads); }
 
 int64_t pl_packed_bytes(int64_t dtype, int64_t outputs, int64_t inputs) {
   return round_up(outputs, PANEL) * round_up(inputs, STRIPE) * (dtype == PL_BFLOAT16 ? 2 : 4);

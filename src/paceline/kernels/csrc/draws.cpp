@@ -159,7 +159,7 @@ void verify_block(Draft& draft) {
   const pl_verdict& v = draft.v;
   long nodes = v.rows - 1;
   std::vector<double> prefix(static_cast<size_t>(v.rows), 1.0), mass(static_cast<size_t>(v.rows), 0.0);
-  int threads = Crew::ours().size(v.threads);
+  int threads = ActiveThreads::of_process().count(v.threads);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (long r = 0; r < v.rows; r++) draft.look(r);
   draft.even_out();

@@ -24,21 +24,21 @@ void Forward::sort_by_expert(const pl_layer& l) {
 void Forward::experts(const pl_layer& l, int thread, int threads) {
   Share share(b_.rows, thread, threads);
   multiply(l.router, normed_, b_.rows, STORE, routed_, thread, threads);
-  team_.meet();
+  barrier_.wait();
   for (long r = share.from; r < share.to; r++) k_.choose(routed_.at(r), l.experts, l.chosen, &choices_[r * l.chosen]);
-  team_.meet();
+  barrier_.wait();
   if (thread == 0) sort_by_expert(l);
-  team_.meet();
+  barrier_.wait();
   for (long i = share.from * l.chosen; i < share.to * l.chosen; i++)
     std::memcpy(sorted_.at(choices_[i].place), normed_.at(i / l.chosen), static_cast<size_t>(m_.hidden) * sizeof(float));
-  team_.meet();
+  barrier_.wait();
   auto every = [&](const pl_weight* of_expert, const Rows& x, Ending ending, Rows& y) {
     QuantisedRows codes = coded(of_expert[0], x, b_.rows * l.chosen, thread, threads);
     for (long e = 0; e < l.experts; e++) {
       long rows = begin_[e + 1] - begin_[e];
       if (rows) multiply_coded(of_expert[e], x, codes.from(begin_[e]), rows, ending, y, thread, threads, begin_[e]);
     }
-    team_.meet();
+    barrier_.wait();
   };
   every(l.expert_gate_up, sorted_, GATED, hidden_);
   every(l.expert_down, hidden_, STORE, product_);

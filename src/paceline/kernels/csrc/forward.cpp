@@ -155,7 +155,7 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   k_ = kernels;
   quantised_ = &quantised;
   b_ = batch;
-  long threads = Crew::ours().size(b_.threads), hidden = m_.hidden, inner = m_.heads * m_.head_dim;
+  long threads = ActiveThreads::of_process().count(b_.threads), hidden = m_.hidden, inner = m_.heads * m_.head_dim;
   x_.shape(b_.rows, hidden);
   if (m_.fuse.data) {
     given_.shape(b_.fused ? 0 : b_.rows, m_.fuse.inputs);
@@ -187,17 +187,17 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   make_room();
   lay_out();
   divide(threads);
-  double begun = seconds(CLOCK_MONOTONIC), used = 0;  // of all threads
-#pragma omp parallel num_threads(static_cast<int>(threads)) reduction(+ : used)
+  double began = wall_seconds(), cpu = 0;  // seconds; cpu: of all threads
+#pragma omp parallel num_threads(static_cast<int>(threads)) reduction(+ : cpu)
   {
-    double before = seconds(CLOCK_THREAD_CPUTIME_ID);
+    double before = clock_seconds(CLOCK_THREAD_CPUTIME_ID);
 #pragma omp single
-    team_.start(omp_get_num_threads());
+    barrier_.reset(omp_get_num_threads());
     FlushToZero flush;
     work(omp_get_thread_num(), omp_get_num_threads());
-    used = seconds(CLOCK_THREAD_CPUTIME_ID) - before;
+    cpu = clock_seconds(CLOCK_THREAD_CPUTIME_ID) - before;
   }
-  Crew::ours().observe(static_cast<int>(threads), seconds(CLOCK_MONOTONIC) - begun, used);
+  ActiveThreads::of_process().report(static_cast<int>(threads), wall_seconds() - began, cpu);
   partial_.keep(KEPT);
 }
 
@@ -227,9 +227,9 @@ void Forward::begin(int thread, int threads) {
     k_.embed(m_, b_.ids[r], joined_.at(r));
   }
   if (!third || features) {
-    team_.meet();
+    barrier_.wait();
     multiply(m_.fuse, features ? given_ : joined_, b_.rows, STORE, x_, thread, threads);
-    team_.meet();
+    barrier_.wait();
   }
   if (!third) return;
   for (long r = share.from; r < share.to; r++) {
@@ -245,9 +245,9 @@ void Forward::layer(long index, int thread, int threads) {
   const pl_layer& l = m_.layer[index];
   const Rows& in = m_.hidden_norm.weight && !index ? joined_ : normed_;
   if (&in == &normed_) normalise(l.attention_norm, x_, normed_, thread, threads);
-  team_.meet();
+  barrier_.wait();
   multiply(l.qkv, in, b_.rows, STORE, qkv_, thread, threads, 0, adapt(4 * index, in, thread, threads));
-  team_.meet();
+  barrier_.wait();
   long bytes = m_.kv_heads * entry_bytes(m_, b_.coded);
   Share share(b_.rows, thread, threads);
   for (long r = share.from; r < share.to; r++) {
@@ -255,15 +255,15 @@ void Forward::layer(long index, int thread, int threads) {
     char *keys = static_cast<char*>(b_.keys[index]), *values = static_cast<char*>(b_.values[index]);
     k_.place(m_, l, rope, qkv_.at(r), keys + b_.slots[r] * bytes, values + b_.slots[r] * bytes, b_.coded);
   }
-  team_.meet();
+  barrier_.wait();
   attention(index, thread, threads);
-  team_.meet();
+  barrier_.wait();
   add_product(l.out, attended_, l.attention_after, 4 * index + 1, thread, threads);
   normalise(l.mlp_norm, x_, normed_, thread, threads);
-  team_.meet();
+  barrier_.wait();
   if (l.experts) return experts(l, thread, threads);
   multiply(l.gate_up, normed_, b_.rows, GATED, hidden_, thread, threads, 0, adapt(4 * index + 2, normed_, thread, threads));
-  team_.meet();
+  barrier_.wait();
   add_product(l.down, hidden_, l.mlp_after, 4 * index + 3, thread, threads);
 }
 
@@ -281,10 +281,10 @@ void Forward::attention(long index, int thread, int threads) {
       k_.attend(a, item, ahead);
     }
     if (!divided_) return;
-    team_.meet();
+    barrier_.wait();
     Share share(b_.rows, thread, threads);
     for (long r = share.from; r < share.to; r++) k_.fold(a, partial, r);
-    if (end < blocks_) team_.meet();
+    if (end < blocks_) barrier_.wait();
   }
 }
 
@@ -293,7 +293,7 @@ void Forward::add_product(const pl_weight& w, const Rows& x, const pl_norm& afte
   const float* const* added = adapt(pair, x, thread, threads);
   bool at_once = !after.weight && !m_.residual_scale;
   multiply(w, x, b_.rows, at_once ? ADD : STORE, at_once ? x_ : product_, thread, threads, 0, added);
-  team_.meet();
+  barrier_.wait();
   if (at_once) return;
   Share share(b_.rows, thread, threads);
   for (long r = share.from; r < share.to; r++) {
@@ -354,7 +354,7 @@ const float* const* Forward::adapt(long pair, const Rows& x, int thread, int thr
       else multiply(of.a, x, rows, ROUND, low_, thread, threads, first);
       for (long row = first; thread == 0 && row < first + rows; row++) adapted_[row] = y.at(row);
     }
-    team_.meet();
+    barrier_.wait();
   }
   return adapted_.data();
 }
@@ -365,7 +365,7 @@ QuantisedRows Forward::coded(const pl_weight& w, const Rows& x, long rows, int t
   QuantisedRows codes = codes_.of(w);
   Share share(rows, thread, threads);
   for (long r = share.from; r < share.to; r++) quantised_->row(x.at(r), codes, r);
-  team_.meet();
+  barrier_.wait();
   return codes;
 }
 
@@ -384,7 +384,7 @@ void Forward::keep_features(long layer, int thread, int threads) {
 }
 
 void Forward::logits(int thread, int threads) {
-  team_.meet();
+  barrier_.wait();
   Share share(b_.logit_rows, thread, threads);
   long bytes = m_.hidden * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
   for (long r = share.from; r < share.to; r++) {
@@ -392,7 +392,7 @@ void Forward::logits(int thread, int threads) {
     k_.normalise(m_, m_.head_norm.weight ? m_.head_norm : m_.final_norm, x, last_.at(r), m_.hidden);
     if (b_.outputs) k_.give(m_.dtype, x, m_.hidden, static_cast<char*>(b_.outputs) + r * bytes);
   }
-  team_.meet();
+  barrier_.wait();
   const float* const* added = adapt(4 * m_.layers, last_, thread, threads);
   QuantisedRows codes = coded(m_.head, last_, b_.logit_rows, thread, threads);
   pl_weight head = m_.head;
@@ -401,7 +401,7 @@ void Forward::logits(int thread, int threads) {
             quantised_, codes, added};
   k_.product(p, thread, threads, scratch_.at(thread));
   if (!b_.greedy) return;
-  team_.meet();
+  barrier_.wait();
   long line = head.outputs * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
   for (long r = share.from; r < share.to; r++)
     b_.greedy[r] = k_.greedy(m_.dtype, static_cast<const char*>(b_.logits) + r * line, head.outputs);

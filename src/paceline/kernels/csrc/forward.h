@@ -115,7 +115,7 @@ class Forward {
   Kernels k_;
   const Quantised* quantised_ = nullptr;
   pl_batch b_;
-  Team team_;
+  Barrier barrier_;
   Codes codes_;
   Rows x_, given_, joined_, normed_, qkv_, attended_, hidden_, product_, last_, partial_, scratch_;
   std::vector<Row> row_;

@@ -100,7 +100,7 @@ void add_candidates(const Kernels& k, const pl_model& m, const pl_growth& g, con
   long rows = static_cast<long>(of.size()), bytes = stride * (m.dtype == PL_BFLOAT16 ? 2 : 4);
   std::vector<int32_t> places(static_cast<size_t>(rows * width));
   std::vector<float> values(places.size());
-#pragma omp parallel for schedule(static) num_threads(Crew::ours().size(g.threads))
+#pragma omp parallel for schedule(static) num_threads(ActiveThreads::of_process().count(g.threads))
   for (long r = 0; r < rows; r++) {
     const pl_tree& want = of[r]->want;
     int32_t* place = &places[r * width];

@@ -9,15 +9,15 @@ void medusa_logits(const Kernels& k, const Quantised& quantised, const pl_medusa
   long width = m.width, all = rows * count, size = m.dtype == PL_BFLOAT16 ? 2 : 4;
   Rows stream, next, product, scratch;
   for (Rows* each : {&stream, &next, &product}) each->shape(all, width);
-  threads = Crew::ours().size(threads);
+  threads = ActiveThreads::of_process().count(threads);
   scratch.shape(threads, product_scratch(all, width));
   Codes codes;
   codes.shape(all, width);
-  Team team;
+  Barrier barrier;
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
 #pragma omp single
-    team.start(omp_get_num_threads());
+    barrier.reset(omp_get_num_threads());
     FlushToZero flush;
     int thread = omp_get_thread_num(), of = omp_get_num_threads();
     long from = all * thread / of, to = all * (thread + 1) / of;
@@ -25,11 +25,11 @@ void medusa_logits(const Kernels& k, const Quantised& quantised, const pl_medusa
       QuantisedRows coded = w.bits ? codes.of(w) : QuantisedRows{};
       for (long r = first; w.bits && r < first + number; r++)
         if (r >= from && r < to) quantised.row(next.at(r), coded, r - first);
-      if (w.bits) team.meet();
+      if (w.bits) barrier.wait();
       Product p{&w,  m.dtype, next.at(first), number,      next.ld, ending,
                 y,   ldy,     0,              m.logit_cap, &quantised, coded};
       k.product(p, thread, of, scratch.at(thread));
-      if (w.bits) team.meet();
+      if (w.bits) barrier.wait();
     };
     for (long r = from; r < to; r++) {
       long row = m.blocks || !m.shared ? r % rows : r / count;
@@ -38,16 +38,16 @@ void medusa_logits(const Kernels& k, const Quantised& quantised, const pl_medusa
       k.take(m.dtype, given, width, next.at(r));
     }
     for (long block = 0; block < m.blocks; block++) {
-      team.meet();
+      barrier.wait();
       for (long h = 0; h < count; h++)
         multiply(m.block[h * m.blocks + block], h * rows, rows, STORE, product.at(h * rows), product.ld);
-      team.meet();
+      barrier.wait();
       for (long r = from; r < to; r++) {
         long into = m.shared && block == m.blocks - 1 ? r % rows * count + r / rows : r;
         k.add_silu(m.dtype, stream.at(r), product.at(r), next.at(into), width);
       }
     }
-    team.meet();
+    barrier.wait();
     if (m.shared) {
       multiply(m.head[0], 0, all, LOGITS, logits, m.vocab);
     } else {

@@ -159,12 +159,12 @@ typedef struct {
 const char* pl_instructions(void);  // of the kernels in use
 int pl_choose(const char* instructions);  // 0: chosen; else this processor does not have them
 
-// Threads beyond so many processors take turns, as where a container gives the time of fewer than it
-// shows; and how often one of so many threads looks at a barrier before it lets others run.
-void pl_processors(int64_t most);
-int64_t pl_patience(int64_t threads);
-// How many of so many threads the next forward takes: fewer where other processes take processors.
-int64_t pl_crew(int64_t threads);
+// Processors that the process may use: a container may grant the time of fewer than it shows.
+void pl_limit_processors(int64_t most);
+// How often one of `threads` threads looks at a barrier before it yields; 0: more threads than processors.
+int64_t pl_spins_before_yield(int64_t threads);
+// How many of `threads` threads the next forward has: fewer where other processes take processors.
+int64_t pl_active_threads(int64_t threads);
 
 int64_t pl_packed_bytes(int64_t dtype, int64_t outputs, int64_t inputs);
 // Put a dense matrix [rows, inputs] into a packed one, from its output `first` on; and get it out.

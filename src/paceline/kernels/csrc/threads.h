@@ -1,7 +1,8 @@
-// One parallel region for a whole forward: threads meet at barriers of our own.
+// How the threads of a forward work together: their barrier, how many take part, and denormal numbers.
 //
-// A barrier of OpenMP's costs about as much as ours while all threads run, but a region for each
-// product would cost ten times that. The pool is torch's where the library is the same libgomp.
+// A forward is one OpenMP parallel region, in which threads synchronise at a barrier of our own. A barrier of
+// OpenMP costs about as much as ours while all threads run, but a parallel region for each product would
+// cost ten times that. The thread pool is torch's where this library uses the same libgomp.
 #pragma once
 #include <omp.h>
 #include <sched.h>
@@ -16,30 +17,31 @@
 #include <immintrin.h>
 #endif
 
-class Team {
+class Barrier {
  public:
-  void start(int threads) {
-    size_ = threads;
-    patience_ = patience(threads);
+  // One thread of the region calls this before any of them waits.
+  void reset(int threads) {
+    threads_ = threads;
+    spins_ = spins_before_yield(threads);
   }
 
-  // Of whose time a container gives to the process; how many it may run on does not tell.
-  static inline std::atomic<int> allowed{INT_MAX};
+  // Processors that the CPU quota of a container grants this process, which its affinity does not show.
+  static inline std::atomic<int> processor_limit{INT_MAX};
 
-  // How often one of so many looks before it lets others run. Where they are more than processors,
-  // who waits keeps another from arriving.
-  static int patience(int threads) { return threads > processors() ? 0 : kPatience; }
+  // How often one of `threads` waiting threads looks before it yields its processor. With more threads
+  // than processors it yields at once: spinning would keep the threads it waits for from running.
+  static int spins_before_yield(int threads) { return threads > processors() ? 0 : SPINS; }
 
-  // Everybody waits for everybody.
-  void meet() {
-    unsigned round = round_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+  // Returns once all threads have called it.
+  void wait() {
+    unsigned phase = phase_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
+      phase_.store(phase + 1, std::memory_order_release);
       return;
     }
-    for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
-      if (spins < patience_)
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
+      if (spins < spins_)
         pause();
       else
         sched_yield();
@@ -47,14 +49,14 @@ class Team {
   }
 
  private:
-  static constexpr int kPatience = 4000;
+  static constexpr int SPINS = 4000;
   static int processors() {
-    int most = allowed.load(std::memory_order_relaxed), count = omp_get_num_procs();
+    int limit = processor_limit.load(std::memory_order_relaxed), count = omp_get_num_procs();
 #if defined(__linux__)
-    cpu_set_t mine;
-    if (!sched_getaffinity(0, sizeof mine, &mine)) count = CPU_COUNT(&mine);
+    cpu_set_t affinity;
+    if (!sched_getaffinity(0, sizeof affinity, &affinity)) count = CPU_COUNT(&affinity);
 #endif
-    return count < most ? count : most;
+    return count < limit ? count : limit;
   }
   static void pause() {
 #if defined(__x86_64__)
@@ -64,72 +66,79 @@ class Team {
 #endif
   }
 
-  int size_ = 1, patience_ = kPatience;
+  int threads_ = 1, spins_ = SPINS;
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<unsigned> round_{0};
+  alignas(64) std::atomic<unsigned> phase_{0};  // counts the times that all threads have arrived
 };
 
-// Seconds by a clock of the system.
-inline double seconds(clockid_t clock) {
+inline double clock_seconds(clockid_t clock) {
   timespec now;
   clock_gettime(clock, &now);
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
+inline double wall_seconds() { return clock_seconds(CLOCK_MONOTONIC); }
 
-// How many threads take part in this process's parallel regions. Where another process takes a
-// processor, all threads wait at barriers for the one that lost it, a whole slice of the scheduler's
-// at a time: with a thread less nobody waits. Threads of a forward spin and never sleep, so what they
-// ran less than the clock is what others took.
-class Crew {
+// How many threads take part in the parallel regions of this process. Where another process takes a processor,
+// all threads wait at barriers for the one that lost it, a whole time slice of the scheduler each time; with one
+// thread less, none waits. Threads of a forward spin and never sleep, so the time by which they ran less than
+// the wall clock is what other processes took.
+class ActiveThreads {
  public:
-  static Crew& ours() {
-    static Crew crew;
-    return crew;
+  using Clock = double (*)();  // seconds
+  explicit ActiveThreads(Clock clock = wall_seconds) : clock_(clock) {}
+
+  static ActiveThreads& of_process() {
+    static ActiveThreads threads;
+    return threads;
   }
 
-  // Of so many wanted ones.
-  int size(int64_t wanted) {
-    std::lock_guard<std::mutex> alone(busy_);
-    if (away_ && seconds(CLOCK_MONOTONIC) - since_ > hold_) change(away_ / 2, true);
-    return std::max(1, static_cast<int>(wanted) - away_);
+  // How many of the `requested` threads the next parallel region should have.
+  int count(int64_t requested) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (inactive_ && clock_() - changed_at_ > retry_after_) change(inactive_ / 2, true);
+    return std::max(1, static_cast<int>(requested) - inactive_);
   }
 
-  // A forward on so many threads took `elapsed` seconds, of which they ran `used` together.
-  void observe(int threads, double elapsed, double used) {
-    std::lock_guard<std::mutex> alone(busy_);
-    if (threads == 1 || (elapsed_ += elapsed, used_ += used, elapsed_) < WINDOW) return;
-    double missing = threads - used_ / elapsed_;
-    bool again = missed_ || trial_;  // one window may be a program's start
-    missed_ = missing * threads > LOSS;
-    elapsed_ = used_ = 0;
-    if (missed_ && again) {
-      hold_ = trial_ ? std::min(2 * hold_, LONGEST) : SHORTEST;
-      change(std::min(threads - 1, away_ + std::max(1, static_cast<int>(missing))), false);
-    } else if (trial_) {
-      hold_ = SHORTEST;
-      trial_ = false;
+  // Reports a forward that took `wall` seconds on `threads` threads, which ran `cpu` seconds in all.
+  void report(int threads, double wall, double cpu) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (threads == 1 || (wall_ += wall, cpu_ += cpu, wall_) < WINDOW) return;
+    double missing = threads - cpu_ / wall_;  // processors
+    bool confirmed = last_lacked_ || on_trial_;  // one window alone may be the start of a program
+    last_lacked_ = missing * threads > LOSS;
+    wall_ = cpu_ = 0;
+    if (last_lacked_ && confirmed) {
+      retry_after_ = on_trial_ ? std::min(2 * retry_after_, LONGEST) : SHORTEST;
+      change(inactive_ + std::clamp(static_cast<int>(missing), 1, threads - 1), false);
+    } else if (on_trial_) {
+      retry_after_ = SHORTEST;
+      on_trial_ = false;
     }
   }
 
  private:
-  // Seconds. Of a missing processor n threads lose that part of their time; without one thread they
-  // lose 1/n of it where they multiply, less where memory is the bound.
-  static constexpr double WINDOW = 0.02, SHORTEST = 0.1, LONGEST = 3.2, LOSS = 0.8;
+  static constexpr double WINDOW = 0.02;                  // seconds of forwards that are judged together
+  static constexpr double SHORTEST = 0.1, LONGEST = 3.2;  // seconds until more threads are tried
+  // If `missing` of a processor is missing, n threads lose that share of their time. With one thread less
+  // they lose 1/n of it where arithmetic is the bound, and less where memory is.
+  static constexpr double LOSS = 0.8;
 
-  void change(int away, bool trial) {
-    away_ = away, trial_ = trial, missed_ = false, elapsed_ = used_ = 0;
-    since_ = seconds(CLOCK_MONOTONIC);
+  void change(int inactive, bool on_trial) {
+    inactive_ = inactive, on_trial_ = on_trial, last_lacked_ = false, wall_ = cpu_ = 0;
+    changed_at_ = clock_();
   }
 
-  std::mutex busy_;
-  int away_ = 0;                         // threads that take no part
-  bool trial_ = false, missed_ = false;  // whether more of them take part for a try; the last window
-  double since_ = 0, hold_ = SHORTEST;   // until more are tried
-  double elapsed_ = 0, used_ = 0;
+  const Clock clock_;
+  std::mutex mutex_;
+  int inactive_ = 0;          // threads that take no part
+  bool on_trial_ = false;     // more threads take part than before, until a window shows whether that pays
+  bool last_lacked_ = false;  // the last window lacked processors
+  double changed_at_ = 0, retry_after_ = SHORTEST;
+  double wall_ = 0, cpu_ = 0;  // seconds of this window
 };
 
-// Numbers too small for a normal float count as zero in this thread: they are slow, and the tile
-// instructions know none.
+// While it lives, denormal numbers count as zero in this thread: they are slow, and the tile instructions flush
+// them in any case.
 class FlushToZero {
  public:
 #if defined(__x86_64__)
