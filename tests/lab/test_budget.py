@@ -11,7 +11,7 @@ from support.simulated_clock import Clock
 
 
 def took(budget: Budget, clock: Clock, kind: str, seconds: float, size: float = 1.0) -> None:
-    with budget.piece(kind, size):
+    with budget.task(kind, size):
         clock.now += seconds
 
 
@@ -75,7 +75,7 @@ def test_a_part_has_its_share_and_the_same_experience() -> None:
 def test_what_fails_teaches_nothing() -> None:
     clock = Clock()
     budget = Budget(10, clock)
-    with pytest.raises(ValueError), budget.piece("text"):
+    with pytest.raises(ValueError), budget.task("text"):
         clock.now += 0.001
         raise ValueError
     assert budget.estimate("text") is None

@@ -25,8 +25,8 @@ class SecondEach(Budget):
         super().__init__(seconds, self.clock)
 
     @contextmanager
-    def piece(self, kind: str, size: float = 1.0) -> Iterator[None]:
-        with super().piece(kind, size):
+    def task(self, kind: str, size: float = 1.0) -> Iterator[None]:
+        with super().task(kind, size):
             yield
             self.clock.now += 1
 

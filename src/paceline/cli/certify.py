@@ -74,8 +74,8 @@ def _certify_server(
                 "behind --url; leave it out, and start the server with it"
             )
     from paceline.lab.bench.prompts import evenly
-    from paceline.lab.certify.asking import connect
     from paceline.lab.certify.server import ServerCertifier
+    from paceline.lab.certify.session import connect
 
     texts = [(prompt.name, prompt.text) for prompt in evenly(prompts.load(1), effort.num_prompts)]
     of_model = model or None, os.environ.get("OPENAI_API_KEY")
@@ -90,7 +90,7 @@ def _certify_server(
 
 
 def _run(certifier: Certifier | ServerCertifier) -> Interruption:
-    progress = spending("certifying", certifier.budget, certifier.pieces)
+    progress = spending("certifying", certifier.budget, certifier.num_tasks)
     with Interruption() as interrupted, progress as advance:
         certifier.run(advance)
     return interrupted
@@ -145,7 +145,7 @@ def certify(
     llm = engine.beside(base, max_batch_size=batch, max_model_len=needed)
     certifier = Certifier(llm, encoded, params, effort, budget=budget)
     interrupted = _run(certifier)
-    with stage("judging what was drawn"):
+    with stage("testing the samples"):
         certificate = certifier.certificate()
     report = certificate.report()
     plain = llm.target.cache_dtype == llm.target.dtype and not is_few(llm.target.hf)

@@ -1,4 +1,4 @@
-"""A wall-clock budget: what still fits is judged by what such work took until now."""
+"""A wall-clock budget. Whether a task still fits is estimated from earlier tasks of its kind."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 Clock = Callable[[], float]
-_REMEMBERED = 3  # how many of a kind an estimate is made from
-_CAUTION = 1.15  # a shared machine's next piece may take longer than its last ones
+_REMEMBERED = 3  # tasks of a kind from which an estimate is made
+_CAUTION = 1.15  # on a shared machine the next task may take longer than the last ones
 
 
 class Budget:
-    """So many seconds from now on; None is without end. ``fits``: whether one more piece of a kind
-    of work will end in time, by the slowest of the last few; if none was tried, whether any time is
-    left. ``reserve``: seconds kept for what must be done at the end."""
+    """``seconds`` from now on; None is no limit. ``reserve``: seconds of it that are kept for work
+    at the end."""
 
     def __init__(self, seconds: float | None = None, clock: Clock = time.monotonic) -> None:
         self.seconds = seconds
@@ -31,26 +30,28 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds for work, the reserve not among them."""
+        """Seconds left, without the reserve."""
         return math.inf if self.seconds is None else self.seconds - self.reserve - self.spent
 
     @contextmanager
-    def piece(self, kind: str, size: float = 1.0) -> Iterator[None]:
-        """A piece of work, ``size`` units of its kind. One that fails teaches nothing."""
+    def task(self, kind: str, size: float = 1.0) -> Iterator[None]:
+        """Time a task of ``size`` units of its kind, for later estimates (unless it raises)."""
         start = self._clock()
         yield
         self._took[kind].append((self._clock() - start) / size)
 
     def estimate(self, kind: str) -> float | None:
-        """Seconds of one unit of this kind; None if it was never tried."""
+        """Seconds per unit of this kind, from the slowest of the last few tasks; None if there was
+        none yet."""
         took = self._took.get(kind)
         return max(took) * _CAUTION if took else None
 
     def fits(self, kind: str, size: float = 1.0) -> bool:
+        """Whether a task will end in time. The first of its kind fits if any time is left."""
         return self.seconds is None or (self.estimate(kind) or 0.0) * size < self.left
 
     def part(self, share: float) -> Budget:
-        """A budget of this ``share`` of what is left, with the same experience."""
+        """A budget of this ``share`` of what is left, with the same estimates."""
         seconds = None if self.seconds is None else max(0.0, self.left) * share
         part = Budget(seconds, self._clock)
         part._took = self._took
@@ -59,8 +60,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Spending:
-    """``seconds``: the budget, None without; ``spent``: in all. ``done`` and ``wanted``: so many of
-    each kind of work; ``missing``: what was not begun."""
+    """How a budget of ``seconds`` (None: no limit) was spent. ``done`` and ``wanted``: number of
+    tasks by kind; ``missing``: names of those that were not begun."""
 
     seconds: float | None
     spent: float

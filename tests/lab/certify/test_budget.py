@@ -33,7 +33,7 @@ def test_any_beginning_has_a_little_of_everything(llm: LLM, prompts: Named) -> N
 
     def advance(shown: str) -> None:
         drawn = [len(prefix.drawn) for prefix in certifier.evidence.prefixes]
-        state = certifier.compared(range(3)), drawn
+        state = certifier.num_compared(range(3)), drawn
         if not seen or state != seen[-1]:
             seen.append(state)
 
@@ -86,7 +86,7 @@ def test_few_samples_are_not_enough_however_well_they_fit(
     llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "paceline.lab.certify.certificate.MOST_BIAS", 0.2
+        "paceline.lab.certify.certificate.MAX_BIAS", 0.2
     )  # these distributions have few cells
     effort = Effort(num_prompts=2, max_tokens=16, prefixes=2, samples=340)
     certifier, _ = ended_after(llm, prompts, 17.9, effort=effort)
@@ -120,7 +120,7 @@ def complete(whole: tuple[Certifier, list[str]]) -> Certifier:
 def test_texts_that_no_setting_finished_certify_nothing(complete: Certifier) -> None:
     """It said CERTIFIED beside "0 of 8 texts": each setting had seen some other text."""
     certifier = complete
-    for number in range(certifier.texts):
+    for number in range(certifier.num_texts):
         certifier.evidence.done.remove(f"greedy/{number}")
     certificate = certifier.certificate()
     assert certificate.verdict.startswith("NOT ENOUGH: whole texts compared: 0, not 2")
@@ -167,7 +167,7 @@ def test_a_prefix_is_begun_if_all_of_it_fits(llm: LLM, prompts: Named) -> None:
 
 def test_without_an_end_everything_is_tested(whole: tuple[Certifier, list[str]]) -> None:
     certifier, said = whole
-    assert len(said) == certifier.pieces
+    assert len(said) == certifier.num_tasks
     certificate = certifier.certificate()
     assert certificate.facts["complete"] and certificate.lossless
     assert certificate.facts["budget"]["texts"] == certificate.facts["budget"]["texts_wanted"] == 2

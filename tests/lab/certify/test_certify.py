@@ -50,10 +50,10 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
     ngram = llm.beside("ngram", max_batch_size=8, seed=1)
     again = [("again", [*prompts[0][1], *prompts[0][1]] * 2)]
     certifier = Certifier(ngram, again, None, Effort(1, 16, 1, 200))
-    assert list(certifier.alone)[2] == "draft length auto, alone"
+    assert list(certifier.single_settings)[2] == "draft length auto, alone"
     pieces: list[str] = []
     certifier.run(pieces.append)
-    assert len(pieces) == certifier.pieces
+    assert len(pieces) == certifier.num_tasks
     # Its drafts are chosen, so there is no distribution of its own to test.
     assert not [t for t in certifier.certificate().rows("tests") if t.part == "drafter"]
 
@@ -92,14 +92,14 @@ def test_greedy_only(llm: LLM, prompts: Named) -> None:
     ("effort", "lack"),
     [
         (Effort(1, 16, 1, 600), "whole texts compared: 1, not 2"),
-        (Effort(2, 16, 1, 100), "or more would have been seen"),
+        (Effort(2, 16, 1, 100), "or more would have been detected"),
     ],
 )
 def test_little_is_no_certificate_also_where_no_more_was_asked_for(
     llm: LLM, prompts: Named, effort: Effort, lack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # These distributions have few cells, so that few samples see much.
-    monkeypatch.setattr("paceline.lab.certify.certificate.MOST_BIAS", 0.15)
+    monkeypatch.setattr("paceline.lab.certify.certificate.MAX_BIAS", 0.15)
     certificate = certify(llm, prompts, effort=effort)
     assert certificate.facts["complete"] and not certificate.problems
     assert not certificate.lossless

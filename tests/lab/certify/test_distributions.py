@@ -19,9 +19,9 @@ def test_cells_are_likely_tokens_and_one_for_the_others(samples: int, tokens: li
     """Likely are those that five of the samples should have."""
     moved, least = PROBS.roll(1), 5 / samples
     cells = Cells.of(PROBS, moved, samples)
-    assert cells.groups == tokens
-    assert cells.chances == pytest.approx([*PROBS[tokens].tolist(), 1 - float(PROBS[tokens].sum())])
-    assert min(cells.chances) >= least - 1e-6
+    assert cells.likely == tokens
+    assert cells.probs == pytest.approx([*PROBS[tokens].tolist(), 1 - float(PROBS[tokens].sum())])
+    assert min(cells.probs) >= least - 1e-6
     assert cells.counts(Counter([1, 2, 4, 1])) == [2, *[0] * (len(tokens) - 1), 2]
     apart = [abs(float(PROBS[t] - moved[t])) for t in tokens]
     rest = abs(float(PROBS[tokens].sum() - moved[tokens].sum()))
@@ -31,4 +31,6 @@ def test_cells_are_likely_tokens_and_one_for_the_others(samples: int, tokens: li
 def test_a_certain_distribution_has_one_cell() -> None:
     certain = torch.tensor([0.0, 1.0, 0.0])
     cells = Cells.of(certain, certain, 500)
-    assert len(cells.chances) == 1 and cells.counts(Counter([1, 1])) == [2] and not cells.slack
+    assert (
+        len(cells.probs) == 1 and cells.counts(Counter([1, 1])) == [2] and not cells.rounding_effect
+    )

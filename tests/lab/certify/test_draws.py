@@ -8,7 +8,7 @@ import torch
 
 from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree
-from paceline.lab.certify.draws import DrawCounts, Recorder
+from paceline.lab.certify.draws import DrawCounts, RecordingDrafter
 
 DISTRIBUTION = torch.softmax(torch.arange(8) / 2.0, -1)
 
@@ -37,7 +37,7 @@ class OneSlice:
 
 def p_value(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> float:
     draws = DrawCounts()
-    recorder = Recorder(Sampler(drawn, declared, siblings), draws)
+    recorder = RecordingDrafter(Sampler(drawn, declared, siblings), draws)
     for _ in range(600):
         recorder.propose(OneSlice())
     assert draws.total == 600 * siblings
@@ -60,7 +60,7 @@ def test_impossible_draws_are_counted() -> None:
     declared = DISTRIBUTION.clone()
     declared[7] = 0.0
     draws = DrawCounts()
-    recorder = Recorder(Sampler(DISTRIBUTION, declared / declared.sum(), 1), draws)
+    recorder = RecordingDrafter(Sampler(DISTRIBUTION, declared / declared.sum(), 1), draws)
     for _ in range(100):
         recorder.propose(OneSlice())
     assert draws.impossible > 10
@@ -72,7 +72,7 @@ def test_deterministic_drafts_have_nothing_to_test() -> None:
 
 def test_the_largest_tree_of_a_kind_is_kept_as_it_was_proposed() -> None:
     declared = DISTRIBUTION.clone()
-    recorder = Recorder(Sampler(DISTRIBUTION, declared, 1), DrawCounts())
+    recorder = RecordingDrafter(Sampler(DISTRIBUTION, declared, 1), DrawCounts())
     recorder.propose(OneSlice())
     declared.zero_()  # drafters use their memory again
     recorder._drafter = Sampler(DISTRIBUTION, DISTRIBUTION, 3)

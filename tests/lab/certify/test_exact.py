@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.kernels.lookup import functions
-from paceline.lab.certify.exact import _WAYS, ExactCheck, SmallStep, enumerate_step
+from paceline.lab.certify.exact import _PARAMS, ExactCheck, SmallStep, enumerate_step
 from paceline.verify.kernels import Question, decide
 from paceline.verify.rules import RuleProbabilities
 from paceline.verify.verifier import Verifier
@@ -47,7 +47,7 @@ STEPS = {
 
 def distances(verifier: Verifier, over: SmallStep) -> list[float]:
     """In the kernels where they can decide, then in torch; at either end of the intervals."""
-    found = [over.distance(verifier, *way) for way in product(_WAYS, (False, True))]
+    found = [over.distance(verifier, *way) for way in product(_PARAMS, (False, True))]
     assert min(outcomes for _, outcomes in found) > 10
     return [distance for distance, _ in found]
 

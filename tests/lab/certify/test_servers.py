@@ -12,10 +12,10 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.lab.budget import Budget
-from paceline.lab.certify.asking import AnswerChoice, AnswerToken, connect, name_of, parting
 from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.server import ServerCertifier, lacks_of
+from paceline.lab.certify.session import AnswerChoice, AnswerToken, compare_greedy, connect, name_of
 from support.diagonal import diagonal
 from support.planted_server import FAULTS, PlantedServer, served
 
@@ -99,12 +99,15 @@ def test_a_near_tie_is_none_of_the_servers_faults() -> None:
 
     likeliest = {" b": -0.7, " c": -0.8}
     one, other = two_words(" b", -0.7, likeliest), two_words(" c", -0.8, likeliest)
-    assert parting(one, one) == ("", False)
-    certificate, tie = parting(one, other)
-    assert tie and certificate.startswith("token 1 is ' b', ' c' is due")
+    assert compare_greedy(one, one) == ("", False)
+    certificate, tie = compare_greedy(one, other)
+    assert tie and certificate.startswith("token 1 is ' b', expected ' c'")
     far = two_words(" b", -0.1, {" b": -0.1, " c": -4.0})
-    assert parting(other, far) == ("token 1 is ' c', ' b' is due: 3.90 nats likelier", False)
-    assert parting(one, replace(one, text="a", tokens=one.tokens[:1])) == (
+    assert compare_greedy(other, far) == (
+        "token 1 is ' c', expected ' b', which is 3.90 nats likelier",
+        False,
+    )
+    assert compare_greedy(one, replace(one, text="a", tokens=one.tokens[:1])) == (
         "one text ends after 1 tokens",
         False,
     )
@@ -170,7 +173,7 @@ def test_samples_that_see_nothing_certify_nothing() -> None:
     assert not lacks_of(certificate.rows("parts"), certificate.rows("tests"))
     for tests in ((), (replace(certificate.rows("tests")[0], smallest_bias=0.4),)):
         (lack,) = lacks_of(certificate.rows("parts"), tests)
-        assert "or more would have been seen in the samples" in lack
+        assert "or more would have been detected in the samples" in lack
         blind = replace(certificate, lacks=(lack,))
         assert not blind.lossless and blind.verdict.startswith(f"NOT ENOUGH: {lack}")
     greedy, *others = certificate.rows("parts")

@@ -44,7 +44,9 @@ def test_what_comes_after_a_tie_is_compared(
     ((plain, _),) = decode(llm.engine, [text], 0)
     given: list[tuple[int, ...]] = []
 
-    def faked(engine, starts, length=None, enough=None) -> list[tuple[Sequence[int], DraftCounts]]:
+    def faked(
+        engine, starts, draft_length=None, max_new_tokens=None
+    ) -> list[tuple[Sequence[int], DraftCounts]]:
         given.extend(start.output for start in starts)
         tokens = list(plain)
         at = {0: 2, 3: 7}.get(len(starts[0].output))
@@ -58,8 +60,8 @@ def test_what_comes_after_a_tie_is_compared(
             return None
         return difference(at, 0.0 if at == 2 else second or 0.0)
 
-    monkeypatch.setattr("paceline.lab.certify.subject.decode", faked)
-    monkeypatch.setattr("paceline.lab.certify.subject.explain", explained)
+    monkeypatch.setattr("paceline.lab.certify.texts.decode", faked)
+    monkeypatch.setattr("paceline.lab.certify.texts.explain", explained)
     check = subject.check_texts("greedy", "x", [(text, plain)])
     assert (len(check.ties), len(check.bugs)) == (ties, bugs)
     assert given[:2] == [(), plain[:3]]
@@ -72,7 +74,7 @@ def test_decoding_goes_on_from_given_output(llm: LLM, text: Start) -> None:
     ((whole, counts),) = decode(llm.engine, [text], 2)
     assert counts.drafted >= counts.accepted
     assert decode(llm.engine, [replace(text, output=whole[:5])], 0)[0][0] == whole
-    assert decode(llm.engine, [text], 2, enough=3)[0][0] == whole[:3]
+    assert decode(llm.engine, [text], 2, max_new_tokens=3)[0][0] == whole[:3]
     assert not llm.engine.has_work
 
 
@@ -92,7 +94,7 @@ def test_equal_rows_have_no_ties(
     ((plain, _),) = decode(llm.engine, [text], 0)
     other = (*plain[:-1], plain[-1] + 1), DraftCounts(drafted=8, accepted=4)
     at = len(plain) - 1
-    monkeypatch.setattr("paceline.lab.certify.subject.decode", lambda *_: [other])
-    monkeypatch.setattr("paceline.lab.certify.subject.explain", lambda *_: difference(at, 0.0))
+    monkeypatch.setattr("paceline.lab.certify.texts.decode", lambda *_: [other])
+    monkeypatch.setattr("paceline.lab.certify.texts.explain", lambda *_: difference(at, 0.0))
     check = subject.check_texts("greedy", "x", [(text, plain)])
     assert (len(check.ties), len(check.bugs)) == (0, 1)

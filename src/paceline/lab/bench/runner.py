@@ -179,7 +179,7 @@ def take_turns(
                 break
             shift = (turn + index) % len(engines)
             outcomes: dict[str, TimedRun] = {}
-            with budget.piece(kind, len(job.asks)):
+            with budget.task(kind, len(job.asks)):
                 for engine in [*engines[shift:], *engines[:shift]]:
                     advance(f"{job.category}: {engine.name}")
                     outcomes[engine.name] = engine.run(job.asks)

@@ -1,4 +1,4 @@
-"""What a certification has seen, and its certificate."""
+"""The evidence of a certification, and the certificate: verdict, tables, JSON."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.lab.certify.chisquare import ChiSquare, holm
-from paceline.lab.certify.decoding import Difference, Start, String
+from paceline.lab.certify.decoding import Difference, Start, TokenIds
 from paceline.lab.certify.draws import DrawCounts, Examples
 from paceline.lab.certify.exact import ExactCheck
 from paceline.lab.report.document import NOTES, Column, Report, Text, record_of, table_of
 
-# The least that the word CERTIFIED stands for, however little was asked for.
-LEAST_TEXTS = 2  # compared in every setting
-LEAST_PREFIXES = 1  # with all their samples, and the rule enumerated there
-POWER = 0.9
-MOST_BIAS = 0.25  # that may have gone unseen
-_MOST_DIVERGENCES = 12  # in a report
+# The minimum of evidence for the verdict CERTIFIED, whatever the effort settings ask for.
+MIN_TEXTS = 2  # compared in every setting
+MIN_PREFIXES = 1  # with all their samples, and the rule enumerated there
+MAX_BIAS = 0.25  # a larger bias must have been detectable
+POWER = 0.9  # probability with which a test detects its smallest bias
+_MAX_DIVERGENCES = 12  # in a report
 _NOTES = NOTES["certify"]
 
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Rows as a list of JSON, under ``key`` if there is one, and as a section ``title``."""
+    """Results of one kind: a section ``title`` of the report, and a list under ``key`` in the JSON
+    (left out of it without a key)."""
 
     key: str
     title: str
@@ -45,7 +46,7 @@ TESTS = ResultTable(
         Column("degrees_of_freedom", "df", "outcome.df"),
         Column("p_value", "p", "outcome.p_value", "{:.2g}".format),
         Column("adjusted_p_value", "Holm p", shown="{:.2g}".format),
-        Column("smallest_bias", "sees", shown="{:.1%}".format),
+        Column("smallest_bias", "detects", shown="{:.1%}".format),
         Column("rounding", "rounding", shown="{:.2%}".format),
     ),
     _NOTES["tests"].format(POWER),
@@ -54,7 +55,7 @@ TESTS = ResultTable(
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong: in which part, and what, in one line."""
+    """Something wrong: the part of the certification, and a one-line description."""
 
     part: str
     what: str
@@ -62,10 +63,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class DistributionTest:
-    """One test: ``what`` against what, where, and at which draft length.
-    ``part`` is at fault if it fails. ``rounding``: see TESTS. Of a test in its family:
-    ``adjusted_p_value`` after Holm's correction, ``smallest_bias`` (total variation) that it finds
-    with probability ``POWER``."""
+    """A chi-square test. ``what`` names the two distributions compared; if it fails, the problem is
+    one of ``part``. ``rounding``: total variation between two batch shapes of the target.
+    ``adjusted_p_value``: after Holm's correction; ``smallest_bias``: the total variation distance
+    that the test detects with probability ``POWER``. Both are set by ``with_holm_correction``."""
 
     part: str
     what: str
@@ -84,8 +85,11 @@ class DistributionTest:
         return Problem(self.part, f"{where} ({odds})")
 
 
-def as_family(tests: Sequence[DistributionTest], alpha: float) -> tuple[DistributionTest, ...]:
-    """The tests corrected for their number (Holm 1979), each with the bias that it sees."""
+def with_holm_correction(
+    tests: Sequence[DistributionTest], alpha: float
+) -> tuple[DistributionTest, ...]:
+    """The tests with p-values corrected for multiple testing (Holm 1979) and the smallest bias that
+    each detects at the family-wise level ``alpha``."""
     adjusted = holm([test.outcome.p_value for test in tests])
     share = alpha / max(1, len(tests))
     return tuple(
@@ -94,23 +98,25 @@ def as_family(tests: Sequence[DistributionTest], alpha: float) -> tuple[Distribu
     )
 
 
-def too_little(texts: int, bias: float) -> list[str]:
-    """Why so many compared texts, and samples that see such a ``bias``, certify nothing."""
+def missing_evidence(texts: int, bias: float) -> list[str]:
+    """Why the evidence is not enough, if it is not: ``texts`` compared in every setting, and tests
+    whose smallest detectable bias is ``bias``."""
     lacks = []
-    if texts < LEAST_TEXTS:
-        lacks.append(f"whole texts compared: {texts}, not {LEAST_TEXTS}")
-    if bias > MOST_BIAS:
-        lacks.append(f"only a bias of {bias:.0%} or more would have been seen in the samples")
+    if texts < MIN_TEXTS:
+        lacks.append(f"whole texts compared: {texts}, not {MIN_TEXTS}")
+    if bias > MAX_BIAS:
+        lacks.append(f"only a bias of {bias:.0%} or more would have been detected in the samples")
     return lacks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """The outcome. ``lossless`` only if nothing is wrong and enough was tested.
+    """The outcome. ``lossless`` only if there are no problems and enough was tested.
 
-    ``facts``: for JSON. ``tables``: the results; tests of distributions hold together at the level
-    ``alpha``. ``lacks``: why the tests certify nothing. ``notes``: what was left out, and why.
-    ``completed``: what the time was spent on; ``certified``: what that word stands for here.
+    ``facts``: further entries of the JSON. ``tables``: the results. ``alpha``: family-wise error
+    rate of the distribution tests. ``lacks``: evidence that is missing for a certificate.
+    ``notes``: what was left out, and why. ``completed``: a line on what was done in which time;
+    ``certified``: what the verdict CERTIFIED says in this case.
     """
 
     title: str
@@ -138,15 +144,15 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        nothing = "nothing is wrong in what was tested"
+        so_far = "no problem in what was tested"
         if self.problems:
             first, *others = self.problems
             more = f" (and {len(others)} more)" if others else ""
             return f"NOT LOSSLESS: {first.part}: {first.what}{more}"
         if self.interrupted:
-            return f"NOT CERTIFIED: interrupted; {nothing}"
+            return f"NOT CERTIFIED: interrupted; {so_far}"
         if self.lacks:
-            return f"NOT ENOUGH: {'; '.join(self.lacks)}. {self.completed}; {nothing}"
+            return f"NOT ENOUGH: {'; '.join(self.lacks)}. {self.completed}; {so_far}"
         return f"CERTIFIED: {self.certified}"
 
     def record(self) -> dict[str, Any]:
@@ -167,8 +173,8 @@ class Certificate:
                 report.add(table.title, table_of(table.rows, table.columns, table.note))
         lines = [Text(note) for note in self.notes]
         lines += [Text(f"{item.part}: {item.what}", warning=True) for item in self.problems[1:]]
-        mentioned = self.completed in self.verdict
-        lines += [] if mentioned else [Text(f"{self.completed}.")]
+        if self.completed not in self.verdict:
+            lines.append(Text(f"{self.completed}."))
         lines.append(Text(self.verdict, warning=not self.lossless))
         report.add("Verdict", *lines)
         return report
@@ -176,7 +182,7 @@ class Certificate:
 
 @dataclass(frozen=True, kw_only=True)
 class TextDivergence(Difference):
-    """Where a text leaves the plain one, re-scored; both tokens spelt out."""
+    """Where a text differs from the plain one, re-scored; with both tokens as text."""
 
     text: str
     plain: str
@@ -185,8 +191,9 @@ class TextDivergence(Difference):
 
 @dataclass(frozen=True)
 class TextCheck:
-    """Texts of a kind under one setting against plain decoding. After one of the ``ties``, which
-    rounding explains, the comparison goes on from the plain text; one of the ``bugs`` ends it."""
+    """Texts of a kind compared with plain decoding under one setting. ``ties`` are differences that
+    rounding explains; after each the comparison continues from the plain text. A text's comparison
+    ends at one of the ``bugs``."""
 
     kind: str  # "greedy" or "seeded"
     setting: str
@@ -205,31 +212,32 @@ class TextCheck:
     def problem(self, bug: TextDivergence) -> Problem:
         where = f"BUG: {self.setting}: {bug.text}: token {bug.at}"
         if bug.scores is None:
-            return Problem(self.kind, f"{where}: one text ends where the other goes on")
-        what = f"is {bug.speculative!r}, plain decoding's {bug.plain!r}"
-        why = f"{bug.gap:.3g} apart, rounding moves them by {bug.step:.2g}"
-        return Problem(self.kind, f"{where} {what}: their scores are {why}")
+            return Problem(self.kind, f"{where}: one text ends where the other continues")
+        what = f"is {bug.speculative!r}, with plain decoding {bug.plain!r}"
+        why = f"differ by {bug.gap:.3g}, the rounding step is {bug.step:.2g}"
+        return Problem(self.kind, f"{where} {what}: their scores {why}")
 
 
 @dataclass
 class Prefix:
-    """Where continuations are drawn, and those drawn there, with drafts of ``length``; ``examples``
-    of these drafts."""
+    """A point at which continuations are sampled. ``drawn``: the samples, decoded with drafts of
+    ``draft_length``; ``drafted``: tokens drafted for them; ``examples`` of these drafts."""
 
     start: Start
-    length: int
-    drawn: list[String] = field(default_factory=list)
+    draft_length: int
+    drawn: list[TokenIds] = field(default_factory=list)
     drafted: int = 0
     examples: Examples = field(default_factory=dict)
 
 
 @dataclass
 class Evidence:
-    """``done``: the pieces of work that are in it, by name. ``plain``: plain decoding's texts.
-    ``tokens`` of each text; 0 until that is decided. ``draws``: the drafter's."""
+    """All results so far. ``done``: names of the completed tasks. ``plain``: plain decoding's texts
+    by name. ``tokens``: length of each text, 0 until it is chosen. ``draws``: tokens sampled by the
+    drafter."""
 
     tokens: int = 0
-    plain: dict[str, String] = field(default_factory=dict)
+    plain: dict[str, TokenIds] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     checks: list[TextCheck] = field(default_factory=list)
     prefixes: list[Prefix] = field(default_factory=list)
@@ -239,7 +247,7 @@ class Evidence:
     notes: list[str] = field(default_factory=list)
 
     def add(self, check: TextCheck) -> None:
-        """To what was seen of the same requests under the same setting."""
+        """Add a check to the earlier ones of the same kind and setting."""
         self.problems += map(check.problem, check.bugs)
         for index, old in enumerate(self.checks):
             if (old.kind, old.setting) == (check.kind, check.setting):
@@ -248,16 +256,17 @@ class Evidence:
         self.checks.append(check)
 
     def tables(self, tests: Sequence[DistributionTest]) -> Iterator[ResultTable]:
-        """With the ``tests`` of what was drawn; the same difference under several settings once."""
+        """All tables, with the ``tests`` of the samples. A divergence under several settings is
+        listed once."""
         yield replace(_TEXTS, rows=tuple(self.checks))
         listed = {item for check in self.checks for item in (*check.bugs, *check.ties)}
         rows = sorted(listed, key=lambda item: (item.is_tie, item.text))
-        yield replace(_DIVERGENCES, rows=rows[:_MOST_DIVERGENCES])
+        yield replace(_DIVERGENCES, rows=rows[:_MAX_DIVERGENCES])
         yield replace(TESTS, rows=tests)
         yield replace(_EXACT, rows=tuple(self.exact))
 
 
-def _class(difference: Difference) -> str:
+def _classification(difference: Difference) -> str:
     if difference.on_edge:
         return "tie (edge of the truncation)"
     return "tie" if difference.is_tie else "BUG"
@@ -265,7 +274,7 @@ def _class(difference: Difference) -> str:
 
 _DIVERGENCES = ResultTable(
     "",
-    "Where texts part, re-scored",
+    "Where texts differ, re-scored",
     (
         Column("text", "text"),
         Column("at", "token"),
@@ -278,9 +287,9 @@ _DIVERGENCES = ResultTable(
         Column("rounding_step", "step", "step", "{:.2g}".format),
         Column("rounding_spread", "shape", "spread", "{:.2g}".format),
         Column("on_edge"),
-        Column("", "class", "", _class),
+        Column("", "class", "", _classification),
     ),
-    _NOTES["divergences"].format(_MOST_DIVERGENCES),
+    _NOTES["divergences"].format(_MAX_DIVERGENCES),
 )
 
 

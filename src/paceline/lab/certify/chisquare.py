@@ -1,5 +1,6 @@
-"""Chi-square tests with their power. The tail of the non-central distribution is a Poisson mixture
-of central ones (Johnson, Kotz and Balakrishnan 1995, chapter 29), but for terms below 1e-15."""
+"""Chi-square tests and their power. The non-central chi-square distribution is computed as a
+Poisson mixture of central ones (Johnson, Kotz and Balakrishnan 1995, chapter 29); terms below 1e-15
+are left out."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 
-def tail(statistic: float, df: int, noncentrality: float = 0.0) -> float:
+def upper_tail(statistic: float, df: int, noncentrality: float = 0.0) -> float:
     """P(X >= statistic) for X chi-square with ``df`` degrees of freedom."""
     if statistic <= 0:
         return 1.0
@@ -24,31 +25,33 @@ def tail(statistic: float, df: int, noncentrality: float = 0.0) -> float:
     return min(1.0, float((weights * above).sum()))
 
 
-def critical(alpha: float, df: int, noncentrality: float = 0.0) -> float:
-    """The statistic that is exceeded with probability ``alpha``."""
-    return _solve(lambda x: tail(x, df, noncentrality) - alpha)
+def critical_value(alpha: float, df: int, noncentrality: float = 0.0) -> float:
+    """The value that the statistic exceeds with probability ``alpha``."""
+    return _root(lambda x: upper_tail(x, df, noncentrality) - alpha)
 
 
-def detectable(alpha: float, power: float, df: int, allowed: float = 0.0) -> float:
-    """The non-centrality that a test finds with probability ``power``. Under one of ``allowed`` it
-    still holds its ``alpha``."""
-    limit = critical(alpha, df, allowed)
-    return _solve(lambda value: power - tail(limit, df, value))
+def detectable_noncentrality(
+    alpha: float, power: float, df: int, null_noncentrality: float = 0.0
+) -> float:
+    """The non-centrality that a test at level ``alpha`` detects with probability ``power``, if the
+    null hypothesis includes non-centralities up to ``null_noncentrality``."""
+    limit = critical_value(alpha, df, null_noncentrality)
+    return _root(lambda value: power - upper_tail(limit, df, value))
 
 
-def _solve(falling: Callable[[float], float]) -> float:
-    """The zero of a falling function on [0, infinity)."""
+def _root(decreasing: Callable[[float], float]) -> float:
+    """The root of a decreasing function on [0, infinity), by bisection."""
     low, high = 0.0, 1.0
-    while falling(high) > 0:
+    while decreasing(high) > 0:
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+        low, high = (middle, high) if decreasing(middle) > 0 else (low, middle)
     return high
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number (Holm 1979): compare each with the family's alpha."""
+    """p-values adjusted for multiple tests (Holm 1979): compare each with the family's alpha."""
     if not p_values:
         return []
     ascending, order = torch.tensor(p_values, dtype=torch.float64).sort()
@@ -58,40 +61,48 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class ChiSquare:
-    """``weight`` turns an effect w² into a non-centrality. ``allowed``: the non-centrality that
-    rounding explains, under which ``p_value`` is."""
+    """Outcome of a test. The non-centrality of an effect w² is ``effective_samples`` times w²;
+    ``p_value`` is computed at ``null_noncentrality``, which rounding alone may cause."""
 
     statistic: float
     df: int
     p_value: float
-    weight: float
-    allowed: float
+    effective_samples: float
+    null_noncentrality: float
 
     @classmethod
-    def of(cls, statistic: float, df: int, weight: float, slack: float) -> ChiSquare:
-        """``slack``: the w² that rounding may cause."""
-        allowed = weight * slack
-        p_value = tail(statistic, df, allowed) if df > 0 else 1.0
-        return cls(statistic, df, p_value, weight, allowed)
+    def of(
+        cls, statistic: float, df: int, effective_samples: float, rounding_effect: float
+    ) -> ChiSquare:
+        """``rounding_effect``: the effect w² that rounding may cause."""
+        allowed = effective_samples * rounding_effect
+        p_value = upper_tail(statistic, df, allowed) if df > 0 else 1.0
+        return cls(statistic, df, p_value, effective_samples, allowed)
 
     def smallest_bias(self, alpha: float, power: float = 0.9) -> float:
-        """Total variation over the cells that is found with ``power`` or more, at level ``alpha``:
-        a bias d has the effect w² = sum d²/p >= (sum |d|)² = 4 TV² (Cauchy and Schwarz)."""
-        effect = detectable(alpha, power, self.df, self.allowed)
-        return min(1.0, math.sqrt(effect / self.weight) / 2)
+        """The total variation distance over the cells that a test at level ``alpha`` detects with
+        at least ``power``. A bias d has the effect w² = sum d²/p >= (sum |d|)² = 4 TV²
+        (Cauchy-Schwarz)."""
+        effect = detectable_noncentrality(alpha, power, self.df, self.null_noncentrality)
+        return min(1.0, math.sqrt(effect / self.effective_samples) / 2)
 
 
-def goodness(observed: Sequence[int], chances: Sequence[float], slack: float = 0.0) -> ChiSquare:
-    """Do counts follow these chances (Pearson)? ``slack`` as of ``ChiSquare.of``."""
-    count = sum(observed)
-    pairs = zip(observed, chances, strict=True)
-    statistic = sum((seen - count * chance) ** 2 / (count * chance) for seen, chance in pairs)
-    return ChiSquare.of(statistic, len(chances) - 1, float(count), slack)
+def goodness_of_fit(
+    observed: Sequence[int], probs: Sequence[float], rounding_effect: float = 0.0
+) -> ChiSquare:
+    """Pearson's test that ``observed`` counts follow the ``probs`` of the cells. For
+    ``rounding_effect`` see ``ChiSquare.of``."""
+    total = sum(observed)
+    pairs = zip(observed, probs, strict=True)
+    statistic = sum((count - total * prob) ** 2 / (total * prob) for count, prob in pairs)
+    return ChiSquare.of(statistic, len(probs) - 1, float(total), rounding_effect)
 
 
-def homogeneity(left: Sequence[int], right: Sequence[int], slack: float = 0.0) -> ChiSquare:
-    """Do two samples come from one distribution? Cells that both miss are left out."""
+def homogeneity(
+    left: Sequence[int], right: Sequence[int], rounding_effect: float = 0.0
+) -> ChiSquare:
+    """Test that two samples come from the same distribution. Cells empty in both are left out."""
     m, n = sum(left), sum(right)
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a + b]
     statistic = sum((a * n - b * m) ** 2 / (m * n * (a + b)) for a, b in pairs)
-    return ChiSquare.of(statistic, len(pairs) - 1, m * n / (m + n), slack)
+    return ChiSquare.of(statistic, len(pairs) - 1, m * n / (m + n), rounding_effect)

@@ -1,4 +1,5 @@
-"""Does a drafter draw from the distribution that it declares? And examples of what it proposes."""
+"""Records what a drafter proposes: whether its tokens follow the distribution that it declares
+(``TokenTree.q``), and an example tree of each ``Draw`` for the exact check of the rule."""
 
 from __future__ import annotations
 
@@ -13,19 +14,20 @@ from torch.nn.functional import pad
 from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree, children_of
 from paceline.draft.base import Drafter
-from paceline.lab.certify.chisquare import ChiSquare, goodness
-from paceline.lab.certify.decoding import String
+from paceline.lab.certify.chisquare import ChiSquare, goodness_of_fit
+from paceline.lab.certify.decoding import TokenIds
 
 _BINS = 20
 
-Examples = dict[
-    Draw, tuple[String, TokenTree]
-]  # a tree, and the tokens that it was proposed behind
+# The largest tree seen of each kind, with the tokens of the sequence that it was proposed for.
+Examples = dict[Draw, tuple[TokenIds, TokenTree]]
 
 
 @dataclass
 class DrawCounts:
-    """Draws in each twentieth of the declared distribution; ``impossible``: without a chance."""
+    """Histogram of drafted tokens over their randomized rank in the declared distribution, in
+    ``_BINS`` bins of equal probability: uniform if the drafter samples from what it declares.
+    ``impossible`` counts tokens whose declared probability is 0."""
 
     counts: list[int] = field(default_factory=lambda: [0] * _BINS)
     impossible: int = 0
@@ -35,12 +37,12 @@ class DrawCounts:
         return sum(self.counts) + self.impossible
 
     def test(self) -> ChiSquare | None:
-        """Whether the draws so far are from the declared distributions; None without any."""
-        return goodness(self.counts, [1 / _BINS] * _BINS) if sum(self.counts) else None
+        """Chi-square test that the histogram is uniform; None if nothing was drawn."""
+        return goodness_of_fit(self.counts, [1 / _BINS] * _BINS) if sum(self.counts) else None
 
 
-class Recorder:
-    """Stands in for a drafter and counts what it draws. ``examples``: the largest trees."""
+class RecordingDrafter:
+    """Wraps a drafter, counts the tokens that it samples in ``draws`` and keeps ``examples``."""
 
     def __init__(self, drafter: Drafter, draws: DrawCounts, seed: int = 0) -> None:
         self._drafter, self._draws = drafter, draws
@@ -50,40 +52,42 @@ class Recorder:
     def propose(self, plan: Plan) -> list[TokenTree]:
         trees = self._drafter.propose(plan)
         for item, tree in zip(plan.slices, trees, strict=True):
-            known = self.examples.get(tree.draw)
-            if len(tree) > (0 if known is None else len(known[1])):
-                # Drafters write to the same memory again.
+            example = self.examples.get(tree.draw)
+            if len(tree) > (0 if example is None else len(example[1])):
+                # A copy, because drafters reuse the memory of their trees.
                 q = None if tree.q is None else tree.q.cpu().clone()
-                kept = replace(tree, tokens=tree.tokens.cpu().clone(), q=q)
-                self.examples[tree.draw] = tuple(item.seq.tokens), kept
+                copied = replace(tree, tokens=tree.tokens.cpu().clone(), q=q)
+                self.examples[tree.draw] = tuple(item.seq.tokens), copied
         sampled = [tree for tree in trees if len(tree) and tree.draw is not Draw.POINT]
         if sampled:
             self._count(sampled)
         return trees
 
     def __getattr__(self, name: str) -> Any:
-        """The rest of the protocol is the drafter's own."""
+        """All other methods of the Drafter protocol are those of the wrapped drafter."""
         return getattr(self._drafter, name)
 
     def _count(self, trees: Sequence[TokenTree]) -> None:
+        """Add the nodes of sampled trees to the histogram. A token's rank is the probability of
+        all likelier tokens plus a random share of its own (and equal) probability."""
         declared = [tree.q for tree in trees if tree.q is not None]
         width = max(q.shape[1] for q in declared)
         probs = torch.cat([pad(q, (0, width - q.shape[1])) for q in declared])
         probs = probs.to("cpu", torch.float64)
         tokens = torch.cat([tree.tokens for tree in trees]).cpu()
-        first = 0
-        for tree in trees:  # what a sibling is drawn from no longer holds those drawn before it
+        first_row = 0
+        for tree in trees:  # siblings are drawn without replacement
             for siblings in children_of(tree.parents):
-                for before, node in combinations(siblings, 2):
-                    probs[first + node, tokens[first + before]] = 0.0
-            first += len(tree)
+                for earlier, node in combinations(siblings, 2):
+                    probs[first_row + node, tokens[first_row + earlier]] = 0.0
+            first_row += len(tree)
         mass, token_probs = probs.sum(-1), probs.gather(1, tokens[:, None])
-        # A distribution that has run out of tokens says nothing about the next sibling.
-        possible, counts = token_probs[:, 0] > 0, mass > 0
-        self._draws.impossible += int((counts & ~possible).sum())
+        # Where the earlier siblings took all the probability, any token is right: not counted.
+        possible, counted = token_probs[:, 0] > 0, mass > 0
+        self._draws.impossible += int((counted & ~possible).sum())
         above = (probs * (probs > token_probs)).sum(-1)
         equal = (probs * (probs == token_probs)).sum(-1)
         noise = torch.rand(len(tokens), dtype=torch.float64, generator=self._generator)
-        ranks = ((above + noise * equal) / mass)[counts & possible]
+        ranks = ((above + noise * equal) / mass)[counted & possible]
         for index in (ranks * _BINS).long().clamp(max=_BINS - 1).tolist():
             self._draws.counts[index] += 1

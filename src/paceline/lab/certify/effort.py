@@ -1,4 +1,4 @@
-"""How much a certification tests: settings, from which the command has its options."""
+"""How much a certification tests: settings that are also the options of the command."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from paceline.core.keywords import forgiving
 from paceline.errors import ConfigError
 from paceline.settings import entries, under
 
-FEWEST = 100  # samples from which a prefix is judged
-LONGEST = 32  # tokens of a server's answer: what is wrong shows at once, and requests are many
+MIN_SAMPLES = 100  # at a prefix, for a test there
+# Tokens of a server's answer: errors show early in a text, and many requests are sent.
+MAX_SERVER_TOKENS = 32
 
 _effort = under("How much is tested")
 
@@ -17,20 +18,22 @@ _effort = under("How much is tested")
 @forgiving("Effort")
 @dataclass(frozen=True)
 class Effort:
-    """Checked on construction: raises ConfigError. ``alpha`` is the chance that a lossless engine
-    fails one of the distribution tests. A server is asked ``num_prompts`` prompts over and over, in
-    ``requests`` requests."""
+    """Sample sizes of a certification. ``alpha`` is the probability that a lossless engine fails
+    any of the distribution tests (family-wise error rate). A server gets ``num_prompts`` prompts in
+    turn, in up to ``requests`` requests. Raises ConfigError on a value out of range."""
 
     num_prompts: int = _effort(8, "Prompts compared token for token.", low=1)
     max_tokens: int = _effort(64, "New tokens of each prompt.", low=8)
-    prefixes: int = _effort(4, "Prefixes behind which samples are drawn.", low=1)
+    prefixes: int = _effort(4, "Prefixes after which samples are drawn.", low=1)
     samples: int = _effort(
-        2000, "Samples a prefix; four times as many see half the bias.", low=FEWEST
+        2000, "Samples per prefix; four times as many detect half the bias.", low=MIN_SAMPLES
     )
-    alpha: float = _effort(0.001, "Chance that a lossless engine fails.")
+    alpha: float = _effort(0.001, "Probability that a lossless engine fails.")
     seed: int = _effort(0, "Makes the run repeatable.", low=0, high=2**63 - 1)
     requests: int = _effort(
-        400, f"Requests sent to a server (--url) at most, of {LONGEST} tokens at most.", low=1
+        400,
+        f"Most requests sent to a server (--url), each of at most {MAX_SERVER_TOKENS} tokens.",
+        low=1,
     )
 
     def __post_init__(self) -> None:

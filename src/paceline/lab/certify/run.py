@@ -1,4 +1,5 @@
-"""Certifies one LLM: its texts, samples beside the target's distributions, and the rule itself."""
+"""Certifies one LLM: compares texts token for token, tests samples against the target's
+distributions, and enumerates the verification rule."""
 
 from __future__ import annotations
 
@@ -16,111 +17,116 @@ from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
-    LEAST_PREFIXES,
+    MIN_PREFIXES,
     Certificate,
     DistributionTest,
     Prefix,
     Problem,
-    as_family,
-    too_little,
+    missing_evidence,
+    with_holm_correction,
 )
-from paceline.lab.certify.chisquare import ChiSquare, goodness
-from paceline.lab.certify.decoding import Scorer, String, decode
-from paceline.lab.certify.effort import FEWEST, Effort
+from paceline.lab.certify.chisquare import ChiSquare, goodness_of_fit
+from paceline.lab.certify.decoding import Scorer, TokenIds, decode
+from paceline.lab.certify.effort import MIN_SAMPLES, Effort
 from paceline.lab.certify.exact import enumerate_step
-from paceline.lab.certify.subject import OnProgress, Subject
+from paceline.lab.certify.texts import OnProgress, TextCertifier
 from paceline.llm import LLM
 from paceline.model.target import CausalModel
 
-DEPTH = 3  # tokens of a sample
-_MOST_CELLS = 150
-_LEAST_EXPECTED = 5.0  # samples in a cell, the usual rule for chi-square
-_MOST_HEADS = 128  # beginnings whose next tokens are tested: those that occur most
-# Next tokens are counted by how likely they were: first, second, third, fourth or fifth, ...
-_RANKS = torch.tensor([0, 1, 2, 4, 8, 16, 64])
-# A sample may differ from the scored distribution by what two batch shapes differ by.
-_MARGIN = 2.0
-PORTIONS = 10  # in which the samples of a prefix are drawn
-_BEYOND_BLOCK = 4  # tokens of a prefix that no full cache block shares: cheap to read again
-_RANK = 0.75  # not the very most undecided prefix: sure ones have likelier second tokens
+SAMPLE_TOKENS = 3
+_MAX_CELLS = 150
+_MIN_EXPECTED = 5.0  # samples per cell: the usual rule for chi-square tests
+_MAX_CONTEXTS = 128  # contexts whose next tokens are tested: the most frequent ones
+# Upper edges of the bins in which next tokens are counted by rank: 0, 1, 2, 3-4, 5-8, ...
+_RANK_EDGES = torch.tensor([0, 1, 2, 4, 8, 16, 64])
+# The test allows this many times the difference that two batch shapes make to the distribution.
+_ROUNDING_MARGIN = 2.0
+SAMPLE_BATCHES = 10  # in which the samples of a prefix are drawn
+# Tokens of a prefix after its last full cache block: few, as each sample prefills them again.
+_MAX_PARTIAL_BLOCK = 4
+# Quantile of the entropy at which a prefix is chosen. Not the maximum: at less uncertain prefixes
+# second tokens have higher probabilities, so more of them can be tested.
+_ENTROPY_QUANTILE = 0.75
 
 
 @dataclass(frozen=True)
 class Cells:
-    """A cell for each of some ``groups`` of tokens, and one for all others, with their ``chances``.
-    ``slack``: the effect w² that a test allows for rounding; ``rounding``: the total variation
-    between two batch shapes."""
+    """Cells of a chi-square test: one for each of the ``likely`` tokens (or bins) and one for all
+    others, with their ``probs``. ``rounding_effect``: the effect w² that the test allows for
+    rounding; ``rounding``: total variation between the distributions of two batch shapes."""
 
-    groups: list[int]
-    chances: list[float]
-    slack: float
+    likely: list[int]
+    probs: list[float]
+    rounding_effect: float
     rounding: float
 
     @classmethod
-    def of(cls, probs: torch.Tensor, moved: torch.Tensor, samples: int) -> Cells:
-        """So likely that enough of the samples are expected in each; [vocab] in both shapes."""
-        least = max(_LEAST_EXPECTED / samples, 1 / _MOST_CELLS)
-        order = probs.argsort(descending=True, stable=True)
-        groups = order[probs[order] >= least].tolist()
-        if groups and 1 - float(probs[groups].double().sum()) < least:
-            groups.pop()  # too little is left for a cell: it takes the last of them in
-        both = [row[groups].double().tolist() for row in (probs, moved)]
-        chances, others = ([*named, max(0.0, 1 - sum(named))] for named in both)
-        pairs = list(zip(chances, others, strict=True))
-        effect = sum((a - b) ** 2 / a for a, b in pairs if a > 0)
-        return cls(groups, chances, _MARGIN**2 * effect, sum(abs(a - b) for a, b in pairs) / 2)
+    def of(cls, at_once: torch.Tensor, stepwise: torch.Tensor, samples: int) -> Cells:
+        """Cells in which enough of the samples are expected. ``at_once`` and ``stepwise``: the
+        distribution [vocab] as computed in the two batch shapes."""
+        least = max(_MIN_EXPECTED / samples, 1 / _MAX_CELLS)
+        order = at_once.argsort(descending=True, stable=True)
+        likely = order[at_once[order] >= least].tolist()
+        if likely and 1 - float(at_once[likely].double().sum()) < least:
+            likely.pop()  # the rest is too small for a cell of its own, so it joins the last one
+        listed = [row[likely].double().tolist() for row in (at_once, stepwise)]
+        probs, other_probs = ([*row, max(0.0, 1 - sum(row))] for row in listed)
+        pairs = list(zip(probs, other_probs, strict=True))
+        effect = _ROUNDING_MARGIN**2 * sum((a - b) ** 2 / a for a, b in pairs if a > 0)
+        return cls(likely, probs, effect, sum(abs(a - b) for a, b in pairs) / 2)
 
     def counts(self, drawn: Counter[int]) -> list[int]:
-        named = [drawn[group] for group in self.groups]
-        return [*named, drawn.total() - sum(named)]
+        listed = [drawn[token] for token in self.likely]
+        return [*listed, drawn.total() - sum(listed)]
 
-    def fit(self, drawn: Counter[int]) -> ChiSquare:
-        return goodness(self.counts(drawn), self.chances, self.slack)
+    def test(self, drawn: Counter[int]) -> ChiSquare:
+        return goodness_of_fit(self.counts(drawn), self.probs, self.rounding_effect)
 
 
-def judge(model: CausalModel, prefix: Prefix) -> list[DistributionTest]:
-    """Tests of what was drawn; none where nothing is left to chance."""
-    scorer, strings = Scorer(model, prefix.start), prefix.drawn
-    (probs,), (moved,) = scorer.at_once([()]), scorer.stepwise([()])
-    cells = Cells.of(probs, moved, len(strings))
-    first = cells.fit(Counter(string[0] for string in strings))
-    fits = {
+def sampling_tests(model: CausalModel, prefix: Prefix) -> list[DistributionTest]:
+    """Chi-square tests of the samples at a prefix; none where the next token is certain."""
+    scorer, samples = Scorer(model, prefix.start), prefix.drawn
+    (at_once,), (stepwise,) = scorer.at_once([()]), scorer.stepwise([()])
+    cells = Cells.of(at_once, stepwise, len(samples))
+    first = cells.test(Counter(sample[0] for sample in samples))
+    outcomes = {
         "first token / distribution": (first, cells),
-        "next tokens / distribution": _next_tokens(scorer, strings),
+        "next tokens / distribution": _test_next_tokens(scorer, samples),
     }
-    where = prefix.start.name, prefix.length
+    where = prefix.start.name, prefix.draft_length
     return [
-        DistributionTest("sampling", what, len(strings), outcome, *where, used.rounding)
-        for what, (outcome, used) in fits.items()
+        DistributionTest("sampling", what, len(samples), outcome, *where, used.rounding)
+        for what, (outcome, used) in outcomes.items()
         if outcome.df > 0
     ]
 
 
-def _next_tokens(scorer: Scorer, strings: Sequence[String]) -> tuple[ChiSquare, Cells]:
-    """Test of how likely the tokens behind the first were: of all beginnings together, by their
-    ranks in the distribution behind their beginning. Which beginnings occur most depends on what
-    came before the tokens, so it favours nothing."""
-    following: defaultdict[String, Counter[int]] = defaultdict(Counter)
-    for string in strings:
-        for position in range(1, DEPTH):
-            following[string[:position]][string[position]] += 1
-    heads = sorted(following, key=lambda head: -following[head].total())[:_MOST_HEADS]
+def _test_next_tokens(scorer: Scorer, samples: Sequence[TokenIds]) -> tuple[ChiSquare, Cells]:
+    """Test the tokens after the first. A token's context is the part of its sample before it; the
+    tokens of all contexts are counted together, by their rank in the distribution after their
+    context. Testing only the most frequent contexts is no bias, because how often a context occurs
+    does not depend on the tokens that follow it."""
+    following: defaultdict[TokenIds, Counter[int]] = defaultdict(Counter)
+    for sample in samples:
+        for position in range(1, SAMPLE_TOKENS):
+            following[sample[:position]][sample[position]] += 1
+    contexts = sorted(following, key=lambda c: -following[c].total())[:_MAX_CONTEXTS]
     drawn: Counter[int] = Counter()
-    expected = torch.zeros(2, len(_RANKS) + 1, dtype=torch.float64)  # in both batch shapes
-    rows = zip(heads, scorer.at_once(heads), scorer.stepwise(heads), strict=True)
-    for head, *shapes in rows:
-        ranks = shapes[0].argsort(descending=True, stable=True).argsort()
-        groups = torch.bucketize(ranks, _RANKS)
-        for token, count in following[head].items():
-            drawn[int(groups[token])] += count
-        both = torch.stack(shapes).double() * following[head].total()
-        expected.index_add_(1, groups, both)
-    probs, moved = expected / drawn.total()
-    cells = Cells.of(probs, moved, drawn.total())
-    return cells.fit(drawn), cells
+    expected = torch.zeros(2, len(_RANK_EDGES) + 1, dtype=torch.float64)  # in both batch shapes
+    rows = zip(contexts, scorer.at_once(contexts), scorer.stepwise(contexts), strict=True)
+    for context, *distributions in rows:
+        ranks = distributions[0].argsort(descending=True, stable=True).argsort()
+        bins = torch.bucketize(ranks, _RANK_EDGES)
+        for token, count in following[context].items():
+            drawn[int(bins[token])] += count
+        weighted = torch.stack(distributions).double() * following[context].total()
+        expected.index_add_(1, bins, weighted)
+    at_once, stepwise = expected / drawn.total()
+    cells = Cells.of(at_once, stepwise, drawn.total())
+    return cells.test(drawn), cells
 
 
-_ENDING = 0.1  # of the budget, kept for the tests at the end
+_RESERVED = 0.1  # share of the budget that is kept for the tests at the end
 
 
 def certify(
@@ -134,141 +140,149 @@ def certify(
 ) -> Certificate:
     """Compare an LLM's speculative decoding with plain decoding of the same target.
 
-    ``llm`` has a drafter. ``prompts``: (name, token ids). ``params``: sampling parameters to
-    certify, by default temperature 1, but for seed, stop conditions and token limits; greedy
-    decoding is tested in any case, with their penalties and bias. ``advance(what comes next)`` is
-    called before each piece of work. After ``seconds`` it ends.
+    ``llm`` must have a drafter. ``prompts``: (name, token ids). ``params``: the sampling parameters
+    to certify, by default temperature 1; their seed, stop conditions and token limits are ignored.
+    Greedy decoding is always tested, with their penalties and bias. ``advance(description)`` is
+    called before each task. ``seconds`` limits the time.
 
-    Raises ConfigError for an engine without a drafter, and PromptError.
+    Raises ConfigError for an engine without a drafter, and PromptError for prompts that are missing
+    or do not fit.
     """
     certifier = Certifier(llm, prompts, params, effort, budget=Budget(seconds))
     certifier.run(advance)
     return certifier.certificate()
 
 
-class Certifier(Subject):
-    """One certification; ``certificate`` may be asked for at any time, also after Ctrl-C."""
+class Certifier(TextCertifier):
+    """One certification. ``certificate`` can be called at any time, also after Ctrl-C."""
 
     _ended = False
 
     @property
-    def pieces(self) -> int:
+    def num_tasks(self) -> int:
         """How often ``run`` calls ``advance`` at most."""
-        of_text, batches = 1 + len(self.alone), len(_groups(self.texts))
-        comparing = len(self.kinds) * (self.texts * of_text + batches)
-        return comparing + self.prefixes * (PORTIONS + 2)
+        per_text, groups = 1 + len(self.single_settings), len(_text_groups(self.num_texts))
+        comparisons = len(self.kinds) * (self.num_texts * per_text + groups)
+        return comparisons + self.num_prefixes * (SAMPLE_BATCHES + 2)
 
-    def run(self, advance: OnProgress = lambda what: None) -> None:
-        """Test as much as the budget allows: round by round a few more texts under all settings,
-        and more samples at one prefix until that has all. KeyboardInterrupt passes through."""
-        self.budget.reserve = _ENDING * (self.budget.seconds or 0.0)
+    def run(self, advance: OnProgress = lambda description: None) -> None:
+        """Test as much as the budget allows. Each round compares a few more texts under all
+        settings and draws more samples at one prefix, until that prefix has all of them.
+        KeyboardInterrupt is passed on."""
+        self.budget.reserve = _RESERVED * (self.budget.seconds or 0.0)
         self.advance = advance
-        with self.guarded("greedy"):
-            self.decide_tokens()
+        with self.crash_as_problem("greedy"):
+            self.choose_text_length()
         samples = self.effort.samples
-        portions = [(0, -(-samples * tenths // 10)) for tenths in (3, 5, 10)]
-        portions += [(number, samples) for number in range(1, self.prefixes)]
-        rounds = zip_longest(_groups(self.texts), portions if self.prefixes else ())
-        for numbers, portion in rounds:
+        goals = [(0, -(-samples * tenths // 10)) for tenths in (3, 5, 10)]
+        goals += [(number, samples) for number in range(1, self.num_prefixes)]
+        rounds = zip_longest(_text_groups(self.num_texts), goals if self.num_prefixes else ())
+        for numbers, goal in rounds:
             self.compare_texts(numbers or ())
-            if portion and (not portion[0] or self.samples_fit(*portion)):
-                self.sample(*portion)
+            if goal and (not goal[0] or self.samples_fit(*goal)):
+                self.sample(*goal)
         self._ended = True
 
     def sample(self, number: int, samples: int) -> None:
-        """Bring prefix ``number`` to so many samples, and enumerate the rule on their drafts."""
+        """Draw until prefix ``number`` has ``samples`` samples, then enumerate the rule on example
+        drafts of them."""
         prefixes = self.evidence.prefixes
         if number >= len(prefixes):
             run = partial(self._choose_prefix, number)
-            self.do("sampling", "prefix", 1, "choosing a prefix", run)
+            self.do_task("sampling", "prefix", 1, "choosing a prefix", run)
         if number >= len(prefixes):
-            return  # no text has been decoded to look in
+            return  # there is no greedy text yet to choose one from
         prefix = prefixes[number]
-        while (have := len(prefix.drawn)) < samples:
-            size = min(-(-self.effort.samples // PORTIONS), samples - have)
+        while (before := len(prefix.drawn)) < samples:
+            size = min(-(-self.effort.samples // SAMPLE_BATCHES), samples - before)
             run = partial(self._draw, prefix, number, size)
-            self.do("sampling", "sample", size, f"{prefix.start.name}: sampling", run)
-            if len(prefix.drawn) == have:
-                break  # there was no time for it, or it failed
+            self.do_task("sampling", "sample", size, f"{prefix.start.name}: sampling", run)
+            if len(prefix.drawn) == before:
+                break  # there was no time left, or it failed
         if prefix.examples:
-            run, shown = (
-                partial(self._enumerate, prefix),
-                f"{prefix.start.name}: the rule, enumerated",
-            )
-            self.do("rule", "rule", 1, shown, run, f"rule/{number}")
+            run = partial(self._enumerate, prefix)
+            shown = f"{prefix.start.name}: enumerating the rule"
+            self.do_task("rule", "rule", 1, shown, run, f"rule/{number}")
 
     def samples_fit(self, number: int, samples: int) -> bool:
-        """Whether all of it will be done in time: a few samples would only be a weak spot."""
+        """Whether all samples of a prefix can be drawn in time. If not, the prefix is not begun: a
+        test of few samples detects only large biases."""
         missing = samples - sum(len(p.drawn) for p in self.evidence.prefixes[number : number + 1])
         wanted = {"sample": missing, "rule": int(f"rule/{number}" not in self.evidence.done)}
         seconds = sum((self.budget.estimate(kind) or 0.0) * n for kind, n in wanted.items())
         return seconds < self.budget.left
 
     def _choose_prefix(self, number: int) -> None:
-        """The beginning of a greedy text after which the target is undecided, by its entropy; a few
-        tokens behind a full cache block, as thousands of samples start there."""
+        """Choose a prefix: a beginning of greedy text ``number`` after which the target's entropy
+        is high. It ends a few tokens after a full cache block, so that the thousands of samples
+        that start there have little to prefill."""
         start, evidence = self.start(number, self.params), self.evidence
         output = evidence.plain.get(f"greedy/{number}")
         if output is None:
             return
-        size, ends = self.llm.engine.cache.block_size, range(len(output) + 1)
-        close = [end for end in ends if 0 < (len(start.prompt) + end) % size <= _BEYOND_BLOCK]
-        heads = [output[:end] for end in close or (len(output),)]
-        probs = Scorer(self.llm.target, start).at_once(heads)
+        block_size, ends = self.llm.engine.cache.block_size, range(len(output) + 1)
+        partial_blocks = ((len(start.prompt) + end) % block_size for end in ends)
+        cheap = [
+            e for e, n in zip(ends, partial_blocks, strict=True) if 0 < n <= _MAX_PARTIAL_BLOCK
+        ]
+        outputs = [output[:end] for end in cheap or (len(output),)]
+        probs = Scorer(self.llm.target, start).at_once(outputs)
         entropies = torch.special.entr(probs).sum(-1)
-        head = heads[int(entropies.argsort()[round(_RANK * (len(heads) - 1))])]
-        # Short drafts, whose bonus token is among those tested, and long ones in turn.
+        chosen = outputs[int(entropies.argsort()[round(_ENTROPY_QUANTILE * (len(outputs) - 1))])]
+        # Short drafts, whose bonus token is among the tokens tested, and long ones in turn.
         longest = self.lengths[-1]
         length = longest if number % 2 else min(2, longest)
-        evidence.prefixes.append(Prefix(replace(start, output=head), length))
+        evidence.prefixes.append(Prefix(replace(start, output=chosen), length))
 
     def _draw(self, prefix: Prefix, number: int, size: int) -> None:
-        """So many more samples, of ``DEPTH`` tokens each, and what was drafted for them."""
+        """Draw ``size`` more samples of ``SAMPLE_TOKENS`` tokens, recording their drafts."""
         engine, start = self.llm.engine, prefix.start
         seed_parts = (self.effort.seed, number, len(prefix.drawn))
         digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
         engine.verifier.reseed(int.from_bytes(digest, "little"))
         given = len(start.output)
-        max_tokens = given + DEPTH + prefix.length + 1
+        max_tokens = given + SAMPLE_TOKENS + prefix.draft_length + 1
         starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * size
         self.recorder.examples = prefix.examples
         drafter, engine.drafter = engine.drafter, cast(Drafter, self.recorder)
         try:
-            texts = decode(engine, starts, prefix.length, DEPTH)
+            texts = decode(engine, starts, prefix.draft_length, SAMPLE_TOKENS)
         finally:
             engine.drafter = drafter
         prefix.drawn += [tokens[given:] for tokens, _ in texts]
         prefix.drafted += sum(counts.drafted for _, counts in texts)
 
     def _enumerate(self, prefix: Prefix) -> None:
-        """A step behind this prefix, or in what was drawn there, with each kind of draft."""
+        """Enumerate a step with an example draft of each kind that was proposed for the samples."""
         llm, start, evidence = self.llm, prefix.start, self.evidence
         for tokens, tree in prefix.examples.values():
-            behind = replace(start, output=tokens[len(start.prompt) :])
-            target, device = Scorer(llm.target, behind).at_once, llm.target.device
+            context = replace(start, output=tokens[len(start.prompt) :])
+            target, device = Scorer(llm.target, context).at_once, llm.target.device
             check = enumerate_step(llm.engine.verifier, tree, target, start.name, device)
             evidence.exact.append(check)
             if not check.passed:
-                apart = f"{check.distance:.2g} from the target's (total variation, enumerated)"
-                what = f"{start.name}: a step's distribution is {apart}"
+                what = (
+                    f"{start.name}: the distribution of a step differs from the target's by "
+                    f"{check.distance:.2g} (total variation, enumerated)"
+                )
                 evidence.problems.append(Problem("rule", what))
 
     def certificate(self) -> Certificate:
         """The verdict on the evidence so far."""
         llm, evidence, amounts = self.llm, self.evidence, self.amounts()
         alpha = self.effort.alpha
-        tests = as_family(self._tests(), alpha)
+        tests = with_holm_correction(self._tests(), alpha)
         problems = [*evidence.problems]
         if evidence.draws.impossible:
-            what = f"{evidence.draws.impossible} tokens were drawn that its declared distribution"
-            problems.append(Problem("drafter", f"{what} rules out"))
+            what = f"it drafted {evidence.draws.impossible} tokens to which its declared"
+            problems.append(Problem("drafter", f"{what} distribution gives probability 0"))
         problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
         notes = [*evidence.notes]
-        unknown = [prefix for prefix in evidence.prefixes if not prefix.examples]
-        notes += [f"{p.start.name}: rule not enumerated: nothing was drafted" for p in unknown]
+        undrafted = [prefix for prefix in evidence.prefixes if not prefix.examples]
+        notes += [f"{p.start.name}: rule not enumerated: nothing was drafted" for p in undrafted]
         if self.params.greedy:
             notes.append("sampling was not tested: the temperature is 0")
-        # Total variation from the target's distribution that would have shown at every prefix.
+        # The total variation distance that the tests would have detected at every prefix.
         scored = [test for test in tests if test.part == "sampling"]
         bias = max((test.smallest_bias for test in scored), default=1.0)
         draft = ", ".join(llm.drafters) or llm.engine.drafter.name
@@ -296,9 +310,9 @@ class Certifier(Subject):
     def _tests(self) -> list[DistributionTest]:
         tests: list[DistributionTest] = []
         for prefix in self.evidence.prefixes:
-            if len(prefix.drawn) >= FEWEST:
-                with self.guarded("sampling"):
-                    tests += judge(self.llm.target, prefix)
+            if len(prefix.drawn) >= MIN_SAMPLES:
+                with self.crash_as_problem("sampling"):
+                    tests += sampling_tests(self.llm.target, prefix)
         draws = self.evidence.draws
         if (outcome := draws.test()) is not None:
             about = "drafter", "draws / declared distribution", draws.total
@@ -306,49 +320,50 @@ class Certifier(Subject):
         return tests
 
     def _lacks(self, tests: Sequence[DistributionTest], texts: int, bias: float) -> list[str]:
-        """What the evidence must have, or it says too little to certify anything."""
-        evidence, sampled = self.evidence, bool(self.prefixes)
-        seen = {(check.kind, check.setting) for check in evidence.checks}
-        wanted = product(self.kinds, [*self.alone, self.mixed])
-        unseen = [f"no {kind} text at {name}" for kind, name in wanted if (kind, name) not in seen]
-        # A test of nothing must not pass.
+        """The evidence that is missing for a certificate."""
+        evidence, sampled = self.evidence, bool(self.num_prefixes)
+        compared = {(check.kind, check.setting) for check in evidence.checks}
+        wanted = product(self.kinds, [*self.single_settings, self.batch_setting])
+        missing = [f"no {kind} text at {s}" for kind, s in wanted if (kind, s) not in compared]
+        # Without any drafts, speculative decoding was not tested at all.
         drafting = {check.kind for check in evidence.checks if check.drafted}
         drafting |= {"sampled" for prefix in evidence.prefixes if prefix.drafted}
         idle = [k for k in (*self.kinds, *["sampled"] * sampled) if k not in drafting]
         proposed = "the drafter proposed nothing for {} requests; try other prompts (--prompts)"
-        lacks = unseen[:1] or [proposed.format(kind) for kind in idle]
-        lacks += too_little(texts, bias if tests else 0.0)
+        lacks = missing[:1] or [proposed.format(kind) for kind in idle]
+        lacks += missing_evidence(texts, bias if tests else 0.0)
         if sampled and not tests:
             lacks.append("no prefix has enough samples for a test; draw more, or at other prompts")
-        whole = sum(len(prefix.drawn) >= self.effort.samples for prefix in evidence.prefixes)
-        if sampled and whole < LEAST_PREFIXES:
-            lacks.append(f"{whole} prefixes have all their samples, not {LEAST_PREFIXES}")
+        sampled_prefixes = sum(len(p.drawn) >= self.effort.samples for p in evidence.prefixes)
+        if sampled and sampled_prefixes < MIN_PREFIXES:
+            lacks.append(f"{sampled_prefixes} prefixes have all their samples, not {MIN_PREFIXES}")
         if sampled and not evidence.exact:
             lacks.append("the rule was not enumerated")
         return lacks
 
     def _completed(self, bias: float | None) -> str:
-        """What the time was spent on, for people; ``bias``: the smallest, if any could be seen."""
+        """A line that says what was completed. ``bias``: the smallest detectable bias, None without
+        tests."""
         line = "{spent:.0f} s completed {texts} of {texts_wanted} texts of {tokens} tokens"
-        if self.prefixes:
+        if self.num_prefixes:
             line += ", {prefixes} of {prefixes_wanted} prefixes"
             line += ", {samples} of {samples_wanted} samples"
         if not self.complete:
             line += "; more --seconds test the rest"
         if bias is not None:
-            line += f"; the smallest bias that it could have seen is {bias:.1%}"
+            line += f"; the smallest bias that it could have detected is {bias:.1%}"
         return line.format(**self.amounts())
 
     def _certified(self, tests: Sequence[DistributionTest], bias: float) -> str:
         checks, target = self.evidence.checks, self.llm.target
         ties = sum(len(check.ties) for check in checks)
-        how = "bit for bit" if target.backend.same_bits else f"but for {ties} near ties"
+        how = "bit for bit" if target.backend.same_bits else f"except for {ties} near ties"
         tokens = sum(check.tokens for check in checks)
         parts = [f"{tokens} tokens equal to plain decoding's {how} on {target.backend_reason}"]
         if tests:
-            sees = f"which see {bias:.1%} or more"
-            parts.append(f"no bias in {len(tests)} distribution tests, {sees}")
-        if not self.prefixes:
+            detected = f"which detect {bias:.1%} or more"
+            parts.append(f"no bias in {len(tests)} distribution tests, {detected}")
+        if not self.num_prefixes:
             parts.append("greedy decoding only, no samples were drawn")
         if self.evidence.exact:
             distance = max(check.distance for check in self.evidence.exact)
@@ -356,9 +371,9 @@ class Certifier(Subject):
         return "; ".join(parts)
 
 
-def _groups(texts: int) -> list[range]:
-    """1, 1, 2, 4, 8 ... texts, so that the first verdict comes soon."""
+def _text_groups(num_texts: int) -> list[range]:
+    """Groups of 1, 1, 2, 4, 8 ... texts: small at first, so that a verdict is possible early."""
     ends = [0]
-    while ends[-1] < texts:
-        ends.append(min(texts, max(1, 2 * ends[-1])))
+    while ends[-1] < num_texts:
+        ends.append(min(num_texts, max(1, 2 * ends[-1])))
     return [range(*pair) for pair in pairwise(ends)]

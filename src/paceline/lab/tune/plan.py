@@ -227,7 +227,7 @@ class _Tuning:
             if not budget.fits("rows", size):
                 return None
             self.advance(f"measuring the target: {size} at once")
-            return budget.piece("rows", size)
+            return budget.task("rows", size)
 
         sizes = sorted({batch, *(1 << power for power in range(batch.bit_length()))})
         counts = dict.fromkeys(sizes, _TOKENS)
@@ -258,7 +258,7 @@ class _Tuning:
                 self.outcome.not_tried.append(candidate.label)
                 continue
             self.advance(f"trying {candidate.label}")
-            with self.budget.piece("candidate"):
+            with self.budget.task("candidate"):
                 self._try(candidate, jobs)
 
     def _try(self, candidate: DrafterCandidate, jobs: Sequence[BenchJob]) -> None:

@@ -1,0 +1,277 @@
+"""Requests to the server under test: sending them within the effort, parsing completions, and
+comparing two greedy answers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
+from typing import Any, NamedTuple
+
+from paceline.errors import ConfigError, PromptError
+from paceline.lab.budget import Budget
+from paceline.lab.certify.certificate import DistributionTest
+from paceline.lab.certify.chisquare import goodness_of_fit
+from paceline.lab.certify.decoding import first_difference
+from paceline.lab.certify.effort import MAX_SERVER_TOKENS, Effort
+from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
+
+# In nats: logprobs that differ by no more are a near tie. Two logits of a bf16 model may each be
+# off by a rounding step, which is 0.125 for logits from 16 on.
+TIE = 0.3
+TOP_LOGPROBS = 5  # per position: the most that /v1/completions returns on every server
+# Tried in turn until the server accepts the fields. The explicit repetition penalty overrides the
+# model's own, which some servers apply by default.
+_LOGPROBS_FIELDS: tuple[dict[str, float], ...] = (
+    {"logprobs": TOP_LOGPROBS, "repetition_penalty": 1.0},
+    {"logprobs": TOP_LOGPROBS},
+    {},
+)
+BINS = 10
+
+
+def connect(
+    url: str, model: str | None = None, key: str | None = None, timeout: float = 120.0
+) -> tuple[OpenAIClient, OpenAIClient | None]:
+    """Clients for the server at a URL: as it is, and with speculation switched off per request
+    (None if the server cannot do that). Without ``model``, the first model that the server lists is
+    used. Raises ConfigError if there is no server, or it does not list the model."""
+    client = OpenAIClient.at(url, key, timeout)
+    try:
+        listed = client.models()
+    except (RequestRefusedError, ServerFailedError) as error:
+        raise ConfigError(
+            f"no server answers at {client.url}/models: {error}; start it, or give another --url"
+        ) from None
+    matching = [item for item in listed if model in (None, item["id"])]
+    strict = any(item.get("owned_by") in ("paceline", "vllm") for item in listed)
+    if not matching and (model is None or strict):  # other servers accept any model name
+        names = ", ".join(str(item["id"]) for item in listed) or "no model"
+        missing = "" if model is None else f"not {model}, but "
+        raise ConfigError(f"the server at {url} lists {missing}{names}; name one with --model")
+    fields: dict[str, Any] = {"model": model or str(matching[0]["id"])}
+    server = replace(client, fields=fields)
+    if not any(item.get("owned_by") == "paceline" for item in matching):
+        return server, None
+    return server, replace(client, fields={**fields, "speculation": {"drafter": "none"}})
+
+
+def name_of(server: OpenAIClient) -> str:
+    off = ", speculation off" if "speculation" in server.fields else ""
+    return f"{server.fields['model']} at {server.url.removesuffix('/v1')}{off}"
+
+
+class AnswerToken(NamedTuple):
+    """A token as the server spells it, its logprob (NaN if not given), and the logprobs of the
+    likeliest tokens at the same position."""
+
+    text: str
+    logprob: float
+    likeliest: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class AnswerChoice:
+    """One choice of a completion. ``tokens`` is empty if the server gives no logprobs.
+    ``prompt_tokens`` and ``completion_tokens`` (of all choices): the server's usage counts, None if
+    it gives none."""
+
+    text: str
+    reason: str | None
+    tokens: tuple[AnswerToken, ...] = ()
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    @classmethod
+    def of(cls, choice: Mapping[str, Any]) -> AnswerChoice:
+        """Parse OpenAI's format of /v1/completions, or that of chat completions, which llama.cpp
+        uses for both."""
+        logprobs = choice.get("logprobs") or {}
+        keys = ("tokens", "token_logprobs", "top_logprobs")
+        names, values, tops = (logprobs.get(key) or () for key in keys)
+        if "content" in logprobs:
+            rows = logprobs["content"] or ()
+            names, values = ([row[key] for row in rows] for key in ("token", "logprob"))
+            listed = (row.get("top_logprobs") or () for row in rows)
+            tops = [{top["token"]: top["logprob"] for top in row} for row in listed]
+        padded = (chain(column, repeat(None)) for column in (values, tops))
+        tokens = (
+            AnswerToken(token, math.nan if value is None else float(value), dict(top or {}))
+            for token, value, top in zip(names, *padded, strict=False)
+        )
+        return cls(str(choice.get("text") or ""), choice.get("finish_reason"), tuple(tokens))
+
+    @property
+    def token_texts(self) -> list[str]:
+        return [token.text for token in self.tokens]
+
+
+def choices_of(answer: Mapping[str, Any]) -> list[AnswerChoice]:
+    """The choices of a completion. Raises ServerFailedError if there are none."""
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise ServerFailedError("an answer has no choices")
+    counts = usage_of(answer, "prompt_tokens"), usage_of(answer, "completion_tokens")
+    parsed = map(AnswerChoice.of, choices)
+    return [AnswerChoice(one.text, one.reason, one.tokens, *counts) for one in parsed]
+
+
+def usage_of(answer: Mapping[str, Any], key: str) -> int | None:
+    """A count of the answer's ``usage``; None if the server does not give it."""
+    count = (answer.get("usage") or {}).get(key)
+    return count if isinstance(count, int) else None
+
+
+class EffortSpentError(Exception):
+    """The most requests have been sent, or the time is over."""
+
+
+class ServerSession:
+    """Sends requests to ``server``, and to ``reference`` if there is one, within an effort and a
+    budget. ``prompts``: (name, text). ``sent``: requests so far. ``bins``: histogram of sampled
+    tokens over their randomized rank in the distribution that the server reports."""
+
+    def __init__(
+        self,
+        server: OpenAIClient,
+        reference: OpenAIClient | None,
+        prompts: Sequence[tuple[str, str]],
+        effort: Effort | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        if not prompts:
+            raise PromptError("no prompt was given")
+        self.server, self.reference, self.prompts = server, reference, prompts
+        self.effort, self.budget = effort or Effort(), budget or Budget()
+        self.max_tokens = min(self.effort.max_tokens, MAX_SERVER_TOKENS)
+        self.random, self.sent = random.Random(self.effort.seed), 0
+        self.bins = [0] * BINS
+        self._greedy: dict[str, AnswerChoice] = {}
+        # Index of the fields that were accepted, by server and number of alternatives.
+        self._accepted_fields: dict[tuple[int, int], int] = {}
+
+    def next_client(self, server: OpenAIClient | None = None) -> OpenAIClient:
+        """A client for one more request, which is counted, with the time left as its timeout.
+        Raises EffortSpentError."""
+        left, server = self.budget.left, server or self.server
+        if self.sent >= self.effort.requests or left <= 0:
+            raise EffortSpentError
+        self.sent += 1
+        return replace(server, timeout=min(server.timeout, left))
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The chunks of a stream. Raises EffortSpentError, also in the middle of the stream."""
+        for chunk in self.next_client().stream(path, body):
+            if self.budget.left <= 0:
+                raise EffortSpentError
+            yield chunk
+
+    def complete(
+        self,
+        server: OpenAIClient,
+        prompt: str,
+        alternatives: Sequence[Mapping[str, float]] = ({},),
+        **fields: Any,
+    ) -> list[AnswerChoice]:
+        """Complete a prompt with ``fields`` and the first of the ``alternatives`` that the server
+        accepts, with logprobs if it gives them. Raises RequestRefusedError if it accepts none."""
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": self.max_tokens, **fields}
+        extras = [{**some, **logprobs} for some in alternatives for logprobs in _LOGPROBS_FIELDS]
+        key = id(server), len(extras)
+        index = self._accepted_fields.get(key, 0)
+        while True:
+            try:
+                request = {**body, **extras[index]}
+                choices = choices_of(self.next_client(server).answer("completions", request))
+                break
+            except RequestRefusedError:
+                index += 1
+                if index == len(extras):
+                    raise
+        self._accepted_fields[key] = index
+        return choices
+
+    def greedy(self, prompt: str) -> AnswerChoice:
+        """The server's greedy completion of a prompt, requested once."""
+        if prompt not in self._greedy:
+            self._greedy[prompt] = self.complete(self.server, prompt)[0]
+        return self._greedy[prompt]
+
+    def tests(self) -> list[DistributionTest]:
+        """The chi-square test of sampled tokens against the logprobs that the server reports; none
+        if fewer than 5 tokens per bin were drawn."""
+        if (tokens := sum(self.bins)) < 5 * BINS:
+            return []
+        outcome = goodness_of_fit(self.bins, [1 / BINS] * BINS)
+        return [DistributionTest("sampling", "each token / its logprobs", tokens, outcome)]
+
+
+@dataclass
+class Part:
+    """One part of the certification and its results. ``check`` is called with the text of a prompt
+    and yields problems; ``checked`` counts what it checked, in ``unit``. ``ties``: differences that
+    rounding explains. ``notes``: what was left out, and why."""
+
+    name: str
+    unit: str
+    check: Callable[[ServerSession, Part, str], Iterator[str]]
+    rounds: int = 0
+    checked: int = 0
+    requests: int = 0
+    ties: int = 0
+    failures: int = 0
+    timeouts: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, what: str) -> None:
+        if what not in self.notes:
+            self.notes.append(what)
+
+    def compare(
+        self,
+        answer: AnswerChoice,
+        expected: AnswerChoice,
+        penalties: Mapping[str, float] | None = None,
+    ) -> Iterator[str]:
+        """Compare two greedy answers to one request; yields a problem if they differ."""
+        divergence, tie = compare_greedy(answer, expected, penalties)
+        self.ties += tie
+        if divergence and not tie:
+            yield divergence
+
+
+def compare_greedy(
+    answer: AnswerChoice, expected: AnswerChoice, penalties: Mapping[str, float] | None = None
+) -> tuple[str, bool]:
+    """Describe where two greedy answers differ first ("" if they are the same), and whether it is a
+    near tie by the logprobs of ``expected``. Servers report logprobs before or after applying
+    ``penalties``; it is a near tie if it is one in either case."""
+    if answer.text == expected.text:
+        return "", False
+    at = first_difference(answer.token_texts, expected.token_texts)
+    if at is None:
+        return f"the text is {answer.text[:60]!r}, expected {expected.text[:60]!r}", False
+    if at >= min(len(answer.tokens), len(expected.tokens)):
+        return f"one text ends after {at} tokens", False
+    written, wanted = answer.token_texts[at], expected.token_texts[at]
+    _, logprob, listed = expected.tokens[at]
+    # A lower bound if the written token is not among the likeliest ones.
+    gap = logprob - listed.get(written, min(listed.values())) if listed else math.inf
+    smallest_gap = gap
+    if penalties is not None:
+        before = expected.token_texts[:at]
+        penalty_gap = _penalty(before, wanted, penalties) - _penalty(before, written, penalties)
+        smallest_gap = min(abs(gap), abs(gap - penalty_gap))
+    what = f"token {at} is {written!r}, expected {wanted!r}, which is {gap:.2f} nats likelier"
+    return what, smallest_gap <= TIE
+
+
+def _penalty(before: Sequence[str], token: str, penalties: Mapping[str, float]) -> float:
+    """What OpenAI's penalties subtract from a token's logit after the tokens ``before``."""
+    count = before.count(token)
+    presence = penalties.get("presence_penalty", 0.0) if count else 0.0
+    return count * penalties.get("frequency_penalty", 0.0) + presence

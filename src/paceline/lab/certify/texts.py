@@ -1,0 +1,252 @@
+"""The first part of a certification: greedy and seeded texts must be plain decoding's, token for
+token, under every setting of the drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, product
+from operator import itemgetter
+from typing import Any
+
+from paceline.control.controller import FixedLength
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import DraftCounts
+from paceline.errors import ConfigError, PacelineError, PromptError
+from paceline.lab.bench.prompts import tokens_needed
+from paceline.lab.budget import Budget
+from paceline.lab.certify.certificate import Evidence, Problem, TextCheck, TextDivergence
+from paceline.lab.certify.decoding import Start, TokenIds, decode, explain
+from paceline.lab.certify.draws import RecordingDrafter
+from paceline.lab.certify.effort import Effort
+from paceline.llm import LLM
+
+Expected = tuple[Start, TokenIds]  # a request, and plain decoding's output for it
+_MIN_NEIGHBOURS = 3  # other requests in a mixed batch
+_TEXT_SHARE = 0.025  # of the remaining budget: what one text at one setting may take
+_MIN_TEXT_TOKENS = 16
+_TIMED_TOKENS = 4  # decoded to measure the speed
+OnProgress = Callable[[str], None]  # receives a description of the next task
+
+
+class TextCertifier:
+    """Compares texts, and holds what all parts of a certification share.
+
+    ``llm`` drafts with the draft ``lengths`` and, if its controller is adaptive, also with the
+    lengths that it chooses; ``plain`` decodes the same target without drafts. ``prompts``: (name,
+    token ids). ``kinds``: the sampling parameters of each kind of text ("greedy", "seeded").
+    ``single_settings``: the draft length of each setting in which texts are decoded one by one,
+    None for adaptive. ``batch_setting``: the name of the setting in which texts share a batch with
+    other requests. ``evidence``: the results. ``crashed``: parts that raised an exception and are
+    not continued. ``num_texts``, ``num_prefixes``: how many are wanted.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: Sequence[tuple[str, Sequence[int]]],
+        params: SamplingParams | None = None,
+        effort: Effort | None = None,
+        *,
+        budget: Budget | None = None,
+    ) -> None:
+        self.llm, self.effort, self.budget = llm, effort or Effort(), budget or Budget()
+        self.lengths, adaptive = _draft_lengths(llm)
+        single: dict[str, int | None] = {f"draft length {n}, alone": n for n in self.lengths}
+        self.single_settings = single | ({"draft length auto, alone": None} if adaptive else {})
+        self.batch_setting = f"draft length {self.lengths[-1]}, mixed batch"
+        self.prompts = _fitting_prompts(llm, prompts, self.effort)
+        self.num_texts = min(self.effort.num_prompts, len(self.prompts))
+        self.plain = llm.beside(
+            max_batch_size=llm.engine.scheduler.config.max_batch_size,
+            max_model_len=tokens_needed(llm, map(itemgetter(1), prompts), self.effort.max_tokens),
+        ).engine
+        requested = params or SamplingParams(temperature=1.0)
+        unused: dict[str, Any] = {"stop": (), "stop_token_ids": (), "min_tokens": 0}
+        self.params = replace(requested, seed=None, n=1, logprobs=None, **unused)
+        # Greedy, with the same penalties and bias.
+        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        self.kinds = {"greedy": greedy} | ({} if requested.greedy else {"seeded": self.params})
+        # No samples are drawn if only greedy decoding is tested.
+        self.num_prefixes = 0 if requested.greedy else min(self.effort.prefixes, self.num_texts)
+        self.evidence = Evidence()
+        self.recorder = RecordingDrafter(llm.engine.drafter, self.evidence.draws, self.effort.seed)
+        self.advance: OnProgress = lambda description: None
+        self.crashed: set[str] = set()
+
+    def start(self, number: int, params: SamplingParams) -> Start:
+        name, prompt = self.prompts[number % len(self.prompts)]
+        return Start(prompt, params, name=name)
+
+    def amounts(self) -> dict[str, Any]:
+        """What was completed in which time, and how much is wanted: "budget" of the JSON."""
+        evidence, wanted = self.evidence, self.effort.samples
+        drawn = [min(len(prefix.drawn), wanted) for prefix in evidence.prefixes]
+        return {
+            "seconds": self.budget.seconds,
+            "spent": self.budget.spent,
+            "tokens": evidence.tokens or self.effort.max_tokens,
+            "texts": self.num_compared(range(self.num_texts)),
+            "texts_wanted": self.num_texts,
+            "prefixes": drawn.count(wanted),
+            "prefixes_wanted": self.num_prefixes,
+            "samples": sum(drawn),
+            "samples_wanted": self.num_prefixes * wanted,
+        }
+
+    @property
+    def complete(self) -> bool:
+        """Whether all wanted texts were compared and all wanted prefixes sampled."""
+        amounts = self.amounts()
+        return all(amounts[what] >= amounts[f"{what}_wanted"] for what in ("texts", "prefixes"))
+
+    def num_compared(self, numbers: Iterable[int]) -> int:
+        """How many of these texts were compared under every setting that decodes them alone."""
+        done = set(self.evidence.done)
+        ends = ["", *(f"/{setting}" for setting in self.single_settings)]
+        wanted = list(product(self.kinds, ends))
+        return sum(all(f"{kind}/{n}{end}" in done for kind, end in wanted) for n in numbers)
+
+    def do_task(
+        self, part: str, kind: str, size: int, shown: str, run: Callable[[], None], name: str = ""
+    ) -> None:
+        """Call ``run`` if it fits into the budget, judged by its ``kind`` and ``size``. A crash is
+        reported as a problem of ``part``. A task with a ``name`` is done once."""
+        done = self.evidence.done
+        if name in done or part in self.crashed or not self.budget.fits(kind, size):
+            return
+        self.advance(shown)
+        with self.crash_as_problem(part), self.budget.task(kind, size):
+            run()
+            done += [name] if name else []
+
+    @contextmanager
+    def crash_as_problem(self, part: str) -> Iterator[None]:
+        """Record an unexpected exception as a problem of ``part``; the other parts still run."""
+        try:
+            yield
+        except PacelineError:
+            raise
+        except Exception as error:
+            what = f"decoding failed with {type(error).__name__}: {error}"
+            self.evidence.problems.append(Problem(part, " ".join(what.split())))
+            self.crashed.add(part)
+
+    def compare_texts(self, numbers: Sequence[int]) -> None:
+        """Decode each text plainly, then compare it under every setting; the batch of all of them
+        comes last. Texts without a plain output (the budget is spent) are left out."""
+        plain = self.evidence.plain
+        for number, kind in product(numbers, self.kinds):
+            text, name = self._text(kind, number), f"{kind}/{number}"
+            run, shown = partial(self._decode_plainly, name, text), f"{kind}: {text.name}"
+            self.do_task(kind, "text", 1, f"{shown}: plain decoding", run, name)
+            for setting in self.single_settings if name in plain else ():
+                run = partial(self._compare, kind, [number], setting)
+                self.do_task(kind, "text", 1, f"{shown}: {setting}", run, f"{name}/{setting}")
+        for kind in self.kinds if numbers else ():
+            if all(f"{kind}/{number}" in plain for number in numbers):
+                setting = self.batch_setting
+                run = partial(self._compare, kind, numbers, setting)
+                name = f"{kind}/{'-'.join(map(str, numbers))}/{setting}"
+                self.do_task(kind, "mixed", len(numbers), f"{kind}: {setting}", run, name)
+
+    def choose_text_length(self) -> None:
+        """Shorten the texts if one text would take too much of the budget."""
+        budget, max_tokens = self.budget, self.effort.max_tokens
+        if self.evidence.tokens or budget.seconds is None or max_tokens <= _MIN_TEXT_TOKENS:
+            return
+        for kind, tokens in (("warming up", 1), ("token", _TIMED_TOKENS)):
+            with budget.task(kind, tokens):
+                decode(self.plain, [self.start(0, SamplingParams(max_tokens=tokens))], 0)
+        seconds = budget.estimate("token")
+        affordable = _TEXT_SHARE * budget.left / seconds if seconds else max_tokens
+        self.evidence.tokens = min(max_tokens, max(_MIN_TEXT_TOKENS, int(affordable)))
+
+    def _text(self, kind: str, number: int) -> Start:
+        tokens = self.evidence.tokens or self.effort.max_tokens
+        seed = (self.effort.seed + number) % 2**63 if kind == "seeded" else None
+        return self.start(number, replace(self.kinds[kind], max_tokens=tokens, seed=seed))
+
+    def _decode_plainly(self, name: str, text: Start) -> None:
+        ((self.evidence.plain[name], _),) = decode(self.plain, [text], 0)
+
+    def _compare(self, kind: str, numbers: Sequence[int], setting: str) -> None:
+        plain, others = self.evidence.plain, list[Start]()
+        texts = [(self._text(kind, number), plain[f"{kind}/{number}"]) for number in numbers]
+        if setting == self.batch_setting:
+            # Unseeded requests of several lengths, which join and leave while the texts decode.
+            count = max(_MIN_NEIGHBOURS, len(numbers))
+            for n, tokens in zip(range(count), cycle((5, 17, 40)), strict=False):
+                params = SamplingParams(temperature=0.8, max_tokens=tokens)
+                others.append(self.start(numbers[0] + n, params))
+        self.evidence.add(self.check_texts(kind, setting, texts, others))
+
+    def check_texts(
+        self, kind: str, setting: str, texts: Sequence[Expected], others: Sequence[Start] = ()
+    ) -> TextCheck:
+        """Decode ``texts`` in one batch under this setting and compare them with plain decoding's.
+        ``others`` join the batch and are not compared."""
+        length = self.single_settings.get(setting, self.lengths[-1])
+        batch = [*(text for text, _ in texts), *others]
+        outputs = decode(self.llm.engine, batch, length)[: len(texts)]
+        divergences: dict[bool, list[TextDivergence]] = {True: [], False: []}  # by "is a tie"
+        for text, (output, _) in zip(texts, outputs, strict=True):
+            for divergence, tie in self._divergences(*text, output, length):
+                divergences[tie].append(divergence)
+        counts = sum((counts for _, counts in outputs), DraftCounts())
+        tokens = sum(len(plain) for _, plain in texts)
+        compared = len(texts), tokens, counts.drafted, counts.accepted
+        ties, bugs = tuple(divergences[True]), tuple(divergences[False])
+        return TextCheck(kind, setting, *compared, ties, bugs)
+
+    def _divergences(
+        self, text: Start, expected: TokenIds, tokens: TokenIds, draft_length: int | None
+    ) -> Iterator[tuple[TextDivergence, bool]]:
+        """Each divergence from the ``expected`` text, and whether it is a near tie (never on a
+        backend of ``same_bits``). After a near tie the rest is decoded again from the expected
+        text; a bug ends the comparison."""
+        target, decoded = self.llm.target, self.llm.tokenizer.decode
+        while difference := explain(target, text.prompt, expected, tokens, text.params):
+            pair = difference.left, difference.right
+            plain, other = (str(decoded([token])) if token >= 0 else "(end)" for token in pair)
+            tie, fields = difference.is_tie and not target.backend.same_bits, vars(difference)
+            yield TextDivergence(**fields, text=text.name, plain=plain, speculative=other), tie
+            given = expected[: difference.at + 1]
+            if not difference.is_tie or len(given) == len(expected):
+                return
+            ((tokens, _),) = decode(self.llm.engine, [replace(text, output=given)], draft_length)
+
+
+def _draft_lengths(llm: LLM) -> tuple[tuple[int, ...], bool]:
+    """The fixed draft lengths to test, and whether the controller is adaptive."""
+    engine = llm.engine
+    if not engine.drafter.max_nodes(1):
+        raise ConfigError("there is no drafter to certify; give one with draft (--draft)")
+    if not isinstance(engine.controller, FixedLength):
+        return (1, 4), True
+    length = engine.controller.length
+    if not length:
+        raise ConfigError("draft length 0 drafts nothing, so there is nothing to certify")
+    return tuple(sorted({1, length})), False
+
+
+def _fitting_prompts(
+    llm: LLM, prompts: Sequence[tuple[str, Sequence[int]]], effort: Effort
+) -> list[tuple[str, tuple[int, ...]]]:
+    """The prompts that fit into the context. Raises PromptError if one of the first
+    ``num_prompts`` does not: they are always used."""
+    if not prompts:
+        raise PromptError("no prompt was given")
+    limit = llm.max_model_len
+    room = limit - effort.max_tokens - 16
+    for name, prompt in prompts[: effort.num_prompts]:
+        if not prompt:
+            raise PromptError(f"prompt {name} is empty; give at least one token of text")
+        if len(prompt) > room:
+            raise PromptError(
+                f"prompt {name} has {len(prompt)} tokens, but the context of {llm.target.name} has "
+                f"{limit}, with the {effort.max_tokens} new tokens; shorten it or lower max_tokens"
+            )
+    return [(name, tuple(prompt)) for name, prompt in prompts if 0 < len(prompt) <= room]
