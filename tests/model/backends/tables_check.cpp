@@ -13,7 +13,7 @@
 #endif
 
 extern const Kernels kernels_avx512, kernels_amx;
-extern const Quantised quantised_vnni;
+extern const QuantisedKernels quantised_vnni;
 
 namespace {
 
@@ -23,7 +23,7 @@ float number() { return std::uniform_real_distribution<float>(-1.0f, 1.0f)(rng);
 struct Table {
   const char* name;
   const Kernels& kernels;
-  const Quantised& quantised;
+  const QuantisedKernels& quantised;
 };
 
 std::vector<Table> tables() {
@@ -51,12 +51,12 @@ constexpr Form FORMS[] = {
 
 // The results, and behind them the rows in whole numbers.
 std::vector<float> product(const Table& t, const Form& form, const pl_weight& w, const std::vector<float>& x, long rows) {
-  std::vector<float> y(rows * w.outputs), scratch(product_scratch(rows, w.inputs)), scales(rows * w.inputs / 16);
+  std::vector<float> y(rows * w.outputs), scratch(gemm_scratch(rows, w.inputs)), scales(rows * w.inputs / 16);
   std::vector<float> memory((rows * w.inputs + 1) / 2);
   QuantisedRows coded{memory.data(), scales.data(), w.inputs, w.wide != 0};
-  for (long r = 0; r < rows && w.bits; r++) t.quantised.row(x.data() + r * w.inputs, coded, r);
-  Product p{&w, form.dtype, x.data(), rows, w.inputs, STORE, y.data(), w.outputs, 0, 0, &t.quantised, coded};
-  t.kernels.product(p, 0, 1, scratch.data());
+  for (long r = 0; r < rows && w.bits; r++) t.quantised.quantise_row(x.data() + r * w.inputs, coded, r);
+  Gemm p{&w, form.dtype, x.data(), rows, w.inputs, STORE, y.data(), w.outputs, 0, 0, &t.quantised, coded};
+  t.kernels.gemm(p, 0, 1, scratch.data());
   y.insert(y.end(), scales.begin(), scales.end());
   y.insert(y.end(), memory.begin(), memory.end());
   return y;
@@ -80,7 +80,7 @@ bool same_products(const std::vector<Table>& all, const Form& form, long inputs,
   for (size_t i = 0; i < 4 * memory.size(); i++) data[i] = static_cast<uint8_t>(rng());
   for (long panel = 0; panel < 3 && form.bits; panel++)
     for (long i = 0; i < panel_bytes(w); i += form.scale == PL_SCALE_FLOAT ? 4 : 2) {
-      if (i % group_bytes(w) >= head_line(w)) continue;
+      if (i % group_bytes(w) >= group_header_bytes(w)) continue;
       float scale = number();
       uint16_t half = static_cast<uint16_t>(form.scale == PL_SCALE_HALF ? rng() & 0xbbff : rng() & 0xbfff);
       if (form.scale == PL_SCALE_FLOAT)
@@ -118,12 +118,12 @@ bool same_rows(const std::vector<Table>& all) {
         std::vector<int32_t> places(3);
         std::vector<float> values(3);
         t.kernels.add_silu(dtype, got.data(), y.data(), next.data(), width);
-        t.kernels.normalise(m, {weight.data(), 1e-5f}, x.data(), normed.data(), width);
-        t.kernels.add_normalised(m, {weight.data(), 1e-5f}, normed.data(), y.data());
-        t.kernels.give(dtype, y.data(), width, stored.data());
-        t.kernels.take(dtype, stored.data(), width, back.data());
-        values.push_back(t.kernels.likeliest(dtype, stored.data(), width, 3, 1.5f, places.data(), values.data()));
-        places.push_back(t.kernels.greedy(dtype, stored.data(), width));
+        t.kernels.rms_norm(m, {weight.data(), 1e-5f}, x.data(), normed.data(), width);
+        t.kernels.add_rms_norm(m, {weight.data(), 1e-5f}, normed.data(), y.data());
+        t.kernels.store_row(dtype, y.data(), width, stored.data());
+        t.kernels.load_row(dtype, stored.data(), width, back.data());
+        values.push_back(t.kernels.top_k(dtype, stored.data(), width, 3, 1.5f, places.data(), values.data()));
+        places.push_back(t.kernels.argmax(dtype, stored.data(), width));
         for (const auto* part : {&next, &normed, &back, &values}) got.insert(got.end(), part->begin(), part->end());
         for (int32_t place : places) got.push_back(static_cast<float>(place));
         for (float& value : got) value = std::isnan(value) ? NAN : value;  // of one kind
@@ -144,10 +144,10 @@ bool same_rounding(const std::vector<Table>& all) {
       for (float& value : w) value = number();
       for (const Table& t : all) {
         std::vector<float> codes(rows * columns / 4), scales(rows * columns / 32), offsets(scales.size());
-        Rounding r{PL_FLOAT32, w.data(), columns, 32, bits, zero, reinterpret_cast<int8_t*>(codes.data()), scales.data(),
+        WeightRounding r{PL_FLOAT32, w.data(), columns, 32, bits, zero, reinterpret_cast<int8_t*>(codes.data()), scales.data(),
                    offsets.data()};
         std::vector<float> scratch(rounding_scratch(r));
-        t.kernels.round_rows(r, 0, rows, scratch.data());
+        t.kernels.round_weight_rows(r, 0, rows, scratch.data());
         for (const auto* part : {&scales, &offsets}) codes.insert(codes.end(), part->begin(), part->end());
         if (wanted.empty()) wanted = codes;
         if (memcmp(wanted.data(), codes.data(), 4 * codes.size()))
@@ -171,7 +171,7 @@ bool same_recurrences(const std::vector<Table>& all) {
       const float *query = rows.data(), *key = query + 2 * keys, *value = key + 2 * keys;
       pl_recurrence r{2, 1, keys, values, before, behind, factors.data(), delta ? factors.data() + 2 : nullptr,
                       query, key, value, states.data(), out.data()};
-      t.kernels.recur(r, 0);
+      t.kernels.recurrent_steps(r, 0);
       states.insert(states.end(), out.begin(), out.end());
       if (wanted.empty()) wanted = states;
       if (memcmp(wanted.data(), states.data(), 4 * states.size())) return printf("%s: a state differs\n", t.name), false;

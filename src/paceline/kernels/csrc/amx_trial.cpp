@@ -12,7 +12,7 @@
 
 constexpr long ASK_FOR_STATE = 0x1023, TILE_DATA = 18;  // arch_prctl's
 
-bool agree(const Kernels& tiled, const Quantised& tiled_codes, const Kernels& plain, const Quantised& plain_codes,
+bool agree(const Kernels& tiled, const QuantisedKernels& tiled_codes, const Kernels& plain, const QuantisedKernels& plain_codes,
            std::vector<float>& memory) {
   constexpr long rows = 37, inputs = 128, outputs = 64;
   float* at = memory.data();
@@ -31,17 +31,17 @@ bool agree(const Kernels& tiled, const Quantised& tiled_codes, const Kernels& pl
   for (Form form : {Form{0, 0}, Form{8, 1}, Form{8, 0}}) {
     pl_weight weight{w, nullptr, outputs, inputs, form.bits, inputs / GROUP, PL_SCALE_BFLOAT16, 0, form.wide};
     QuantisedRows codes{numbers, scales, inputs, form.wide != 0};
-    for (long r = 0; r < rows && form.bits; r++) plain_codes.row(x + r * inputs, codes, r);
-    Product p{&weight, PL_BFLOAT16, x, rows, inputs, STORE, a, outputs, 0, 0.0f, &plain_codes, codes};
-    plain.product(p, 0, 1, at);
+    for (long r = 0; r < rows && form.bits; r++) plain_codes.quantise_row(x + r * inputs, codes, r);
+    Gemm p{&weight, PL_BFLOAT16, x, rows, inputs, STORE, a, outputs, 0, 0.0f, &plain_codes, codes};
+    plain.gemm(p, 0, 1, at);
     p.y = b, p.quantised = &tiled_codes;
-    tiled.product(p, 0, 1, at);
+    tiled.gemm(p, 0, 1, at);
     same = same && memcmp(a, b, rows * outputs * sizeof(float)) == 0;
   }
   return same;
 }
 
-bool amx_works(const Kernels& tiled, const Quantised& tiled_codes, const Kernels& plain, const Quantised& plain_codes) {
+bool amx_works(const Kernels& tiled, const QuantisedKernels& tiled_codes, const Kernels& plain, const QuantisedKernels& plain_codes) {
   if (syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA)) return false;
   std::vector<float> memory(TRIAL_FLOATS);  // before the fork: the child may not ask for any
   int ends[2];
@@ -62,5 +62,5 @@ bool amx_works(const Kernels& tiled, const Quantised& tiled_codes, const Kernels
   return same == 1;
 }
 #else
-bool amx_works(const Kernels&, const Quantised&, const Kernels&, const Quantised&) { return false; }
+bool amx_works(const Kernels&, const QuantisedKernels&, const Kernels&, const QuantisedKernels&) { return false; }
 #endif

@@ -84,7 +84,7 @@ const Kernels* best() {
 }
 
 // The kernels of quantised weights that go with others. AVX512 without VNNI has AVX2's; NEON's are two.
-const Quantised& quantised_of(const Kernels* k) {
+const QuantisedKernels& quantised_of(const Kernels* k) {
 #if defined(__x86_64__)
   bool wide = k == &kernels_avx512 || k == &kernels_amx || k == &kernels_dpbf16;
   if (k == &kernels_amx) return quantised_amx;
@@ -157,10 +157,10 @@ void quantised_row(const pl_weight& w, int64_t place, int64_t output, int8_t* co
                    int64_t row) {
   int64_t panel = place == PL_PLAIN ? output / PANEL : output / 16;
   int64_t lane = place == PL_PLAIN ? output % PANEL : output % 16 + (place == PL_UP ? 16 : 0);
-  int64_t groups = w.inputs / group_of(w), least = w.offsets == PL_OFFSETS_LEAST ? 0 : 8;  // of four bits: what makes codes positive
+  int64_t groups = w.inputs / group_inputs(w), least = w.offsets == PL_OFFSETS_LEAST ? 0 : 8;  // of four bits: what makes codes positive
   uint8_t* at = static_cast<uint8_t*>(const_cast<void*>(w.data)) + panel * panel_bytes(w);
   for (int64_t g = row * groups; g < (row + 1) * groups; g++) {
-    uint8_t *first = at + g % groups * group_bytes(w), *second = first + head_line(w) / 2;
+    uint8_t *first = at + g % groups * group_bytes(w), *second = first + group_header_bytes(w) / 2;
     if (out) {
       scales[g] = number_at(w.scale_kind, first, lane);
       if (w.offsets) offsets[g] = number_at(w.scale_kind, second, lane);
@@ -171,7 +171,7 @@ void quantised_row(const pl_weight& w, int64_t place, int64_t output, int8_t* co
   }
   at += lane / 16 * 64 + lane % 16 * 4;
   for (int64_t k = 0; k < w.inputs; k++) {
-    if (k % group_of(w) == 0) at += head_line(w);
+    if (k % group_inputs(w) == 0) at += group_header_bytes(w);
     int8_t& code = codes[row * w.inputs + k];
     if (w.bits == 8) {
       uint8_t& byte = at[k / 4 * 128 + k % 4];
@@ -229,25 +229,25 @@ void repeat_product(const Kernels& k, int64_t dtype, const pl_weight& w, const v
                     int64_t threads, int64_t passes, int64_t apart) {
   Rows in, scratch;
   in.shape(rows, w.inputs);
-  scratch.shape(threads, product_scratch(rows, w.inputs));
+  scratch.shape(threads, gemm_scratch(rows, w.inputs));
   int64_t bytes = w.inputs * (dtype == PL_BFLOAT16 ? 2 : 4);
-  for (int64_t r = 0; r < rows; r++) k.take(dtype, static_cast<const char*>(x) + r * bytes, w.inputs, in.at(r));
-  const Quantised& quantised = quantised_of(&k);
+  for (int64_t r = 0; r < rows; r++) k.load_row(dtype, static_cast<const char*>(x) + r * bytes, w.inputs, in.at(r));
+  const QuantisedKernels& quantised = quantised_of(&k);
   Codes codes;
   QuantisedRows coded{};
   if (w.bits) {
     codes.shape(rows, w.inputs);
     coded = codes.of(w);
-    for (int64_t r = 0; r < rows; r++) quantised.row(in.at(r), coded, r);
+    for (int64_t r = 0; r < rows; r++) quantised.quantise_row(in.at(r), coded, r);
   }
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
     FlushToZero flush;
     pl_weight at = w;
-    Product p{&at, dtype, in.at(0), rows, in.ld, LOGITS, y, w.outputs, 0, cap, &quantised, coded};
+    Gemm p{&at, dtype, in.at(0), rows, in.ld, LOGITS, y, w.outputs, 0, cap, &quantised, coded};
     for (int64_t pass = 0; pass < passes; pass++) {
       at.data = static_cast<const char*>(w.data) + pass * apart;
-      k.product(p, omp_get_thread_num(), omp_get_num_threads(), scratch.at(omp_get_thread_num()));
+      k.gemm(p, omp_get_thread_num(), omp_get_num_threads(), scratch.at(omp_get_thread_num()));
     }
   }
 }
@@ -302,13 +302,13 @@ void pl_copy_quantised(int64_t out, int64_t place, int8_t* codes, float* scales,
 int pl_round(int64_t dtype, const void* weight, int64_t rows, int64_t columns, int64_t group, int64_t bits, int64_t zero,
              int8_t* codes, float* scales, float* offsets, int64_t threads) {
   return outcome([&](const Kernels& k) {
-    Rounding r{dtype, weight, columns, group, bits, zero, codes, scales, offsets};
+    WeightRounding r{dtype, weight, columns, group, bits, zero, codes, scales, offsets};
     Rows scratch;
     scratch.shape(threads, rounding_scratch(r));
     long step = rounded_rows(r);
 #pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads))
     for (int64_t first = 0; first < rows; first += step)
-      k.round_rows(r, first, rows - first < step ? rows - first : step, scratch.at(omp_get_thread_num()));
+      k.round_weight_rows(r, first, rows - first < step ? rows - first : step, scratch.at(omp_get_thread_num()));
   });
 }
 
@@ -320,7 +320,7 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
 int pl_recur(const pl_recurrence* rows, int64_t threads) {
   return outcome([&](const Kernels& k) {
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
-    for (int64_t head = 0; head < rows->heads; head++) k.recur(*rows, head);
+    for (int64_t head = 0; head < rows->heads; head++) k.recurrent_steps(*rows, head);
   });
 }
 

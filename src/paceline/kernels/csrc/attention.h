@@ -65,20 +65,20 @@ inline void finish(const Attention& a, const float* sums, float l, long row, lon
   }
 }
 
-inline long first_seen(const Attention& a, const Row& row) {
+inline long first_seen(const Attention& a, const AttentionRow& row) {
   long from = a.window ? row.position - a.window + 1 : 0;
   return from > 0 ? from : 0;
 }
 
-void fold(const Attention& a, const Partial& p, long row) {
+void merge_partials(const Attention& a, const PartialResults& p, long row) {
   long width = round_up(a.model->head_dim, STRIPE), heads = a.model->heads;
-  const Row& own = a.row[row];
-  long first = first_seen(a, own) / BLOCK, last = own.position / BLOCK;
-  Results all(p.folded + row * result_size(*a.model), heads, width);
-  if (p.from == 0) start(all, heads, width);
-  for (long block = first > p.from ? first : p.from; block <= last && block < p.to; block++)
+  const AttentionRow& own = a.rows[row];
+  long first = first_seen(a, own) / KEY_BLOCK, last = own.position / KEY_BLOCK;
+  Results all(p.merged + row * partial_result_size(*a.model), heads, width);
+  if (p.first_block == 0) start(all, heads, width);
+  for (long block = first > p.first_block ? first : p.first_block; block <= last && block < p.end_block; block++)
     merge(all, Results(p.at(block, row, *a.model), heads, width), heads, width);
-  if (last < p.from || last >= p.to) return;
+  if (last < p.first_block || last >= p.end_block) return;
   for (long head = 0; head < heads; head++) finish(a, all.sums + head * width, all.l[head], row, head);
 }
 
@@ -109,8 +109,8 @@ struct Plain {
 
   // Of `count` query heads, by the panel.
   void score(long, long h, long count, float* to) {
-    for (long k = 0; k < count; k++) store(to + k * BLOCK, zero()), store(to + k * BLOCK + 16, zero());
-    panel_product<Keys>(panel, queries + h * e.width, e.width, count, e.width, to, BLOCK);
+    for (long k = 0; k < count; k++) store(to + k * KEY_BLOCK, zero()), store(to + k * KEY_BLOCK + 16, zero());
+    panel_product<Keys>(panel, queries + h * e.width, e.width, count, e.width, to, KEY_BLOCK);
   }
 
   // Values of 32 keys, of which low .. high are there.
@@ -133,7 +133,7 @@ struct Plain {
   // sums += the weights of `count` query heads times the values of at .. end.
   void add(const float* weights, long count, long at, long, float* sums) {
     for (long i = 0; i < e.width; i += PANEL)
-      all_rows<ValuesThere<Number>>(values + i / 16 * STRIPE, weights + at, BLOCK, count, sums + i, e.width);
+      all_rows<ValuesThere<Number>>(values + i / 16 * STRIPE, weights + at, KEY_BLOCK, count, sums + i, e.width);
   }
 };
 
@@ -144,7 +144,7 @@ struct Tile {
   static constexpr bool coded = sizeof(Number) == 1, tiled = Products<Number>::tiled;
   const Attention& a;
   const AttentionItem& item;
-  const Row* rows;
+  const AttentionRow* rows;
   const bool narrow;  // what goes into products is bf16
   const long group, heads, width, together;  // together: rows whose scores are there at a time,
   long first = 0, last = 0;                  // which are these
@@ -155,24 +155,24 @@ struct Tile {
   Products<Number> products;
   // Of the block as offsets: keys that somebody sees and that all see; where paths begin.
   long begin = 0, low = 0, high = 0, all_low = 0, all_high = 0, shared = 0;
-  long from[ATTEND_TILE], to[ATTEND_TILE];  // keys that each row sees; nothing: from >= to
+  long from[ATTENTION_HEADS], to[ATTENTION_HEADS];  // keys that each row sees; nothing: from >= to
 
-  Tile(const Attention& a, const AttentionItem& item, Ahead& ahead)
-      : a(a), item(item), rows(a.row + item.first), narrow(a.model->dtype == PL_BFLOAT16),
+  Tile(const Attention& a, const AttentionItem& item, KvPrefetcher& prefetcher)
+      : a(a), item(item), rows(a.rows + item.first_row), narrow(a.model->dtype == PL_BFLOAT16),
         group(a.model->heads / a.model->kv_heads), heads(item.rows * group), width(round_up(a.model->head_dim, STRIPE)),
-        together(!tiled ? item.rows : group < PANEL ? PANEL / group : 1), entries(a, ahead, item.kv_head),
+        together(!tiled ? item.rows : group < PANEL ? PANEL / group : 1), entries(a, prefetcher, item.kv_head),
         all(a.scratch, heads, width), block(all.end(heads), heads, width), scores(block.end(heads)),
-        weights(reinterpret_cast<Weight*>(scores + (tiled ? together * group * BLOCK : 0))),
-        products(entries, scores + together * group * BLOCK * 3 / 2, heads) {}
+        weights(reinterpret_cast<Weight*>(scores + (tiled ? together * group * KEY_BLOCK : 0))),
+        products(entries, scores + together * group * KEY_BLOCK * 3 / 2, heads) {}
 
   // What the rows see of the block. False: nothing.
   bool look() {
-    low = all_high = BLOCK, high = all_low = 0;
-    shared = rows[0].shared - begin;  // the same for all rows of a sequence
+    low = all_high = KEY_BLOCK, high = all_low = 0;
+    shared = rows[0].table_end - begin;  // the same for all rows of a sequence
     for (long r = 0; r < item.rows; r++) {
       long f = first_seen(a, rows[r]) - begin, t = rows[r].position + 1 - begin;
       from[r] = f = f > 0 ? f : 0;
-      to[r] = t = t < BLOCK ? t : BLOCK;
+      to[r] = t = t < KEY_BLOCK ? t : KEY_BLOCK;
       all_low = f > all_low ? f : all_low;
       all_high = t < all_high ? t : all_high;
       if (f >= t) continue;
@@ -186,7 +186,7 @@ struct Tile {
 
   // Entries of the row's own path in the block. False: it has none.
   bool look_up_path(long r) {
-    if (rows[r].position < rows[r].shared || from[r] >= to[r] || to[r] <= shared) return false;
+    if (rows[r].position < rows[r].table_end || from[r] >= to[r] || to[r] <= shared) return false;
     entries.look_up(rows[r], begin, shared > 0 ? shared : 0, to[r]);
     return true;
   }
@@ -203,8 +203,8 @@ struct Tile {
     for (long r = first; r < last; r++) {  // paths in the tree, each with keys of its own
       if (!look_up_path(r)) continue;
       for (long at = first_of_paths(); at < to[r]; at += PANEL) {
-        products.lay_out_keys(BLOCK, at, to[r] - at < PANEL ? to[r] - at : PANEL, 0);
-        products.score(BLOCK, r * group, group, scores + (r - first) * group * BLOCK + at);
+        products.lay_out_keys(KEY_BLOCK, at, to[r] - at < PANEL ? to[r] - at : PANEL, 0);
+        products.score(KEY_BLOCK, r * group, group, scores + (r - first) * group * KEY_BLOCK + at);
       }
     }
   }
@@ -212,7 +212,7 @@ struct Tile {
   // The largest scores of a query head, lane by lane; what it does not see is less than all.
   V best(long h) {
     const long r = h / group, begin = from[r] / 16 * 16, end = round_up(to[r], 16);
-    float* s = scores + (h - first * group) * BLOCK;
+    float* s = scores + (h - first * group) * KEY_BLOCK;
     if (from[r] >= to[r]) return set1(LOWEST);
     if (coded) look_up_path(r);
     for (long j = begin; j < end && (coded || a.model->attention_cap > 0); j += 16) {
@@ -229,8 +229,8 @@ struct Tile {
   // Its scores to exponentials; their sums, lane by lane.
   void weigh(long h, float* sums) {
     const long r = h / group, begin = from[r] / 16 * 16, end = round_up(to[r], 16), known = round_up(high, STRIPE);
-    float* s = scores + (h - first * group) * BLOCK;
-    Weight* w = weights + (h - first * group) * BLOCK;
+    float* s = scores + (h - first * group) * KEY_BLOCK;
+    Weight* w = weights + (h - first * group) * KEY_BLOCK;
     V most = set1(block.m[h]), total = zero();
     bool none = from[r] >= to[r];
     memset(w + low, 0, static_cast<size_t>((none ? known : begin) - low) * sizeof(Weight));
@@ -268,7 +268,7 @@ struct Tile {
   // Rows r .. end by the values of the stripes from .. to.
   void add(long r, long end, long from, long to) {
     if (from < to)
-      products.add(weights + (r - first) * group * BLOCK, (end - r) * group, from, to, block.sums + r * group * width);
+      products.add(weights + (r - first) * group * KEY_BLOCK, (end - r) * group, from, to, block.sums + r * group * width);
   }
 
   // What one row sees of a stripe.
@@ -298,11 +298,11 @@ struct Tile {
 
   void run() {
     for (long h = 0; h < heads; h++)
-      entries.lay_out_query(a.q + (item.first + h / group) * a.ldq + (item.kv_head * group + h % group) * entries.d,
+      entries.lay_out_query(a.q + (item.first_row + h / group) * a.ldq + (item.kv_head * group + h % group) * entries.d,
                             products.queries + h * width);
     start(all, heads, width);
-    for (long number = item.from; number < item.to; number++) {
-      begin = number * BLOCK;
+    for (long number = item.first_block; number < item.end_block; number++) {
+      begin = number * KEY_BLOCK;
       if (!look()) continue;
       for (first = 0; first < item.rows; first = last) {
         last = first + together < item.rows ? first + together : item.rows;
@@ -316,12 +316,12 @@ struct Tile {
         merge(all, block, heads, width);
     }
     for (long h = 0; h < heads && !item.partial; h++)
-      finish(a, all.sums + h * width, all.l[h], item.first + h / group, item.kv_head * group + h % group);
+      finish(a, all.sums + h * width, all.l[h], item.first_row + h / group, item.kv_head * group + h % group);
   }
 
   void keep(long number) {
     for (long r = 0; r < item.rows; r++) {
-      Results to(item.partial->at(number, item.first + r, *a.model), a.model->heads, width);
+      Results to(item.partial->at(number, item.first_row + r, *a.model), a.model->heads, width);
       long head = item.kv_head * group;
       memcpy(to.sums + head * width, block.sums + r * group * width, static_cast<size_t>(group * width) * sizeof(float));
       memcpy(to.l + head, block.l + r * group, static_cast<size_t>(group) * sizeof(float));
@@ -331,19 +331,19 @@ struct Tile {
 };
 
 template <class Number, template <class> class Products>
-void attend_by(const Attention& a, const AttentionItem& item, Ahead& ahead) {
+void attend_by(const Attention& a, const AttentionItem& item, KvPrefetcher& prefetcher) {
   for (AttentionItem one = item; one.kv_head < item.kv_head + item.kv_heads; one.kv_head++)
-    Tile<Number, Products>(a, one, ahead).run();
+    Tile<Number, Products>(a, one, prefetcher).run();
 }
 
-void attend(const Attention& a, const AttentionItem& item, Ahead& ahead) {
+void attend(const Attention& a, const AttentionItem& item, KvPrefetcher& prefetcher) {
 #if defined(PACELINE_AMX) || defined(PACELINE_DPBF16)
   if (a.model->dtype == PL_BFLOAT16)
-    return a.coded ? attend_by<int8_t, Paired>(a, item, ahead) : attend_by<uint16_t, Paired>(a, item, ahead);
+    return a.int8_kv ? attend_by<int8_t, Paired>(a, item, prefetcher) : attend_by<uint16_t, Paired>(a, item, prefetcher);
 #endif
-  if (a.coded) return attend_by<int8_t, Plain>(a, item, ahead);
-  if (a.model->dtype == PL_BFLOAT16) return attend_by<uint16_t, Plain>(a, item, ahead);
-  attend_by<float, Plain>(a, item, ahead);
+  if (a.int8_kv) return attend_by<int8_t, Plain>(a, item, prefetcher);
+  if (a.model->dtype == PL_BFLOAT16) return attend_by<uint16_t, Plain>(a, item, prefetcher);
+  attend_by<float, Plain>(a, item, prefetcher);
 }
 
 }  // namespace

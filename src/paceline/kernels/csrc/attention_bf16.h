@@ -61,7 +61,7 @@ struct Paired {
 
   Paired(const Entries<Number>& e, float* memory, long heads)
       : e(e), queries(reinterpret_cast<uint16_t*>(memory)), keys(queries + heads * e.width),
-        values(keys + (BLOCK + PANEL) * e.width) {}
+        values(keys + (KEY_BLOCK + PANEL) * e.width) {}
 
   static void put(uint16_t* to, V weight, bool) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(weight.v));
@@ -76,7 +76,7 @@ struct Paired {
   }
 
   void score(long place, long h, long count, float* to) {
-    product.run<true>(keys + place * e.width, queries + h * e.width, e.width, count, e.width, to, BLOCK);
+    product.run<true>(keys + place * e.width, queries + h * e.width, e.width, count, e.width, to, KEY_BLOCK);
   }
 
   void lay_out_values(long at, long low, long high) {
@@ -85,7 +85,7 @@ struct Paired {
       for (long i = 0; i < e.width; i += 16) {
         V even = low <= j && j < high ? e.value(at + j, i) : zero();
         V odd = low <= j + 1 && j + 1 < high ? e.value(at + j + 1, i) : zero();
-        uint16_t* to = values + i / PANEL * PANEL * BLOCK + (at + j) * PANEL + 2 * (i % PANEL);
+        uint16_t* to = values + i / PANEL * PANEL * KEY_BLOCK + (at + j) * PANEL + 2 * (i % PANEL);
         store(reinterpret_cast<float*>(to), paired(even, odd));
       }
   }
@@ -99,7 +99,7 @@ struct Paired {
       for (long i = 0; i < e.width; i += PANEL) {
         __m512i even = _mm512_loadu_si512(e.values + e.slots[at + j] * e.stride + i);
         __m512i odd = _mm512_loadu_si512(e.values + e.slots[at + j + 1] * e.stride + i);
-        uint16_t* to = values + i * BLOCK + (at + j) * PANEL;
+        uint16_t* to = values + i * KEY_BLOCK + (at + j) * PANEL;
         _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, first, odd));
         _mm512_storeu_si512(to + PANEL, _mm512_permutex2var_epi16(even, second, odd));
       }
@@ -107,7 +107,7 @@ struct Paired {
 
   void add(const uint16_t* weights, long count, long at, long end, float* sums) {
     for (long i = 0; i < e.width; i += PANEL)
-      product.run<false>(values + i * BLOCK + at * PANEL, weights + at, BLOCK, count, end - at, sums + i, e.width);
+      product.run<false>(values + i * KEY_BLOCK + at * PANEL, weights + at, KEY_BLOCK, count, end - at, sums + i, e.width);
   }
 };
 

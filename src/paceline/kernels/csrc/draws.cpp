@@ -193,7 +193,7 @@ float LogitRow::operator[](long i) const {
 }
 
 bool law_of(const Kernels& k, const LogitRow& row, const Sampling& how, Law* law, float* parts) {
-  int32_t best = k.greedy(row.dtype, row.x, row.width);
+  int32_t best = k.argmax(row.dtype, row.x, row.width);
   if (best < 0) return false;
   *law = {how.sharpness, row[best], NEVER, 0};
   if (how.min_p > 0) law->cut = law->first + std::log(how.min_p) / how.sharpness;

@@ -55,28 +55,28 @@ struct Entries {
   static constexpr bool coded = sizeof(Number) == 1;
   static constexpr long each = 4 / sizeof(Number);  // numbers that are turned as one lane
   const Attention& a;
-  Ahead& ahead;
+  KvPrefetcher& prefetcher;
   const long d, width, stride;  // stride: from slot to slot
   const Number *keys, *values;
-  int32_t slots[BLOCK];
-  float key_scales[BLOCK], value_scales[BLOCK];
+  int32_t slots[KEY_BLOCK];
+  float key_scales[KEY_BLOCK], value_scales[KEY_BLOCK];
 
-  Entries(const Attention& a, Ahead& ahead, long head)
-      : a(a), ahead(ahead), d(a.model->head_dim), width(round_up(d, STRIPE)),
-        stride(a.model->kv_heads * entry_bytes(*a.model, coded) / static_cast<long>(sizeof(Number))),
+  Entries(const Attention& a, KvPrefetcher& prefetcher, long head)
+      : a(a), prefetcher(prefetcher), d(a.model->head_dim), width(round_up(d, STRIPE)),
+        stride(a.model->kv_heads * kv_head_bytes(*a.model, coded) / static_cast<long>(sizeof(Number))),
         keys(static_cast<const Number*>(a.keys) + head * stride / a.model->kv_heads),
         values(static_cast<const Number*>(a.values) + head * stride / a.model->kv_heads) {}
 
   // The row's keys and values at from .. to of the block that begins at `begin`.
-  void look_up(const Row& row, long begin, long from, long to) {
+  void look_up(const AttentionRow& row, long begin, long from, long to) {
     const long size = a.block_size;
     long j = from;
-    while (j < to && begin + j < row.shared) {  // a block of the cache
-      long inside = (begin + j) % size, slot = row.table[(begin + j) / size] * size + inside, end = j + size - inside;
+    while (j < to && begin + j < row.table_end) {  // a block of the cache
+      long inside = (begin + j) % size, slot = row.block_table[(begin + j) / size] * size + inside, end = j + size - inside;
       end = end < to ? end : to;
-      for (end = end < row.shared - begin ? end : row.shared - begin; j < end; j++, slot++) slots[j] = static_cast<int32_t>(slot);
+      for (end = end < row.table_end - begin ? end : row.table_end - begin; j < end; j++, slot++) slots[j] = static_cast<int32_t>(slot);
     }
-    for (; j < to; j++) slots[j] = row.own[begin + j - row.shared];
+    for (; j < to; j++) slots[j] = row.tree_slots[begin + j - row.table_end];
     for (j = from; j < to && coded; j++) {
       memcpy(key_scales + j, keys + slots[j] * stride + d, sizeof(float));
       memcpy(value_scales + j, values + slots[j] * stride + d, sizeof(float));
@@ -100,7 +100,7 @@ struct Entries {
       for (long j = 0; j < 16; j++) key[j] = half + j < count ? keys + slots[at + half + j] * stride : keys;
       for (long i = 0; i < width; i += 16 * each) {
         long some = due / parts--;
-        ahead.step(some), due -= some;
+        prefetcher.advance(some), due -= some;
         const float* rows[16];
         Number copies[16][16 * each];  // of what is not there in full
         for (long j = 0; j < 16; j++) rows[j] = reinterpret_cast<const float*>(key[j] + i);

@@ -17,7 +17,7 @@ void Forward::sort_by_expert(const pl_layer& l) {
   for (long i = 0; i < all; i++) begin_[choices_[i].expert + 1]++;
   for (long e = 0; e < l.experts; e++) begin_[e + 1] += begin_[e];
   std::vector<long> next(begin_.begin(), begin_.end() - 1);
-  for (long i = 0; i < all; i++) choices_[i].place = static_cast<int32_t>(next[choices_[i].expert]++);
+  for (long i = 0; i < all; i++) choices_[i].sorted_row = static_cast<int32_t>(next[choices_[i].expert]++);
 }
 
 // x += the experts' outputs for normed_, by weight.
@@ -25,23 +25,23 @@ void Forward::experts(const pl_layer& l, int thread, int threads) {
   Share share(b_.rows, thread, threads);
   multiply(l.router, normed_, b_.rows, STORE, routed_, thread, threads);
   barrier_.wait();
-  for (long r = share.from; r < share.to; r++) k_.choose(routed_.at(r), l.experts, l.chosen, &choices_[r * l.chosen]);
+  for (long r = share.from; r < share.to; r++) k_.choose_experts(routed_.at(r), l.experts, l.chosen, &choices_[r * l.chosen]);
   barrier_.wait();
   if (thread == 0) sort_by_expert(l);
   barrier_.wait();
   for (long i = share.from * l.chosen; i < share.to * l.chosen; i++)
-    std::memcpy(sorted_.at(choices_[i].place), normed_.at(i / l.chosen), static_cast<size_t>(m_.hidden) * sizeof(float));
+    std::memcpy(sorted_.at(choices_[i].sorted_row), normed_.at(i / l.chosen), static_cast<size_t>(m_.hidden) * sizeof(float));
   barrier_.wait();
-  auto every = [&](const pl_weight* of_expert, const Rows& x, Ending ending, Rows& y) {
+  auto every = [&](const pl_weight* of_expert, const Rows& x, Epilogue epilogue, Rows& y) {
     QuantisedRows codes = coded(of_expert[0], x, b_.rows * l.chosen, thread, threads);
     for (long e = 0; e < l.experts; e++) {
       long rows = begin_[e + 1] - begin_[e];
-      if (rows) multiply_coded(of_expert[e], x, codes.from(begin_[e]), rows, ending, y, thread, threads, begin_[e]);
+      if (rows) multiply_coded(of_expert[e], x, codes.from_row(begin_[e]), rows, epilogue, y, thread, threads, begin_[e]);
     }
     barrier_.wait();
   };
   every(l.expert_gate_up, sorted_, GATED, hidden_);
   every(l.expert_down, hidden_, STORE, product_);
   for (long i = share.from * l.chosen; i < share.to * l.chosen; i++)
-    k_.add_scaled(x_.at(i / l.chosen), product_.at(choices_[i].place), choices_[i].weight, m_.hidden);
+    k_.add_scaled(x_.at(i / l.chosen), product_.at(choices_[i].sorted_row), choices_[i].weight, m_.hidden);
 }

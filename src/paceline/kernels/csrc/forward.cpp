@@ -23,30 +23,30 @@ bool is_chain(const int32_t* parents, long nodes) {
 
 }  // namespace
 
-Ahead::Ahead(const Attention& a, AttentionItems items)
-    : a_(a), head_bytes_(entry_bytes(*a.model, a.coded)), item_(items.begin()), end_(items.end()) {
-  open();
-  step(DISTANCE / (2 * head_bytes_));
+KvPrefetcher::KvPrefetcher(const Attention& a, AttentionItems items)
+    : a_(a), head_bytes_(kv_head_bytes(*a.model, a.int8_kv)), item_(items.begin()), end_(items.end()) {
+  skip_empty_items();
+  advance(DISTANCE / (2 * head_bytes_));
 }
 
 // The first item from this one on that reads something.
-void Ahead::open() {
-  while (item_ < end_ && item_->begin >= item_->end) item_++;
-  if (item_ < end_) at_ = item_->begin, head_ = item_->kv_head;
+void KvPrefetcher::skip_empty_items() {
+  while (item_ < end_ && item_->table_begin >= item_->table_end) item_++;
+  if (item_ < end_) position_ = item_->table_begin, head_ = item_->kv_head;
 }
 
-void Ahead::step(long count) {
+void KvPrefetcher::advance(long count) {
   while (item_ < end_ && count > 0) {
-    long size = a_.block_size, inside = at_ % size, slot = a_.row[item_->first].table[at_ / size] * size + inside;
-    long some = std::min({count, size - inside, item_->end - at_}), apart = a_.model->kv_heads * head_bytes_, bytes = head_bytes_;
+    long size = a_.block_size, inside = position_ % size, slot = a_.rows[item_->first_row].block_table[position_ / size] * size + inside;
+    long some = std::min({count, size - inside, item_->table_end - position_}), apart = a_.model->kv_heads * head_bytes_, bytes = head_bytes_;
     const char* key = static_cast<const char*>(a_.keys) + slot * apart + head_ * bytes;
     const char* value = static_cast<const char*>(a_.values) + slot * apart + head_ * bytes;
     for (long n = 0; n < some; n++, key += apart, value += apart)
       for (long i = 0; i < bytes; i += 64) __builtin_prefetch(key + i, 0, 2), __builtin_prefetch(value + i, 0, 2);
-    count -= some, at_ += some;
-    if (at_ < item_->end) continue;
-    at_ = item_->begin;
-    if (++head_ == item_->kv_head + item_->kv_heads) item_++, open();
+    count -= some, position_ += some;
+    if (position_ < item_->table_end) continue;
+    position_ = item_->table_begin;
+    if (++head_ == item_->kv_head + item_->kv_heads) item_++, skip_empty_items();
   }
 }
 
@@ -71,22 +71,22 @@ void Forward::lay_out() {
   long most = 0;
   for (long s = 0; s < b_.spans; s++) most += static_cast<long>(b_.span[s].nodes) * b_.span[s].nodes;
   own_.reserve(most);
-  long tile = std::max<long>(1, ATTEND_TILE / (m_.heads / m_.kv_heads));
+  long tile = std::max<long>(1, ATTENTION_HEADS / (m_.heads / m_.kv_heads));
   for (long s = 0; s < b_.spans; s++) {
     const pl_span& span = b_.span[s];
     const int32_t *parents = b_.parents + span.parents, *table = b_.tables + span.table;
     long base = span.context + span.pending, rows = span.pending + span.nodes - span.first_new;
     bool chain = is_chain(parents, span.nodes);
     for (long r = 0; r < rows; r++) {
-      Row& row = row_[span.start + r];
+      AttentionRow& row = row_[span.start + r];
       row.position = b_.positions[span.start + r];
-      row.shared = static_cast<int32_t>(chain ? base + span.nodes : base);
-      row.table = table;
-      row.own = nullptr;
+      row.table_end = static_cast<int32_t>(chain ? base + span.nodes : base);
+      row.block_table = table;
+      row.tree_slots = nullptr;
       if (row.position < 0 || row.position >= base + span.nodes) throw std::out_of_range("position");
-      blocks_ = std::max(blocks_, row.position / BLOCK + 1);
+      blocks_ = std::max(blocks_, row.position / KEY_BLOCK + 1);
       if (chain || r < span.pending) {
-        if (row.position >= row.shared) throw std::out_of_range("position");  // there is no path to look it up in
+        if (row.position >= row.table_end) throw std::out_of_range("position");  // there is no path to look it up in
         continue;
       }
       size_t begin = own_.size();
@@ -95,7 +95,7 @@ void Forward::lay_out() {
         own_.push_back(static_cast<int32_t>(table[index / b_.block_size] * b_.block_size + index % b_.block_size));
       }
       std::reverse(own_.begin() + static_cast<long>(begin), own_.end());
-      row.own = own_.data() + begin;
+      row.tree_slots = own_.data() + begin;
       if (row.position - base >= static_cast<long>(own_.size() - begin)) throw std::out_of_range("position");
     }
     for (long r = 0; r < rows; r += tile)
@@ -106,7 +106,7 @@ void Forward::lay_out() {
 // How attention is divided. Heads lie side by side in the cache, and memory is quickest from end to end: one
 // thread does all heads of some blocks, unless there are too few of those.
 void Forward::divide(long threads) {
-  long all = static_cast<long>(tiles_.size()) * blocks_, enough = ITEMS * threads, size = result_size(m_);
+  long all = static_cast<long>(tiles_.size()) * blocks_, enough = ITEMS * threads, size = partial_result_size(m_);
   long heads = all < enough ? 1 : m_.kv_heads;
   long item_blocks = b_.rows > FEW ? all * m_.kv_heads / heads / enough : 1;
   item_blocks = std::max<long>(1, item_blocks);
@@ -139,18 +139,18 @@ void Forward::divide(long threads) {
 
 // Which positions of the block table an item reads; about its cost. Zero: its rows see none of its blocks.
 long Forward::read_by(long window, AttentionItem& item) const {
-  long low = row_[item.first].position, high = low;
-  for (long r = item.first; r < item.first + item.rows; r++) {
+  long low = row_[item.first_row].position, high = low;
+  for (long r = item.first_row; r < item.first_row + item.rows; r++) {
     low = std::min<long>(low, row_[r].position);
     high = std::max<long>(high, row_[r].position);
   }
-  item.begin = std::max(item.from * BLOCK, window ? low - window + 1 : 0);
-  long end = std::min(item.to * BLOCK, high + 1), cost = (end - item.begin) * item.kv_heads * (4 + item.rows);
-  item.end = std::min<long>(end, row_[item.first].shared);
+  item.table_begin = std::max(item.first_block * KEY_BLOCK, window ? low - window + 1 : 0);
+  long end = std::min(item.end_block * KEY_BLOCK, high + 1), cost = (end - item.table_begin) * item.kv_heads * (4 + item.rows);
+  item.table_end = std::min<long>(end, row_[item.first_row].table_end);
   return cost;
 }
 
-void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_batch& batch) {
+void Forward::run(const Kernels& kernels, const QuantisedKernels& quantised, const pl_batch& batch) {
   std::lock_guard<std::mutex> alone(busy_);
   k_ = kernels;
   quantised_ = &quantised;
@@ -183,7 +183,7 @@ void Forward::run(const Kernels& kernels, const Quantised& quantised, const pl_b
   codes_.shape(std::max<long>(b_.rows * most, b_.logit_rows), widest);
   for (long r = 0; r < b_.runs; r++)
     for (long n = 0; n <= 4 * m_.layers; n++) widest = std::max<long>(widest, b_.run[r].pair[n].b.inputs);
-  scratch_.shape(threads, std::max(attention_scratch(m_), product_scratch(b_.rows * most, widest)));
+  scratch_.shape(threads, std::max(attention_scratch(m_), gemm_scratch(b_.rows * most, widest)));
   make_room();
   lay_out();
   divide(threads);
@@ -223,7 +223,7 @@ void Forward::begin(int thread, int threads) {
   long hidden = m_.hidden, width = features ? m_.fuse.inputs : hidden;
   for (long r = share.from; r < share.to; r++) {
     const char* from = static_cast<const char*>(b_.hidden) + r * width * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
-    k_.take(m_.dtype, from, width, features ? given_.at(r) : third ? x_.at(r) : joined_.at(r) + hidden);
+    k_.load_row(m_.dtype, from, width, features ? given_.at(r) : third ? x_.at(r) : joined_.at(r) + hidden);
     k_.embed(m_, b_.ids[r], joined_.at(r));
   }
   if (!third || features) {
@@ -234,8 +234,8 @@ void Forward::begin(int thread, int threads) {
   if (!third) return;
   for (long r = share.from; r < share.to; r++) {
     float *embedding = joined_.at(r), *state = embedding + hidden;
-    k_.normalise(m_, m_.layer[0].attention_norm, embedding, embedding, hidden);
-    k_.normalise(m_, m_.hidden_norm, x_.at(r), state, hidden);
+    k_.rms_norm(m_, m_.layer[0].attention_norm, embedding, embedding, hidden);
+    k_.rms_norm(m_, m_.hidden_norm, x_.at(r), state, hidden);
     if (m_.residual_normed) std::memcpy(x_.at(r), state, static_cast<size_t>(hidden) * sizeof(float));
   }
 }
@@ -248,12 +248,12 @@ void Forward::layer(long index, int thread, int threads) {
   barrier_.wait();
   multiply(l.qkv, in, b_.rows, STORE, qkv_, thread, threads, 0, adapt(4 * index, in, thread, threads));
   barrier_.wait();
-  long bytes = m_.kv_heads * entry_bytes(m_, b_.coded);
+  long bytes = m_.kv_heads * kv_head_bytes(m_, b_.coded);
   Share share(b_.rows, thread, threads);
   for (long r = share.from; r < share.to; r++) {
     const float* rope = b_.rope[l.rope] + b_.positions[r] * m_.head_dim;
     char *keys = static_cast<char*>(b_.keys[index]), *values = static_cast<char*>(b_.values[index]);
-    k_.place(m_, l, rope, qkv_.at(r), keys + b_.slots[r] * bytes, values + b_.slots[r] * bytes, b_.coded);
+    k_.rope_and_write_kv(m_, l, rope, qkv_.at(r), keys + b_.slots[r] * bytes, values + b_.slots[r] * bytes, b_.coded);
   }
   barrier_.wait();
   attention(index, thread, threads);
@@ -273,17 +273,17 @@ void Forward::attention(long index, int thread, int threads) {
               qkv_.ld, attended_.at(0), attended_.ld,    row_.data(),   scratch_.at(thread)};
   for (long begin = 0; begin < blocks_; begin += together_) {
     long end = std::min(begin + together_, blocks_), round = begin / together_;
-    Partial partial{divided_ ? partial_.at(b_.rows) : nullptr, partial_.at(0), b_.rows, begin, end};
+    PartialResults partial{divided_ ? partial_.at(b_.rows) : nullptr, partial_.at(0), b_.rows, begin, end};
     AttentionItems items = divisions_[of_layer_[index]].of(round, thread, threads);
-    Ahead ahead(a, items);
+    KvPrefetcher prefetcher(a, items);
     for (AttentionItem item : items) {
       item.partial = divided_ ? &partial : nullptr;
-      k_.attend(a, item, ahead);
+      k_.attend(a, item, prefetcher);
     }
     if (!divided_) return;
     barrier_.wait();
     Share share(b_.rows, thread, threads);
-    for (long r = share.from; r < share.to; r++) k_.fold(a, partial, r);
+    for (long r = share.from; r < share.to; r++) k_.merge_partials(a, partial, r);
     if (end < blocks_) barrier_.wait();
   }
 }
@@ -297,28 +297,28 @@ void Forward::add_product(const pl_weight& w, const Rows& x, const pl_norm& afte
   if (at_once) return;
   Share share(b_.rows, thread, threads);
   for (long r = share.from; r < share.to; r++) {
-    if (after.weight) k_.add_normalised(m_, after, x_.at(r), product_.at(r));
+    if (after.weight) k_.add_rms_norm(m_, after, x_.at(r), product_.at(r));
     else k_.add_scaled(x_.at(r), product_.at(r), m_.residual_scale, m_.hidden);
   }
 }
 
 void Forward::normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread, int threads) {
   Share share(b_.rows, thread, threads);
-  for (long r = share.from; r < share.to; r++) k_.normalise(m_, norm, x.at(r), y.at(r), m_.hidden);
+  for (long r = share.from; r < share.to; r++) k_.rms_norm(m_, norm, x.at(r), y.at(r), m_.hidden);
 }
 
 // Rows first .. first + rows.
-void Forward::multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads,
+void Forward::multiply(const pl_weight& w, const Rows& x, long rows, Epilogue epilogue, Rows& y, int thread, int threads,
                        long first, const float* const* added) {
-  multiply_coded(w, x, coded(w, x, rows, thread, threads), rows, ending, y, thread, threads, first, added);
+  multiply_coded(w, x, coded(w, x, rows, thread, threads), rows, epilogue, y, thread, threads, first, added);
 }
 
 // `codes` are of the row `first` and those behind it.
-void Forward::multiply_coded(const pl_weight& w, const Rows& x, const QuantisedRows& codes, long rows, Ending ending,
+void Forward::multiply_coded(const pl_weight& w, const Rows& x, const QuantisedRows& codes, long rows, Epilogue epilogue,
                              Rows& y, int thread, int threads, long first, const float* const* added) {
-  Product p{&w,   m_.dtype, x.at(first), rows, x.ld, ending, y.at(first), y.ld, static_cast<int>(m_.activation), 0.0f,
+  Gemm p{&w,   m_.dtype, x.at(first), rows, x.ld, epilogue, y.at(first), y.ld, static_cast<int>(m_.activation), 0.0f,
             quantised_, codes, added};
-  k_.product(p, thread, threads, scratch_.at(thread));
+  k_.gemm(p, thread, threads, scratch_.at(thread));
 }
 
 // For what adapters add.
@@ -364,7 +364,7 @@ QuantisedRows Forward::coded(const pl_weight& w, const Rows& x, long rows, int t
   if (!w.bits) return {};
   QuantisedRows codes = codes_.of(w);
   Share share(rows, thread, threads);
-  for (long r = share.from; r < share.to; r++) quantised_->row(x.at(r), codes, r);
+  for (long r = share.from; r < share.to; r++) quantised_->quantise_row(x.at(r), codes, r);
   barrier_.wait();
   return codes;
 }
@@ -377,8 +377,8 @@ void Forward::keep_features(long layer, int thread, int threads) {
     Share share(b_.rows, thread, threads);
     for (long r = share.from; r < share.to; r++) {
       const float* x = x_.at(r);
-      if (layer == m_.layers) k_.normalise(m_, m_.final_norm, x, normed_.at(r), m_.hidden), x = normed_.at(r);
-      k_.give(m_.dtype, x, m_.hidden, static_cast<char*>(b_.feature[f]) + r * bytes);
+      if (layer == m_.layers) k_.rms_norm(m_, m_.final_norm, x, normed_.at(r), m_.hidden), x = normed_.at(r);
+      k_.store_row(m_.dtype, x, m_.hidden, static_cast<char*>(b_.feature[f]) + r * bytes);
     }
   }
 }
@@ -389,20 +389,20 @@ void Forward::logits(int thread, int threads) {
   long bytes = m_.hidden * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
   for (long r = share.from; r < share.to; r++) {
     const float* x = x_.at(b_.wanted ? b_.wanted[r] : r);
-    k_.normalise(m_, m_.head_norm.weight ? m_.head_norm : m_.final_norm, x, last_.at(r), m_.hidden);
-    if (b_.outputs) k_.give(m_.dtype, x, m_.hidden, static_cast<char*>(b_.outputs) + r * bytes);
+    k_.rms_norm(m_, m_.head_norm.weight ? m_.head_norm : m_.final_norm, x, last_.at(r), m_.hidden);
+    if (b_.outputs) k_.store_row(m_.dtype, x, m_.hidden, static_cast<char*>(b_.outputs) + r * bytes);
   }
   barrier_.wait();
   const float* const* added = adapt(4 * m_.layers, last_, thread, threads);
   QuantisedRows codes = coded(m_.head, last_, b_.logit_rows, thread, threads);
   pl_weight head = m_.head;
   if (b_.columns) head.outputs = b_.columns;
-  Product p{&head, m_.dtype, last_.at(0), b_.logit_rows, last_.ld, LOGITS, b_.logits, head.outputs, 0, m_.logit_cap,
+  Gemm p{&head, m_.dtype, last_.at(0), b_.logit_rows, last_.ld, LOGITS, b_.logits, head.outputs, 0, m_.logit_cap,
             quantised_, codes, added};
-  k_.product(p, thread, threads, scratch_.at(thread));
+  k_.gemm(p, thread, threads, scratch_.at(thread));
   if (!b_.greedy) return;
   barrier_.wait();
   long line = head.outputs * (m_.dtype == PL_BFLOAT16 ? 2 : 4);
   for (long r = share.from; r < share.to; r++)
-    b_.greedy[r] = k_.greedy(m_.dtype, static_cast<const char*>(b_.logits) + r * line, head.outputs);
+    b_.greedy[r] = k_.argmax(m_.dtype, static_cast<const char*>(b_.logits) + r * line, head.outputs);
 }

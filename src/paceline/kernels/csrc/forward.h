@@ -82,7 +82,7 @@ struct Division {
 class Forward {
  public:
   explicit Forward(const pl_model& model);
-  void run(const Kernels& kernels, const Quantised& quantised, const pl_batch& batch);
+  void run(const Kernels& kernels, const QuantisedKernels& quantised, const pl_batch& batch);
   const pl_model& model() const { return m_; }
 
  private:
@@ -95,9 +95,9 @@ class Forward {
   void attention(long index, int thread, int threads);
   void keep_features(long layer, int thread, int threads);
   void logits(int thread, int threads);
-  void multiply(const pl_weight& w, const Rows& x, long rows, Ending ending, Rows& y, int thread, int threads,
+  void multiply(const pl_weight& w, const Rows& x, long rows, Epilogue epilogue, Rows& y, int thread, int threads,
                 long first = 0, const float* const* added = nullptr);
-  void multiply_coded(const pl_weight& w, const Rows& x, const QuantisedRows& codes, long rows, Ending ending, Rows& y,
+  void multiply_coded(const pl_weight& w, const Rows& x, const QuantisedRows& codes, long rows, Epilogue epilogue, Rows& y,
                       int thread, int threads, long first, const float* const* added = nullptr);
   void make_room();
   const float* const* adapt(long pair, const Rows& x, int thread, int threads);
@@ -113,18 +113,18 @@ class Forward {
 
   // Of the forward that is under way.
   Kernels k_;
-  const Quantised* quantised_ = nullptr;
+  const QuantisedKernels* quantised_ = nullptr;
   pl_batch b_;
   Barrier barrier_;
   Codes codes_;
   Rows x_, given_, joined_, normed_, qkv_, attended_, hidden_, product_, last_, partial_, scratch_;
-  std::vector<Row> row_;
+  std::vector<AttentionRow> row_;
   std::vector<int32_t> own_;
   std::vector<RowTile> tiles_;
   std::vector<Division> divisions_;
   std::vector<size_t> of_layer_;  // its division
   Rows routed_, sorted_;         // of experts: router logits, and each row once for each of its experts,
-  std::vector<Choice> choices_;  // [rows, chosen]
+  std::vector<ExpertChoice> choices_;  // [rows, chosen]
   std::vector<long> begin_;      // where each expert's rows begin
   long blocks_ = 1, together_ = 1;  // of keys; and those of a round of attention
   bool divided_ = false;            // items take less than all of them, and give partial results
@@ -136,7 +136,7 @@ class Forward {
 // Grows drafts (grow.cpp); what it needs for a level stays for the next call.
 class Growth {
  public:
-  void run(Forward& forward, const Kernels& kernels, const Quantised& quantised, const pl_growth& growth);
+  void run(Forward& forward, const Kernels& kernels, const QuantisedKernels& quantised, const pl_growth& growth);
 
  private:
   std::mutex busy_;
@@ -150,5 +150,5 @@ struct Opened {
 };
 
 // Of the first `count` Medusa heads, for x [rows, width]: see paceline_native.h.
-void medusa_logits(const Kernels& kernels, const Quantised& quantised, const pl_medusa& heads, const void* x, long rows,
+void medusa_logits(const Kernels& kernels, const QuantisedKernels& quantised, const pl_medusa& heads, const void* x, long rows,
                    long count, void* logits, long threads);

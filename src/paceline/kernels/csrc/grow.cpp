@@ -76,7 +76,7 @@ void sample(const Kernels& k, const pl_tree& want, const pl_growth& g, const Log
   uint64_t key = splitmix(want.seed ^ static_cast<uint64_t>(position));
   if (want.sampled == 2) return raced(k, row, law, key, g.ids, count, places, values);
   if (want.sampled == 1) {
-    k.likeliest(row.dtype, row.x, row.width, count, 0.0f, places, values);
+    k.top_k(row.dtype, row.x, row.width, count, 0.0f, places, values);
     for (long n = 0; n < count; n++) values[n] = static_cast<float>(std::log(chance(law, row, places[n])));
     return;
   }
@@ -114,7 +114,7 @@ void add_candidates(const Kernels& k, const pl_model& m, const pl_growth& g, con
     }
     // A chain has no choice: what it scores says where it ends.
     bool scored = count > 1 || want.stop > 0;
-    float mass = k.likeliest(m.dtype, row, g.columns, count, scored ? want.sharpness : 0.0f, place, value), first = value[0];
+    float mass = k.top_k(m.dtype, row, g.columns, count, scored ? want.sharpness : 0.0f, place, value), first = value[0];
     for (long c = 0; c < count; c++) value[c] = want.sharpness * (value[c] - first) - std::log(mass);
   }
   for (Tree* t : trees) {
@@ -136,7 +136,7 @@ void add_candidates(const Kernels& k, const pl_model& m, const pl_growth& g, con
 
 }  // namespace
 
-void Growth::run(Forward& forward, const Kernels& k, const Quantised& quantised, const pl_growth& g) {
+void Growth::run(Forward& forward, const Kernels& k, const QuantisedKernels& quantised, const pl_growth& g) {
   std::lock_guard<std::mutex> alone(busy_);
   const pl_model& m = forward.model();
   long size = m.dtype == PL_BFLOAT16 ? 2 : 4, state = m.hidden * size;

@@ -10,17 +10,17 @@
 
 #if defined(PACELINE_AMX)
 #include "products_amx.h"
-#define product product_by_tiles
+#define gemm gemm_amx
 #define TABLE kernels_amx
 #define NAME "amx"
 #elif defined(PACELINE_DPBF16)
 #include "products_dp.h"
-#define product product_by_dots
+#define gemm gemm_bf16_dot
 #define TABLE kernels_dpbf16
 #define NAME "dpbf16"
 #elif defined(PACELINE_I8MM)
 #include "products_dp.h"
-#define product product_by_dots
+#define gemm gemm_bf16_dot
 #define TABLE kernels_i8mm
 #define NAME "i8mm"
 #elif defined(PACELINE_NEON)
@@ -37,4 +37,6 @@
 #define NAME "portable"
 #endif
 
-extern const Kernels TABLE = {NAME, product, attend, fold, embed, normalise, add_normalised, add_silu, choose, add_scaled, place, likeliest, greedy, weigh, contend, collect, give, take, round_rows, recur};
+extern const Kernels TABLE = {NAME, gemm, attend, merge_partials, embed, rms_norm, add_rms_norm, add_silu, add_scaled, choose_experts,
+                              rope_and_write_kv, load_row, store_row, top_k, argmax, weigh, contend, collect,
+                              round_weight_rows, recurrent_steps};

@@ -1,64 +1,65 @@
-// What forward.cpp asks of the kernels. Each instruction set fills one table; a kernel does one
-// thread's share of its work, and every number that it makes depends on its own row alone.
+// The table of kernels through which the forward (forward.cpp) reaches one instruction set.
+//
+// Each instruction set fills one `Kernels` table (kernels.cpp) and, for quantised weights, one
+// `QuantisedKernels` table (quantised.cpp). A kernel does one thread's share of an operation. Each number it
+// computes depends on its own row alone, never on the other rows of the batch.
 #pragma once
 #include "paceline_native.h"
 
-constexpr long PANEL = 32;    // outputs packed side by side
-constexpr long STRIPE = 32;   // inputs summed before they are added to the rest
-constexpr long BLOCK = 256;   // keys of a block of attention, from a position divisible by it
-
-constexpr long GROUP = 32;    // activations that share a scale
+constexpr long PANEL = 32;       // outputs of a packed weight that are interleaved
+constexpr long STRIPE = 32;      // inputs that are summed from zero before their sum is added to the total
+constexpr long KEY_BLOCK = 256;  // keys of one block of attention; blocks begin at multiples of 256 positions
+constexpr long GROUP = 32;       // int8 activations that share a scale
 
 constexpr long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
-// What the cache has of one head at one position.
-inline long entry_bytes(const pl_model& m, bool coded) {
-  return coded ? m.head_dim + 4 : m.head_dim * (m.dtype == PL_BFLOAT16 ? 2 : 4);
+// Bytes of one KV head at one position of the cache. With int8 a float32 scale follows the values.
+inline long kv_head_bytes(const pl_model& m, bool int8_kv) {
+  return int8_kv ? m.head_dim + 4 : m.head_dim * (m.dtype == PL_BFLOAT16 ? 2 : 4);
 }
 
-// What happens to a product's sums.
-enum Ending {
-  STORE,  // y = c
-  ADD,    // y += c
-  ROUND,  // y = c, rounded to the dtype
-  GATED,  // y = activation(gate) * up, rounded to the dtype
-  LOGITS, // y = c, capped, in the dtype; rows of exactly `outputs` numbers
+// What a GEMM does with its sums c.
+enum Epilogue {
+  STORE,   // y = c
+  ADD,     // y += c
+  ROUND,   // y = c, rounded to the dtype
+  GATED,   // y = activation(gate) * up, rounded to the dtype
+  LOGITS,  // y = softcap(c), stored in the dtype; rows are exactly `outputs` numbers long
 };
 
-// Rows of activations in whole numbers: of 8 bits with a scale for each group, or `wide`, of 16 bits
-// with one scale for the row.
+// Quantised activations: int8 with a scale per group of 32 or, if `wide`, int16 with one scale per row.
 struct QuantisedRows {
-  void* codes;    // [rows, inputs]
-  float* scales;  // [rows, groups] or [rows]
+  void* values;   // [rows, inputs]
+  float* scales;  // [rows, groups], or [rows] if wide
   long inputs;
   bool wide;
-  // Those from this row on.
-  QuantisedRows from(long row) const {
-    if (!codes) return *this;
-    return {static_cast<char*>(codes) + row * inputs * (wide ? 2 : 1), scales + row * (wide ? 1 : inputs / GROUP), inputs, wide};
+  // The rows from `row` on.
+  QuantisedRows from_row(long row) const {
+    if (!values) return *this;
+    return {static_cast<char*>(values) + row * inputs * (wide ? 2 : 1), scales + row * (wide ? 1 : inputs / GROUP), inputs, wide};
   }
 };
 
 // The kernels of quantised.cpp for one instruction set.
-struct Quantised {
-  void (*row)(const float* x, const QuantisedRows&, long row);
-  void (*product)(const struct Product&, long part, long parts, float* scratch);
+struct QuantisedKernels {
+  void (*quantise_row)(const float* x, const QuantisedRows&, long row);
+  void (*gemm)(const struct Gemm&, long part, long parts, float* scratch);
 };
-extern const Quantised quantised_portable, quantised_avx2, quantised_vnni, quantised_neon;
-extern __attribute__((weak)) const Quantised quantised_amx, quantised_dotprod, quantised_i8mm;
+extern const QuantisedKernels quantised_portable, quantised_avx2, quantised_vnni, quantised_neon;
+extern __attribute__((weak)) const QuantisedKernels quantised_amx, quantised_dotprod, quantised_i8mm;
 
-// Of a quantised panel, see quantised.cpp: inputs that share a scale, the bytes of 32 scales and offsets, and
-// those with the codes behind them.
-inline long group_of(const pl_weight& w) { return w.repeat ? w.repeat * GROUP : GROUP / 2; }
-inline long head_line(const pl_weight& w) {
+// Sizes in a panel of quantised weights (quantised.cpp draws the layout). A group is the inputs that share a
+// scale. Its header holds 32 scales and, if there are zero points, 32 offsets.
+inline long group_inputs(const pl_weight& w) { return w.repeat ? w.repeat * GROUP : GROUP / 2; }
+inline long group_header_bytes(const pl_weight& w) {
   return PANEL * (w.scale_kind == PL_SCALE_FLOAT ? 4 : 2) * (w.offsets ? 2 : 1);
 }
-inline long group_bytes(const pl_weight& w) { return head_line(w) + PANEL * group_of(w) * w.bits / 8; }
-inline long panel_bytes(const pl_weight& w) { return w.inputs / group_of(w) * group_bytes(w); }
+inline long group_bytes(const pl_weight& w) { return group_header_bytes(w) + PANEL * group_inputs(w) * w.bits / 8; }
+inline long panel_bytes(const pl_weight& w) { return w.inputs / group_inputs(w) * group_bytes(w); }
 
-// Whether the processor itself fetches what is read once from end to end, and is only disturbed by being asked:
-// AMD's do where pages are huge (Zen 4).
-inline bool foresees() {
+// Whether the hardware prefetcher follows a stream in huge pages by itself, so that software prefetches only
+// disturb it. AMD's processors do (Zen 4).
+inline bool prefetches_streams() {
 #if defined(__x86_64__)
   return __builtin_cpu_is("amd");
 #else
@@ -66,114 +67,116 @@ inline bool foresees() {
 #endif
 }
 
-struct Product {
+// y = epilogue(x W^T + bias + row_bias)
+struct Gemm {
   const pl_weight* weight;
   int64_t dtype;
-  const float* x;  // [rows, ldx], ldx a multiple of STRIPE; zeros behind the inputs
+  const float* x;  // [rows, ldx]; ldx is a multiple of STRIPE, and columns from `inputs` on are zero
   long rows, ldx;
-  Ending ending;
-  void* y;  // [rows, ldy]; float but for LOGITS
+  Epilogue epilogue;
+  void* y;  // [rows, ldy], float except for LOGITS
   long ldy;
   int activation;
   float cap;
-  const Quantised* quantised;  // of quantised weights: the kernels,
-  QuantisedRows codes;         // and x
-  const float* const* added = nullptr;  // what c is increased by: a row of panels, or NULL, for each row
+  const QuantisedKernels* quantised;  // for quantised weights: their kernels
+  QuantisedRows quantised_x;          // and the quantised x
+  const float* const* row_bias = nullptr;  // for each row what LoRA adds to it, padded to panels, or NULL
 };
 
-// One row of the step as attention sees it.
-struct Row {
+// Where attention finds the keys and values of one row of the step.
+struct AttentionRow {
   int32_t position;
-  int32_t shared;  // positions below are in the block table, those from it on in `own`
-  const int32_t* own;  // slots of the positions shared .. position
-  const int32_t* table;
+  int32_t table_end;  // positions below it are in the block table, those from it on in `tree_slots`
+  const int32_t* tree_slots;  // slots of the positions table_end .. position: the row's path in the draft tree
+  const int32_t* block_table;
 };
 
-// Attention of rows.
+// One layer's attention for all rows of the step.
 struct Attention {
   const pl_model* model;
   const void *keys, *values;
-  bool coded;
+  bool int8_kv;
   long block_size, window;
   const float* q;  // [rows, ldq], scaled
   long ldq;
   float* out;  // [rows, ldo]
   long ldo;
-  const Row* row;  // of the whole step
+  const AttentionRow* rows;
   float* scratch;  // of this thread: attention_scratch() floats
 };
 
-// Floats of all heads' results of a row.
-inline long result_size(const pl_model& m) {
+// Floats of one row's partial result over one block of keys: value sums, l and m of all query heads (attention.h).
+inline long partial_result_size(const pl_model& m) {
   return m.heads * round_up(m.head_dim, STRIPE) + 2 * round_up(m.heads, 16);
 }
 
-// Results of all rows over each of the blocks `from .. to`, and over all blocks before those.
-struct Partial {
-  float *results, *folded;
-  long rows, from, to;
+// The partial results of all rows over the key blocks first_block .. end_block, one per block, and the
+// results over all blocks up to there.
+struct PartialResults {
+  float *blocks, *merged;
+  long rows, first_block, end_block;
   float* at(long block, long row, const pl_model& m) const {
-    return results + ((block - from) * rows + row) * result_size(m);
+    return blocks + ((block - first_block) * rows + row) * partial_result_size(m);
   }
 };
 
-// Rows `first .. first + rows` and blocks `from .. to` of some KV heads. Partial results of a row and
-// query head are folded in the order of blocks; `partial` NULL: here, and `out` is written. Else
-// each block's results go there: see attention.h. Of the block table it reads the positions
-// `begin .. end`.
+// A work item of attention: some rows of one sequence, some KV heads, some blocks of keys. It covers all blocks
+// that its rows see and writes `out` if `partial` is NULL; otherwise it writes one partial result per block.
 struct AttentionItem {
-  long first, rows, kv_head, kv_heads, from, to, begin, end;
-  const Partial* partial;
+  long first_row, rows, kv_head, kv_heads, first_block, end_block;
+  long table_begin, table_end;  // positions of the block table that it reads, for the prefetcher
+  const PartialResults* partial;
 };
 
 class AttentionItems {
  public:
-  AttentionItems(const AttentionItem* from, const AttentionItem* to) : from_(from), to_(to) {}
-  const AttentionItem* begin() const { return from_; }
-  const AttentionItem* end() const { return to_; }
+  AttentionItems(const AttentionItem* begin, const AttentionItem* end) : begin_(begin), end_(end) {}
+  const AttentionItem* begin() const { return begin_; }
+  const AttentionItem* end() const { return end_; }
 
  private:
-  const AttentionItem *from_, *to_;
+  const AttentionItem *begin_, *end_;
 };
 
-// Fetches the keys and values of a thread's items into the second cache, a distance before they are used:
-// the processor foresees neither the cache's blocks nor the next head.
-class Ahead {
+// Prefetches the keys and values of a thread's items into L2, a fixed distance before they are used. The hardware
+// prefetcher can predict neither the next cache block nor the next head.
+class KvPrefetcher {
  public:
-  Ahead(const Attention& a, AttentionItems items);
-  // As much as so many keys and values of one KV head take.
-  void step(long count);
+  KvPrefetcher(const Attention& a, AttentionItems items);
+  // Prefetches the next `count` keys and values of one KV head.
+  void advance(long count);
 
  private:
-  void open();
+  void skip_empty_items();
   const Attention& a_;
   const long head_bytes_;
   const AttentionItem *item_, *end_;
-  long at_ = 0, head_ = 0;
+  long position_ = 0, head_ = 0;
 };
 
-// One of the experts that a row goes through; `place`: its row among all that do.
-struct Choice {
-  int32_t expert, place;
+// One of the experts that a row is routed to.
+struct ExpertChoice {
+  int32_t expert;
+  int32_t sorted_row;  // the row's index among all rows sorted by expert
   float weight;
 };
 
-// A weight [rows, columns] that is rounded to codes, see rounding.h.
-struct Rounding {
+// A weight [rows, columns] to quantise, see rounding.h.
+struct WeightRounding {
   int64_t dtype;
   const void* weight;
-  long columns, group, bits, zero;  // inputs that share a scale; PL_ZERO_...
+  long columns, group, bits, zero;  // group: inputs that share a scale; zero: PL_ZERO_...
   int8_t* codes;
-  float *scales, *offsets;  // offsets: NULL if there are none
+  float *scales, *offsets;  // offsets: NULL without zero points
 };
 
-// Rows that are rounded together: whether a free grid is in half precision is decided for all of
-// them (best_grid() of rounding.py). Else they fill the sixteen lanes.
-inline long rounded_rows(const Rounding& r) {
+// Rows that are quantised together. With free zero points best_grid() of rounding.py decides for them together
+// whether scales are fp16. Otherwise they are at least enough to fill 16 lanes.
+inline long rounded_rows(const WeightRounding& r) {
   long rows = (1 << 16) / r.columns, least = r.zero == PL_ZERO_FREE ? 1 : 16;
   return rows > least ? rows : least;
 }
-inline long rounding_scratch(const Rounding& r) {
+inline long rounding_scratch(const WeightRounding& r) {
   return round_up(rounded_rows(r) * (r.columns / r.group), 16) * (r.group + 2);
 }
 
@@ -186,24 +189,27 @@ constexpr long STRETCH = 64;  // logits of a row that are looked at together
 
 struct Kernels {
   const char* name;
-  void (*product)(const Product&, long part, long parts, float* scratch);
-  void (*attend)(const Attention&, const AttentionItem&, Ahead&);
-  void (*fold)(const Attention&, const Partial&, long row);
+  void (*gemm)(const Gemm&, long part, long parts, float* scratch);
+  void (*attend)(const Attention&, const AttentionItem&, KvPrefetcher&);
+  void (*merge_partials)(const Attention&, const PartialResults&, long row);
+
+  // Operations on one row. rms_norm: y = norm(x), rounded; add_rms_norm: x += norm(y).
   void (*embed)(const pl_model&, int32_t id, float* x);
-  // Of one row: y = rounded(norm(x)); x += norm(y); q, k and v of a row of qkv.
-  void (*normalise)(const pl_model&, const pl_norm&, const float* x, float* y, long width);
-  void (*add_normalised)(const pl_model&, const pl_norm&, float* x, const float* y);
-  // x += silu(y), and rounded to `next`
-  void (*add_silu)(int64_t dtype, float* x, const float* y, float* next, long width);
-  // The largest of a row's router logits, the largest first, weighted by their softmax; x += w y.
-  void (*choose)(const float* logits, long experts, long count, Choice* chosen);
-  void (*add_scaled)(float* x, const float* y, float w, long width);
-  void (*place)(const pl_model&, const pl_layer&, const float* rope, float* qkv, void* key, void* value, bool coded);
-  // The largest of a row's logits, the largest first, and the sum of e^(sharpness * (logit - largest));
-  // without the sum (1) for a sharpness of 0.
-  float (*likeliest)(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values);
-  // See pl_batch.
-  int32_t (*greedy)(int64_t dtype, const void* x, long width);
+  void (*rms_norm)(const pl_model&, const pl_norm&, const float* x, float* y, long width);
+  void (*add_rms_norm)(const pl_model&, const pl_norm&, float* x, const float* y);
+  void (*add_silu)(int64_t dtype, float* x, const float* y, float* rounded, long width);  // x += silu(y); rounded: x in dtype
+  void (*add_scaled)(float* x, const float* y, float scale, long width);                  // x += scale * y
+  // The `count` largest router logits, largest first, weighted by their softmax.
+  void (*choose_experts)(const float* logits, long experts, long count, ExpertChoice* chosen);
+  // Norms and rotates q and k of a row of qkv, scales q, and writes k and v to the cache.
+  void (*rope_and_write_kv)(const pl_model&, const pl_layer&, const float* rope, float* qkv, void* key, void* value, bool int8_kv);
+  void (*load_row)(int64_t dtype, const void* x, long width, float* y);
+  void (*store_row)(int64_t dtype, const float* x, long width, void* y);
+
+  // The `count` largest of a row of logits, largest first. Returns the sum of e^(sharpness * (logit - largest)), or
+  // 1 without computing it if sharpness is 0.
+  float (*top_k)(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* ids, float* values);
+  int32_t (*argmax)(int64_t dtype, const void* x, long width);  // -1 if a logit is NaN or the largest is not finite
   // Of a stretch of a row, or a shorter one: weights e^(...) * scale, less those of `less`, but none below
   // zero, into y; returns their sum. Neither `less` nor y need be there.
   float (*weigh)(int64_t dtype, const void* x, long width, const Law&, float scale, const float* less, float* y);
@@ -213,26 +219,24 @@ struct Kernels {
                   int64_t id, int32_t* places, float* rest);
   // How many of a row are at least `cut`; these into y, where that is not NULL.
   long (*collect)(int64_t dtype, const void* x, long width, float cut, float* y);
-  void (*give)(int64_t dtype, const float* x, long width, void* y);
-  void (*take)(int64_t dtype, const void* x, long width, float* y);
-  void (*round_rows)(const Rounding&, long first, long rows, float* scratch);
-  void (*recur)(const pl_recurrence&, long head);
+
+  void (*round_weight_rows)(const WeightRounding&, long first, long rows, float* scratch);
+  void (*recurrent_steps)(const pl_recurrence&, long head);
 };
 
-constexpr long CHUNK = 48;  // rows of a product per pass over the weights
-constexpr long TILED_ROWS = 256;  // as many where tile instructions are used
-inline long product_scratch(long rows, long inputs) {
-  long few = rows < CHUNK ? rows : CHUNK, many = rows < TILED_ROWS ? rows : TILED_ROWS;
-  long halves = (many + 1) / 2;  // rows of bf16 in floats
-  return CHUNK * PANEL + round_up(inputs, STRIPE) * (few > halves ? few : halves);
+constexpr long ROWS_PER_PASS = 48;       // rows of a GEMM that go over the weights together
+constexpr long AMX_ROWS_PER_PASS = 256;  // the same with tile instructions
+inline long gemm_scratch(long rows, long inputs) {
+  long few = rows < ROWS_PER_PASS ? rows : ROWS_PER_PASS, many = rows < AMX_ROWS_PER_PASS ? rows : AMX_ROWS_PER_PASS;
+  long bf16_rows = (many + 1) / 2;  // in floats
+  return ROWS_PER_PASS * PANEL + round_up(inputs, STRIPE) * (few > bf16_rows ? few : bf16_rows);
 }
 
-// Query rows (rows times the heads that share a KV head) of an attention item, and its scratch.
-constexpr long ATTEND_TILE = 96;
+constexpr long ATTENTION_HEADS = 96;  // query heads (rows times heads of a KV head) of an attention item, at most
 inline long attention_scratch(const pl_model& m) {
-  long group = m.heads / m.kv_heads, tile = ATTEND_TILE > group ? ATTEND_TILE : group;
-  long width = round_up(m.head_dim, STRIPE), panels = (BLOCK + PANEL) * width;
-  return tile * (3 * width + BLOCK * 3 / 2) + 4 * round_up(tile, 16) + panels;
+  long group = m.heads / m.kv_heads, heads = ATTENTION_HEADS > group ? ATTENTION_HEADS : group;
+  long width = round_up(m.head_dim, STRIPE), panels = (KEY_BLOCK + PANEL) * width;
+  return heads * (3 * width + KEY_BLOCK * 3 / 2) + 4 * round_up(heads, 16) + panels;
 }
 
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_neon;

@@ -4,13 +4,13 @@
 // head that all share sees row r * count + h, so that its logits lie as they are wanted.
 #include "forward.h"
 
-void medusa_logits(const Kernels& k, const Quantised& quantised, const pl_medusa& m, const void* x, long rows,
+void medusa_logits(const Kernels& k, const QuantisedKernels& quantised, const pl_medusa& m, const void* x, long rows,
                    long count, void* logits, long threads) {
   long width = m.width, all = rows * count, size = m.dtype == PL_BFLOAT16 ? 2 : 4;
   Rows stream, next, product, scratch;
   for (Rows* each : {&stream, &next, &product}) each->shape(all, width);
   threads = ActiveThreads::of_process().count(threads);
-  scratch.shape(threads, product_scratch(all, width));
+  scratch.shape(threads, gemm_scratch(all, width));
   Codes codes;
   codes.shape(all, width);
   Barrier barrier;
@@ -21,21 +21,21 @@ void medusa_logits(const Kernels& k, const Quantised& quantised, const pl_medusa
     FlushToZero flush;
     int thread = omp_get_thread_num(), of = omp_get_num_threads();
     long from = all * thread / of, to = all * (thread + 1) / of;
-    auto multiply = [&](const pl_weight& w, long first, long number, Ending ending, void* y, long ldy) {
+    auto multiply = [&](const pl_weight& w, long first, long number, Epilogue epilogue, void* y, long ldy) {
       QuantisedRows coded = w.bits ? codes.of(w) : QuantisedRows{};
       for (long r = first; w.bits && r < first + number; r++)
-        if (r >= from && r < to) quantised.row(next.at(r), coded, r - first);
+        if (r >= from && r < to) quantised.quantise_row(next.at(r), coded, r - first);
       if (w.bits) barrier.wait();
-      Product p{&w,  m.dtype, next.at(first), number,      next.ld, ending,
+      Gemm p{&w,  m.dtype, next.at(first), number,      next.ld, epilogue,
                 y,   ldy,     0,              m.logit_cap, &quantised, coded};
-      k.product(p, thread, of, scratch.at(thread));
+      k.gemm(p, thread, of, scratch.at(thread));
       if (w.bits) barrier.wait();
     };
     for (long r = from; r < to; r++) {
       long row = m.blocks || !m.shared ? r % rows : r / count;
       const char* given = static_cast<const char*>(x) + row * width * size;
-      k.take(m.dtype, given, width, stream.at(r));
-      k.take(m.dtype, given, width, next.at(r));
+      k.load_row(m.dtype, given, width, stream.at(r));
+      k.load_row(m.dtype, given, width, next.at(r));
     }
     for (long block = 0; block < m.blocks; block++) {
       barrier.wait();

@@ -131,25 +131,25 @@ inline void weights_product(const typename Kind::Number* panel, const float* x, 
 }
 
 // What becomes of the sums of one row and panel. `c` is a row of the tile.
-inline void finish(const Product& p, long row, long panel, const float* c) {
+inline void apply_epilogue(const Gemm& p, long row, long panel, const float* c) {
   V low = load(c), high = load(c + 16);
   if (p.weight->bias) {
     low = low + load(p.weight->bias + panel * PANEL);
     high = high + load(p.weight->bias + panel * PANEL + 16);
   }
-  if (p.added && p.added[row]) {
-    low = low + load(p.added[row] + panel * PANEL);
-    high = high + load(p.added[row] + panel * PANEL + 16);
+  if (p.row_bias && p.row_bias[row]) {
+    low = low + load(p.row_bias[row] + panel * PANEL);
+    high = high + load(p.row_bias[row] + panel * PANEL + 16);
   }
-  if (p.ending == GATED) {
+  if (p.epilogue == GATED) {
     V h = activated(low, p.activation) * high;
     store(static_cast<float*>(p.y) + row * p.ldy + panel * 16, p.dtype == PL_BFLOAT16 ? as_bf16(h) : h);
     return;
   }
-  if (p.ending != LOGITS) {
+  if (p.epilogue != LOGITS) {
     float* y = static_cast<float*>(p.y) + row * p.ldy + panel * PANEL;
-    if (p.ending == ADD) low = load(y) + low, high = load(y + 16) + high;
-    if (p.ending == ROUND && p.dtype == PL_BFLOAT16) low = as_bf16(low), high = as_bf16(high);
+    if (p.epilogue == ADD) low = load(y) + low, high = load(y + 16) + high;
+    if (p.epilogue == ROUND && p.dtype == PL_BFLOAT16) low = as_bf16(low), high = as_bf16(high);
     store(y, low);
     store(y + 16, high);
     return;
@@ -165,13 +165,13 @@ inline void finish(const Product& p, long row, long panel, const float* c) {
 }
 
 // One thread's panels; `scratch` has product_scratch() floats.
-inline void product(const Product& p, long part, long parts, float* scratch) {
-  if (p.weight->bits) return p.quantised->product(p, part, parts, scratch);
-  long panels = round_up(p.weight->outputs, p.ending == GATED ? 16 : PANEL) / (p.ending == GATED ? 16 : PANEL);
+inline void gemm(const Gemm& p, long part, long parts, float* scratch) {
+  if (p.weight->bits) return p.quantised->gemm(p, part, parts, scratch);
+  long panels = round_up(p.weight->outputs, p.epilogue == GATED ? 16 : PANEL) / (p.epilogue == GATED ? 16 : PANEL);
   long inputs = round_up(p.weight->inputs, STRIPE), from = panels * part / parts, to = panels * (part + 1) / parts;
-  float *c = scratch, *x = c + CHUNK * PANEL;
-  for (long first = 0; first < p.rows; first += CHUNK) {
-    long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK;
+  float *c = scratch, *x = c + ROWS_PER_PASS * PANEL;
+  for (long first = 0; first < p.rows; first += ROWS_PER_PASS) {
+    long rows = p.rows - first < ROWS_PER_PASS ? p.rows - first : ROWS_PER_PASS;
     for (long k = 0; k < inputs; k += STRIPE)
       for (long r = 0; r < rows; r++) memcpy(x + k * rows + r * STRIPE, p.x + (first + r) * p.ldx + k, sizeof(float) * STRIPE);
     for (long panel = from; panel < to; panel++) {
@@ -180,11 +180,11 @@ inline void product(const Product& p, long part, long parts, float* scratch) {
       const uint16_t* pairs = static_cast<const uint16_t*>(p.weight->data) + at;
       if (p.dtype != PL_BFLOAT16)
         weights_product<FloatWeights>(static_cast<const float*>(p.weight->data) + at, x, rows, inputs, c);
-      else if (rows == 1 && foresees())
+      else if (rows == 1 && prefetches_streams())
         weights_product<Bf16Weights<false>>(pairs, x, rows, inputs, c);
       else
         weights_product<Bf16Weights<true>>(pairs, x, rows, inputs, c);
-      for (long r = 0; r < rows; r++) finish(p, first + r, panel, c + r * PANEL);
+      for (long r = 0; r < rows; r++) apply_epilogue(p, first + r, panel, c + r * PANEL);
     }
   }
 }

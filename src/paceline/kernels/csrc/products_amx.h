@@ -11,16 +11,16 @@
 
 namespace {
 
-void product_by_tiles(const Product& p, long part, long parts, float* scratch) {
-  if (p.weight->bits || p.dtype != PL_BFLOAT16) return product(p, part, parts, scratch);
-  long outputs = p.ending == GATED ? 16 : PANEL;
+void gemm_amx(const Gemm& p, long part, long parts, float* scratch) {
+  if (p.weight->bits || p.dtype != PL_BFLOAT16) return gemm(p, part, parts, scratch);
+  long outputs = p.epilogue == GATED ? 16 : PANEL;
   long panels = round_up(p.weight->outputs, outputs) / outputs, inputs = round_up(p.weight->inputs, STRIPE);
   long from = panels * part / parts, to = panels * (part + 1) / parts;
   float* c = scratch;
-  uint16_t* a = reinterpret_cast<uint16_t*>(scratch + CHUNK * PANEL);
+  uint16_t* a = reinterpret_cast<uint16_t*>(scratch + ROWS_PER_PASS * PANEL);
   Shaped shaped;
-  for (long first = 0; first < p.rows; first += TILED_ROWS) {
-    long rows = p.rows - first < TILED_ROWS ? p.rows - first : TILED_ROWS;
+  for (long first = 0; first < p.rows; first += AMX_ROWS_PER_PASS) {
+    long rows = p.rows - first < AMX_ROWS_PER_PASS ? p.rows - first : AMX_ROWS_PER_PASS;
     for (long r = 0; r < rows; r++)
       for (long i = 0; i < inputs; i += 16) store(a + r * inputs + i, load(p.x + (first + r) * p.ldx + i));
     for (long panel = from; panel < to; panel++)
@@ -29,7 +29,7 @@ void product_by_tiles(const Product& p, long part, long parts, float* scratch) {
         shaped.to(count);
         const uint16_t* weights = static_cast<const uint16_t*>(p.weight->data) + panel * PANEL * inputs;
         tiles<true, true>(weights, a + r * inputs, inputs, count, inputs, c, PANEL);
-        for (long i = 0; i < count; i++) finish(p, first + r + i, panel, c + i * PANEL);
+        for (long i = 0; i < count; i++) apply_epilogue(p, first + r + i, panel, c + i * PANEL);
       }
   }
 }

@@ -86,24 +86,24 @@ inline void dp_all_rows(const uint16_t* w, const uint16_t* x, long ldx, long row
   }
 }
 
-void product_by_dots(const Product& p, long part, long parts, float* scratch) {
-  if (p.weight->bits || p.dtype != PL_BFLOAT16) return product(p, part, parts, scratch);
-  long outputs = p.ending == GATED ? 16 : PANEL;
+void gemm_bf16_dot(const Gemm& p, long part, long parts, float* scratch) {
+  if (p.weight->bits || p.dtype != PL_BFLOAT16) return gemm(p, part, parts, scratch);
+  long outputs = p.epilogue == GATED ? 16 : PANEL;
   long panels = round_up(p.weight->outputs, outputs) / outputs, inputs = round_up(p.weight->inputs, STRIPE);
   long from = panels * part / parts, to = panels * (part + 1) / parts;
   float* c = scratch;
-  uint16_t* x = reinterpret_cast<uint16_t*>(c + CHUNK * PANEL);
-  for (long first = 0; first < p.rows; first += CHUNK) {
-    long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK;
+  uint16_t* x = reinterpret_cast<uint16_t*>(c + ROWS_PER_PASS * PANEL);
+  for (long first = 0; first < p.rows; first += ROWS_PER_PASS) {
+    long rows = p.rows - first < ROWS_PER_PASS ? p.rows - first : ROWS_PER_PASS;
     for (long r = 0; r < rows; r++)
       for (long i = 0; i < inputs; i += 16) store(x + r * inputs + i, load(p.x + (first + r) * p.ldx + i));
-    bool fetched = rows == 1 || rows > DOT_ROWS || !foresees();
+    bool fetched = rows == 1 || rows > DOT_ROWS || !prefetches_streams();
     for (long panel = from; panel < to; panel++) {
       const uint16_t* w = static_cast<const uint16_t*>(p.weight->data) + panel * PANEL * inputs;
       memset(c, 0, static_cast<size_t>(rows * PANEL) * sizeof(float));
       for (long k = 0; k < inputs; k += STRIPE, w += STRIPE * PANEL)
         (fetched ? dp_all_rows<true> : dp_all_rows<false>)(w, x + k, inputs, rows, c, PANEL);
-      for (long r = 0; r < rows; r++) finish(p, first + r, panel, c + r * PANEL);
+      for (long r = 0; r < rows; r++) apply_epilogue(p, first + r, panel, c + r * PANEL);
     }
   }
 }

@@ -41,7 +41,7 @@ struct Heads {
   void read(const pl_weight& w, const uint8_t* line, int first) {
     for (int i = 0; i < W; i++) {
       scale[i] = head_number(w, line, first + i);
-      offset[i] = w.offsets ? head_number(w, line + head_line(w) / 2, first + i) : zero();
+      offset[i] = w.offsets ? head_number(w, line + group_header_bytes(w) / 2, first + i) : zero();
     }
   }
 };
@@ -141,9 +141,9 @@ inline Interleaved interleaved(const QuantisedRows& x, long first, long rows, co
       for (long r = 0; r < count; r++) {
         long row = first + begin + r, place = s * count + r, at = row * x.inputs + s * span;
         int8_t* block = to.codes + s * count * span * (order == PLAIN ? 1 : 2) + r * span * (order == PAIRS ? 2 : 1);
-        int32_t sum = x.wide ? lay<2 * GROUP>(static_cast<const int16_t*>(x.codes) + at, order, block, count * span)
-                      : span == GROUP ? lay<GROUP>(static_cast<const int8_t*>(x.codes) + at, order, block, 0)
-                                      : lay<GROUP / 2>(static_cast<const int8_t*>(x.codes) + at, order, block, 0);
+        int32_t sum = x.wide ? lay<2 * GROUP>(static_cast<const int16_t*>(x.values) + at, order, block, count * span)
+                      : span == GROUP ? lay<GROUP>(static_cast<const int8_t*>(x.values) + at, order, block, 0)
+                                      : lay<GROUP / 2>(static_cast<const int8_t*>(x.values) + at, order, block, 0);
         if (s < scaled) to.scales[place] = x.scales[x.wide ? row : (row * x.inputs + s * span) / GROUP];
         to.sums[place] = static_cast<float>(sum);
         to.starts[place] = -added_to(w) * sum & (w.bits == 8 || BYTE_DOTS ? -1 : 0xffff);
@@ -186,7 +186,7 @@ template <int BITS, int SPAN, int R, int W>
   Heads<W> head;
   for (long n = 0; n < x.spans; n++) {
     ahead.step();
-    if (n * SPAN % group_of(w) == 0) head.read(w, lines - 64 * half, half), lines += head_line(w);
+    if (n * SPAN % group_inputs(w) == 0) head.read(w, lines - 64 * half, half), lines += group_header_bytes(w);
     I s[R][W];
 #if defined(PACELINE_NEON)
     span_sums<BITS, SPAN>(lines, codes, x.starts + n * R, s);
@@ -251,7 +251,7 @@ inline void panel_of(const pl_weight& w, const uint8_t* panel, const Interleaved
     with_rows<SPAN == 2 * GROUP ? WIDE_ROWS : QUANTISED_ROWS>(tiling.from(t + 1) - from, [&](auto count) {
       constexpr int R = decltype(count)::rows, W = 2 * R <= QUANTISED_SUMS ? 2 : 1;
       // More rows take longer than it looks ahead.
-      bool left = W == 2 && R <= (BURSTS ? 4 : 1) && tiling.tiles == 1 && foresees();
+      bool left = W == 2 && R <= (BURSTS ? 4 : 1) && tiling.tiles == 1 && prefetches_streams();
       for (int half = 0; half < 2; half += W)
         register_tile<BITS, SPAN, R, W>(w, panel, half, from_row(x, from), c + from * PANEL,
                                         Ahead(w, panel, 2 * t + half, 2 * tiling.tiles, W, left));
@@ -275,7 +275,7 @@ inline void amx_tile(const pl_weight& w, const uint8_t* panel, const Interleaved
     long some = x.spans - from < SPANS ? x.spans - from : SPANS;
     for (long n = 0; n < some; n++, lines += SPAN * PANEL, codes += rows * SPAN * (WIDE ? 2 : 1)) {
       ahead.step();
-      if ((from + n) * SPAN % group_of(w) == 0) lines += head_line(w);
+      if ((from + n) * SPAN % group_inputs(w) == 0) lines += group_header_bytes(w);
       int32_t *upper = sums[n], *lower = upper + TILE * PANEL;
       _tile_zero(0);
       _tile_zero(1);
@@ -306,7 +306,7 @@ inline void amx_tile(const pl_weight& w, const uint8_t* panel, const Interleaved
           for (int i = 0; i < 2; i++) total[r][i] = from ? load(at + r * PANEL + 16 * i) : zero();
         Heads<2> head;
         for (long n = 0; n < some; n++) {
-          head.read(w, panel + (from + n) * SPAN / group_of(w) * group_bytes(w), 0);
+          head.read(w, panel + (from + n) * SPAN / group_inputs(w) * group_bytes(w), 0);
           long place = (from + n) * rows + first;
           I s[R][2];
           for (int r = 0; r < R; r++)
@@ -344,17 +344,17 @@ constexpr bool AMX = false;
 #endif
 
 // One thread's panels, CHUNK rows in a pass over the weights.
-void quantised_product(const Product& p, long part, long parts, float* scratch) {
+void quantised_gemm(const Gemm& p, long part, long parts, float* scratch) {
   const pl_weight& w = *p.weight;
-  long outputs = p.ending == GATED ? 16 : PANEL, panels = round_up(w.outputs, outputs) / outputs, span = span_of(w);
+  long outputs = p.epilogue == GATED ? 16 : PANEL, panels = round_up(w.outputs, outputs) / outputs, span = span_of(w);
   long from = panels * part / parts, to = panels * (part + 1) / parts;
   bool tiled = AMX && (w.wide ? p.rows > 1 : w.bits == 8 && span == GROUP && p.rows >= NARROW_TILED);
   Order order = tiled || WIDE_BY_BYTES ? w.wide ? BYTES : PLAIN : w.bits == 8 && (w.wide || !BYTE_DOTS) ? PAIRS : PLAIN;
   Shaped shaped;
-  for (long first = 0; first < p.rows; first += CHUNK) {
-    long rows = p.rows - first < CHUNK ? p.rows - first : CHUNK;
+  for (long first = 0; first < p.rows; first += ROWS_PER_PASS) {
+    long rows = p.rows - first < ROWS_PER_PASS ? p.rows - first : ROWS_PER_PASS;
     Tiling tiling(rows, tiled ? 16 : w.wide ? WIDE_ROWS : QUANTISED_ROWS);
-    Interleaved x = interleaved(p.codes, first, rows, w, tiling, order, scratch + CHUNK * PANEL);
+    Interleaved x = interleaved(p.quantised_x, first, rows, w, tiling, order, scratch + ROWS_PER_PASS * PANEL);
     for (long panel = from; panel < to; panel++) {
       const uint8_t* data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
       if (tiled)
@@ -363,7 +363,7 @@ void quantised_product(const Product& p, long part, long parts, float* scratch) 
         panel_of<4, 32>(w, data, x, tiling, scratch);
       else
         (span == 64 ? panel_of<8, 64> : span == 32 ? panel_of<8, 32> : panel_of<8, 16>)(w, data, x, tiling, scratch);
-      for (long r = 0; r < rows; r++) finish(p, first + r, panel, scratch + r * PANEL);
+      for (long r = 0; r < rows; r++) apply_epilogue(p, first + r, panel, scratch + r * PANEL);
     }
   }
 }
@@ -375,7 +375,7 @@ void quantise_wide(const float* x, const QuantisedRows& rows, long row) {
   float scale = largest(most) / WIDEST;
   V inverse = set1(scale > 0 ? 1.0f / scale : 0.0f), up = set1(WIDEST), down = set1(-WIDEST);
   for (long i = 0; i < rows.inputs; i += 16)
-    store_words(static_cast<int16_t*>(rows.codes) + row * rows.inputs + i,
+    store_words(static_cast<int16_t*>(rows.values) + row * rows.inputs + i,
                 larger(down, smaller(up, nearest(load(x + i) * inverse))));
   rows.scales[row] = scale;
 }
@@ -383,7 +383,7 @@ void quantise_wide(const float* x, const QuantisedRows& rows, long row) {
 // Codes of one row, and the scale of each group, or wide ones. `inputs` is a multiple of GROUP.
 void quantise_row(const float* x, const QuantisedRows& rows, long row) {
   if (rows.wide) return quantise_wide(x, rows, row);
-  int8_t* codes = static_cast<int8_t*>(rows.codes) + row * rows.inputs;
+  int8_t* codes = static_cast<int8_t*>(rows.values) + row * rows.inputs;
   float* scales = rows.scales + row * rows.inputs / GROUP;
   for (long g = 0; g < rows.inputs / GROUP; g++, x += GROUP, codes += GROUP) {
     V a = load(x), b = load(x + 16), none = zero();
@@ -414,4 +414,4 @@ void quantise_row(const float* x, const QuantisedRows& rows, long row) {
 #define TABLE quantised_portable
 #endif
 
-extern const Quantised TABLE = {quantise_row, quantised_product};
+extern const QuantisedKernels TABLE = {quantise_row, quantised_gemm};

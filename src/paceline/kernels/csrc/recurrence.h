@@ -43,7 +43,7 @@ inline void mamba2_step(const pl_recurrence& r, long at, long j, const float* fr
 
 // All rows of one head: some values go through all of them before the next do, so that a row of a
 // chain reads what has just been written.
-void recur(const pl_recurrence& r, long head) {
+void recurrent_steps(const pl_recurrence& r, long head) {
   auto state = [&](long slot) { return r.states + (slot * r.heads + head) * r.keys * r.values; };
 #if defined(PACELINE_AVX512)
   bool streams = r.beta && reinterpret_cast<uintptr_t>(r.states) % 64 == 0;

@@ -37,13 +37,13 @@ struct Grids {
 
 struct Limits {
   float least, most;  // of codes
-  explicit Limits(const Rounding& r)
+  explicit Limits(const WeightRounding& r)
       : least(r.bits == 4 ? (r.zero == PL_ZERO_FREE ? 0.0f : -8.0f) : -127.0f), most(r.bits == 4 ? least + 15 : 127.0f) {}
   V clamp(V codes) const { return smaller(set1(most), larger(set1(least), codes)); }
 };
 
 // Of ranges shrunk to low .. high. `exact`: a free grid in float32, where halves do not do.
-inline void grids_of(const Rounding& r, const float* lows, const float* highs, float shrink, bool exact, Grids& g) {
+inline void grids_of(const WeightRounding& r, const float* lows, const float* highs, float shrink, bool exact, Grids& g) {
   float steps = static_cast<float>((1 << r.bits) - 1), most = static_cast<float>((1 << (r.bits - 1)) - 1);
   float least = r.bits == 4 ? -8.0f : -127.0f;
   for (int i = 0; i < 16; i++) {
@@ -73,7 +73,7 @@ inline void grids_of(const Rounding& r, const float* lows, const float* highs, f
 }
 
 // Whether halves do for these, of which `scale` is not rounded yet.
-inline bool halves_do(const Rounding& r, const float* lows, const float* highs, float shrink) {
+inline bool halves_do(const WeightRounding& r, const float* lows, const float* highs, float shrink) {
   Grids raw, halves;
   grids_of(r, lows, highs, shrink, true, raw);
   grids_of(r, lows, highs, shrink, false, halves);
@@ -99,7 +99,7 @@ inline V error_of(const Limits& limits, const Grids& g, const float* values, lon
 }
 
 // Some rows of the weight, by one thread. scratch: rounding_scratch() floats.
-void round_rows(const Rounding& r, long first, long rows, float* scratch) {
+void round_weight_rows(const WeightRounding& r, long first, long rows, float* scratch) {
   static constexpr int kShrinks = 17;
   long groups = rows * (r.columns / r.group), batches = round_up(groups, 16) / 16, size = 16 * r.group;
   int shrinks = r.bits == 4 ? kShrinks : 5;

@@ -8,14 +8,14 @@ namespace {
 inline V rounded(int64_t dtype, V a) { return dtype == PL_BFLOAT16 ? as_bf16(a) : a; }
 
 // `width` numbers of `dtype` from x, and to y.
-void take(int64_t dtype, const void* x, long width, float* y) {
+void load_row(int64_t dtype, const void* x, long width, float* y) {
   for (long i = 0; i < width; i += 16)
     store_first(y + i, width - i,
                 dtype == PL_BFLOAT16 ? load_first(static_cast<const uint16_t*>(x) + i, width - i)
                                      : load_first(static_cast<const float*>(x) + i, width - i));
 }
 
-void give(int64_t dtype, const float* x, long width, void* y) {
+void store_row(int64_t dtype, const float* x, long width, void* y) {
   for (long i = 0; i < width; i += 16) {
     V a = load_first(x + i, width - i);
     if (dtype == PL_BFLOAT16)
@@ -27,7 +27,7 @@ void give(int64_t dtype, const float* x, long width, void* y) {
 
 void embed(const pl_model& m, int32_t id, float* x) {
   long size = m.dtype == PL_BFLOAT16 ? 2 : 4;
-  take(m.dtype, static_cast<const char*>(m.embedding) + id * m.hidden * size, m.hidden, x);
+  load_row(m.dtype, static_cast<const char*>(m.embedding) + id * m.hidden * size, m.hidden, x);
   if (m.embedding_scale == 1.0f) return;
   for (long i = 0; i < m.hidden; i += 16)
     store_first(x + i, m.hidden - i, rounded(m.dtype, load_first(x + i, m.hidden - i) * set1(m.embedding_scale)));
@@ -44,7 +44,7 @@ inline float scale_of(const float* x, long width, float eps) {
 }
 
 // Without a norm it is rounded only.
-void normalise(const pl_model& m, const pl_norm& norm, const float* x, float* y, long width) {
+void rms_norm(const pl_model& m, const pl_norm& norm, const float* x, float* y, long width) {
   if (!norm.weight) {
     for (long i = 0; i < width; i += 16) store_first(y + i, width - i, rounded(m.dtype, load_first(x + i, width - i)));
     return;
@@ -56,7 +56,7 @@ void normalise(const pl_model& m, const pl_norm& norm, const float* x, float* y,
   }
 }
 
-void add_normalised(const pl_model& m, const pl_norm& norm, float* x, const float* y) {
+void add_rms_norm(const pl_model& m, const pl_norm& norm, float* x, const float* y) {
   V scale = set1(scale_of(y, m.hidden, norm.eps));
   for (long i = 0; i < m.hidden; i += 16) {
     V a = load_first(y + i, m.hidden - i) * scale * load_first(norm.weight + i, m.hidden - i);
@@ -72,7 +72,7 @@ void add_silu(int64_t dtype, float* x, const float* y, float* next, long width) 
   }
 }
 
-void choose(const float* logits, long experts, long count, Choice* chosen) {
+void choose_experts(const float* logits, long experts, long count, ExpertChoice* chosen) {
   float sum = 0;
   for (long n = 0; n < count; n++) {
     int32_t best = -1;
@@ -95,7 +95,7 @@ void add_scaled(float* x, const float* y, float w, long width) {
 }
 
 // One head in place: its norm, then the rotation by the row's cosines and sines.
-inline void turn(int64_t dtype, const pl_norm& norm, const float* rope, float* head, long width, float scaling) {
+inline void apply_rope(int64_t dtype, const pl_norm& norm, const float* rope, float* head, long width, float scaling) {
   if (norm.weight) {
     V scale = set1(scale_of(head, width, norm.eps));
     for (long i = 0; i < width; i += 16)
@@ -115,7 +115,7 @@ inline void turn(int64_t dtype, const pl_norm& norm, const float* rope, float* h
 
 // A head's numbers as codes of 8 bits, and the scale behind them. What is not finite makes the scale
 // NaN: no code could say it.
-inline void give_codes(const float* x, long width, int8_t* y) {
+inline void store_int8_head(const float* x, long width, int8_t* y) {
   V most = zero(), strange = zero();
   for (long i = 0; i < width; i += 16) {
     V a = load_first(x + i, width - i);
@@ -131,24 +131,24 @@ inline void give_codes(const float* x, long width, int8_t* y) {
 }
 
 // The key or the value of a row.
-inline void give_entry(const pl_model& m, const float* x, void* to, bool coded) {
-  if (!coded) return give(m.dtype, x, m.kv_heads * m.head_dim, to);
+inline void write_kv(const pl_model& m, const float* x, void* to, bool coded) {
+  if (!coded) return store_row(m.dtype, x, m.kv_heads * m.head_dim, to);
   for (long h = 0; h < m.kv_heads; h++)
-    give_codes(x + h * m.head_dim, m.head_dim, static_cast<int8_t*>(to) + h * entry_bytes(m, true));
+    store_int8_head(x + h * m.head_dim, m.head_dim, static_cast<int8_t*>(to) + h * kv_head_bytes(m, true));
 }
 
 // Queries stay in qkv, scaled; the key and the value go to their places in the cache.
-void place(const pl_model& m, const pl_layer& layer, const float* rope, float* qkv, void* key, void* value, bool coded) {
+void rope_and_write_kv(const pl_model& m, const pl_layer& layer, const float* rope, float* qkv, void* key, void* value, bool coded) {
   long d = m.head_dim;
-  for (long h = 0; h < m.heads; h++) turn(m.dtype, layer.q_norm, rope, qkv + h * d, d, m.scaling);
+  for (long h = 0; h < m.heads; h++) apply_rope(m.dtype, layer.q_norm, rope, qkv + h * d, d, m.scaling);
   float* k = qkv + m.heads * d;
-  for (long h = 0; h < m.kv_heads; h++) turn(m.dtype, layer.k_norm, rope, k + h * d, d, 1.0f);
-  give_entry(m, k, key, coded);
-  give_entry(m, k + m.kv_heads * d, value, coded);
+  for (long h = 0; h < m.kv_heads; h++) apply_rope(m.dtype, layer.k_norm, rope, k + h * d, d, 1.0f);
+  write_kv(m, k, key, coded);
+  write_kv(m, k + m.kv_heads * d, value, coded);
 }
 
 template <class T>
-float likeliest_of(const T* x, long width, long count, float sharpness, int32_t* places, float* values) {
+float top_k_of(const T* x, long width, long count, float sharpness, int32_t* places, float* values) {
   for (long n = 0; n < count; n++) places[n] = 0, values[n] = -__builtin_inff();
   for (long i = 0; i < width; i += 64) {
     long left = width - i < 64 ? width - i : 64;
@@ -177,26 +177,26 @@ float likeliest_of(const T* x, long width, long count, float sharpness, int32_t*
   return sum(total) + rest;
 }
 
-float likeliest(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values) {
-  if (dtype == PL_BFLOAT16) return likeliest_of(static_cast<const uint16_t*>(x), width, count, sharpness, places, values);
-  return likeliest_of(static_cast<const float*>(x), width, count, sharpness, places, values);
+float top_k(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values) {
+  if (dtype == PL_BFLOAT16) return top_k_of(static_cast<const uint16_t*>(x), width, count, sharpness, places, values);
+  return top_k_of(static_cast<const float*>(x), width, count, sharpness, places, values);
 }
 
 // Zero unless one is not a number: what is infinite is cut to what is not.
 template <class T>
-float strangeness(const T* x, long width) {
+float nan_trace(const T* x, long width) {
   V strange = zero(), most = set1(3e38f), least = set1(-3e38f);
   for (long i = 0; i < width; i += 16)
     strange = fma(smaller(most, larger(least, load_first(x + i, width - i))), zero(), strange);
   return sum(strange);
 }
 
-int32_t greedy(int64_t dtype, const void* x, long width) {
+int32_t argmax(int64_t dtype, const void* x, long width) {
   int32_t place;
   float value;
-  likeliest(dtype, x, width, 1, 0.0f, &place, &value);
-  float strange = dtype == PL_BFLOAT16 ? strangeness(static_cast<const uint16_t*>(x), width)
-                                       : strangeness(static_cast<const float*>(x), width);
+  top_k(dtype, x, width, 1, 0.0f, &place, &value);
+  float strange = dtype == PL_BFLOAT16 ? nan_trace(static_cast<const uint16_t*>(x), width)
+                                       : nan_trace(static_cast<const float*>(x), width);
   return value - value == 0 && strange == 0 ? place : -1;
 }
 
