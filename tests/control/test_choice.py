@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.control.acceptance import expected_tokens
-from paceline.control.choice import HURT, choose
+from paceline.control.choice import MAX_SLOWDOWN, choose
 from paceline.control.cost import CostModel, DraftOption
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 
@@ -46,9 +46,9 @@ def options(known: CostModel, rates: list[float], reading: float = 0.0) -> list[
 def mean_time(known: CostModel, drafts: Sequence[DraftOption]) -> float:
     """Seconds of a token, the mean over the sequences; infinite if any is slowed down."""
     seconds = known.step(len(drafts), drafts)
-    gains = [draft.gain for draft in drafts]
+    gains = [draft.tokens for draft in drafts]
     drafting = any(draft.length for draft in drafts)
-    if drafting and seconds > (1 + HURT) * known.rest(len(drafts)) * min(gains):
+    if drafting and seconds > (1 + MAX_SLOWDOWN) * known.verification(len(drafts)) * min(gains):
         return math.inf
     return seconds * sum(1 / gain for gain in gains) / len(gains)
 
@@ -84,8 +84,8 @@ def test_alone_the_ratio_decides() -> None:
     known = prices(slope=0.05, draft=0.1)
     (own,) = options(known, [0.8])
     (chosen,) = choose(known, 1, [own])
-    assert chosen.gain / known.step(1, [chosen]) == pytest.approx(
-        max(draft.gain / known.step(1, [draft]) for draft in own)
+    assert chosen.tokens / known.step(1, [chosen]) == pytest.approx(
+        max(draft.tokens / known.step(1, [draft]) for draft in own)
     )
 
 

@@ -75,8 +75,8 @@ def drive(control: AdaptiveController, accept: float, steps: int, seq_id: int = 
             kept += 1
         reached = kept + (kept < length)
         commit = Commit(seq_id, (1,) * (kept + 1), tuple(range(kept)), length, reached, scheduled=1)
-        drafting = control.cost.passes("fake", [length])
-        control.observe([commit], control.cost.verify(1, length) + drafting, drafting)
+        drafting = control.cost.passes_alone("fake", [length])
+        control.observe([commit], control.cost.forward(1, length) + drafting, drafting)
     return chosen
 
 
@@ -161,7 +161,7 @@ def test_an_estimate_follows_what_all_sequences_show() -> None:
     assert acceptance.rates(1, "model")[0] < before[0]
     for _ in range(4):
         acceptance.record(1, "model", 2, 2)
-    assert acceptance.rates(1, "model")[1] > acceptance.everyone("model").rates()[1]
+    assert acceptance.rates(1, "model")[1] > acceptance.of_all("model").rates()[1]
 
 
 def test_plain_decoding_stands_until_the_budget_pays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +357,7 @@ def test_a_head_that_follows_has_read_what_was_prefilled_again() -> None:
     request.cached = 0
     control.forget(0)
     levels(control, [request])  # the same batch, at once
-    assert all(draft.first == 0 for draft in control.drafts(request, "fake", 1))
+    assert all(draft.reading_now == 0 for draft in control.draft_options(request, "fake", 1))
     control.forget(0)
     assert not control.learner._read
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.control.correction import Correction, PassPrice, cell_of
+from paceline.control.correction import Correction, PassPrice, node_bucket
 
 PLAIN, DRAFTS = 0, 3
 
@@ -56,13 +56,13 @@ def test_a_new_cell_is_thought_like_its_neighbour() -> None:
 
 def test_a_new_group_is_thought_like_the_nearest() -> None:
     known = Correction()
-    teach(known, PLAIN, 1.5, 20, group=2)
+    teach(known, PLAIN, 1.5, 20, batch=2)
     assert known.factor(3, PLAIN) == pytest.approx(1.5, rel=0.05)
     assert known.seen(2, PLAIN) == 20 and not known.seen(3, PLAIN)
 
 
 def test_cells() -> None:
-    assert [cell_of(n) for n in (0, 0.2, 1, 2, 3, 4, 7, 8)] == [0, 1, 1, 2, 2, 3, 3, 4]
+    assert [node_bucket(n) for n in (0, 0.2, 1, 2, 3, 4, 7, 8)] == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
 def test_a_draft_takes_an_overhead_and_so_much_a_pass() -> None:

@@ -31,7 +31,7 @@ def teach(known: CostModel, batch: int, nodes: int, rest: float, drafting: float
 
 def whole(known: CostModel, batch: int, nodes: int, passes: float, name: str) -> float:
     """Seconds of a step whose passes were measured to take so long."""
-    return known.rest(batch, nodes) + known.drafting(batch, {name: passes})
+    return known.verification(batch, nodes) + known.drafting(batch, {name: passes})
 
 
 def test_the_rest_of_a_step_is_learnt_apart_from_drafting() -> None:
@@ -52,10 +52,10 @@ def test_concurrency_is_learnt_where_it_happens() -> None:
     known = steps()
     teach(known, 1, 0, 1.0)
     teach(known, 32, 0, 2 * 4.1)
-    assert known.rest(1, 0) == pytest.approx(1.0, rel=0.1)
-    assert known.rest(32, 0) == pytest.approx(8.2, rel=0.02)
-    assert known.rest(16, 0) == pytest.approx(2 * 2.5, rel=0.1), "the nearest that is known"
-    assert known.rest(2, 0) == pytest.approx(1.1 * known.rest(1, 0), rel=0.02)
+    assert known.verification(1, 0) == pytest.approx(1.0, rel=0.1)
+    assert known.verification(32, 0) == pytest.approx(8.2, rel=0.02)
+    assert known.verification(16, 0) == pytest.approx(2 * 2.5, rel=0.1), "the nearest that is known"
+    assert known.verification(2, 0) == pytest.approx(1.1 * known.verification(1, 0), rel=0.02)
 
 
 def test_without_parts_the_whole_is_shared_out() -> None:
@@ -72,16 +72,16 @@ def test_looking_something_up_is_a_part_of_the_rest() -> None:
     for _ in range(100):
         known.learn_drafts(4, 2, 1.3 + 0.8 + 0.2, 0.2, {"lookup": 0.0})
     assert known.drafting(4, {"lookup": 0.0}) == 0.0
-    assert known.rest(4, 2) == pytest.approx(2.3, rel=0.02)
+    assert known.verification(4, 2) == pytest.approx(2.3, rel=0.02)
 
 
 def test_one_hiccup_is_no_policy() -> None:
     known = steps()
     teach(known, 1, 0, 1.0)
     known.learn_plain(1, 1000.0)
-    assert known.rest(1, 0) < 1.1
+    assert known.verification(1, 0) < 1.1
     known.learn_plain(32, 1000.0)
-    assert known.rest(32, 0) < 1.6 * 4.1, "nor is the first step of a new load"
+    assert known.verification(32, 0) < 1.6 * 4.1, "nor is the first step of a new load"
 
 
 def test_sampled_text_has_an_acceptance_of_its_own() -> None:

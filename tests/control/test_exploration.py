@@ -43,11 +43,11 @@ def test_a_member_that_must_read_first_is_charged_for_it() -> None:
     reads = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1, 1024), (0.2, 10.43)), reads=True)
     control = AdaptiveController(CostModel(costs(), {"model": reads}))
     request = SequenceState(0, [1] * 400, 400, SamplingParams(max_tokens=100), cached=399)
-    fresh = control.drafts(request, "model", 1)
+    fresh = control.draft_options(request, "model", 1)
     control.observe([Commit(0, (1,), scheduled=400)], 1.0)  # it follows no prompt: still unread
-    assert control.drafts(request, "model", 1)[3] == fresh[3]
+    assert control.draft_options(request, "model", 1)[3] == fresh[3]
     control.learner._read[0]["model"] = 400
-    known = control.drafts(request, "model", 1)
+    known = control.draft_options(request, "model", 1)
     assert fresh[3].seconds - known[3].seconds == pytest.approx(fresh[3].reading)
     assert fresh[3].reading > 0 == known[3].reading
 
@@ -139,7 +139,7 @@ def test_a_draft_that_ends_early_is_priced_by_the_levels_it_has() -> None:
         control.observe([commit], rest + 0.3 * levels, 0.3 * levels)
         asked.append(choice.length)
     assert min(asked[40:]) >= 5
-    with_all = control.drafts(request, "model", 1)[-1]
+    with_all = control.draft_options(request, "model", 1)[-1]
     assert with_all.seconds < STEP + REST + 8 * TOKEN + 0.3 * 6
 
 
@@ -156,7 +156,7 @@ def test_drafts_that_end_early_are_longer_where_they_are_right() -> None:
         path = tuple(range(min(levels, 1 if number else 6)))
         commit = Commit(number, (1,) * (len(path) + 1), path, levels, levels, levels, scheduled=1)
         control.observe([commit], STEP + REST + 0.3 * levels, 0.3 * levels)
-    long, short = (control.drafts(request, "model", 1)[-1].seconds for request in requests)
+    long, short = (control.draft_options(request, "model", 1)[-1].seconds for request in requests)
     assert 0.3 * 2 < long - short < 0.3 * 5  # alike before, with four levels between them
 
 
@@ -174,7 +174,7 @@ def test_a_tree_that_ends_early_and_leaves_out_nodes_is_priced_by_what_it_has() 
         seconds = STEP + REST + TOKEN * 2 * levels + 0.3 * levels
         control.observe([commit], seconds, 0.3 * levels)
         taken.append(seconds)
-    deepest = control.drafts(request, "head", 1)[-1]
+    deepest = control.draft_options(request, "head", 1)[-1]
     assert deepest.nodes == pytest.approx(6, rel=0.15)
     mean = sum(taken[-99:]) / 99
     assert deepest.seconds == pytest.approx(mean, rel=0.06)
@@ -330,7 +330,7 @@ def test_a_draft_that_is_cut_short_counts_as_it_was_made() -> None:
             control.observe([commit], 1 + (0.01 + level) * length, level * length)
         control.forget(number)
     for length in (2, 4, 8):
-        passes = control.cost.passes("model", [length])
+        passes = control.cost.passes_alone("model", [length])
         assert control.cost.drafting(1, {"model": passes}) == pytest.approx(passes, rel=0.04)
     assert control.cost.fill["model"] > 0.97
 

@@ -131,7 +131,7 @@ def test_acceptance_is_learnt_for_each_confidence() -> None:
     machine = Machine(HybridDrafter([Sure()], "cpu"))
     machine.decode(1000)
     acceptance = machine.controller.cost.acceptance
-    unsure, sure = (acceptance.everyone(0, kind).rates()[0] for kind in (1, 8))
+    unsure, sure = (acceptance.of_all(0, kind).rates()[0] for kind in (1, 8))
     assert unsure < 0.2 and sure > 0.9
 
 
@@ -226,14 +226,14 @@ def test_nothing_is_learnt_from_what_a_grammar_forces() -> None:
     cost = CostModel(TargetCosts((1,), (CostCurve((1,), (1.0,)),)))
     cost.add("half", DrafterCosts.of(Half(), 8, CostCurve((1,), (0.0,))))
     follower = LookupFollower({"half": Half()}, cost)
-    before = cost.acceptance.everyone("half", 1).rates()
+    before = cost.acceptance.of_all("half", 1).rates()
     for seq_id in range(1, 20):
         seqs = [SequenceState(seq_id, [1, 2], 2, SamplingParams(max_tokens=90), cached=1)]
         offers = follower.lookup(seqs, lambda seq: ["half"], 0, False)
         assert offers is not None and offers[seq_id]["half"].certain == 2
         seqs[0].tokens += [5, 6, 7]
         follower.forget(seq_id)
-    after = cost.acceptance.everyone("half", 1).rates()
+    after = cost.acceptance.of_all("half", 1).rates()
     assert after[0] < 0.2 < before[0]
 
 
@@ -247,7 +247,7 @@ def test_a_model_behind_forced_text_learns_of_the_rest_alone() -> None:
     model = Guesser("model", always(1.0), 0.1)
     model.takes_forced = 8
     controller = controller_of(model)
-    acceptance, lengths = controller.cost.acceptance.everyone(0), list[int]()
+    acceptance, lengths = controller.cost.acceptance.of_all(0), list[int]()
     before = acceptance.rates()[0]
     for seq_id in range(1, 30):
         seq = SequenceState(seq_id, [1, 2], 2, SamplingParams(max_tokens=90), cached=1)

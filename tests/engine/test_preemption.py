@@ -69,7 +69,7 @@ def holders(llm: LLM) -> list[object]:
     keepers = [*with_members(llm.engine.drafter), llm.engine.predictions, llm.engine.controller]
     if isinstance(llm.engine.controller, AdaptiveController):
         control = llm.engine.controller
-        decided = SimpleNamespace(**control._decided._asdict())
+        decided = SimpleNamespace(**control._batch_decision._asdict())
         keepers += [control._lookups, control.learner, decided, control.cost.acceptance]
     return keepers
 

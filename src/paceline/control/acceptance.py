@@ -1,8 +1,9 @@
-"""How often drafts are right: a prior that ships with the drafter, corrected by what is seen.
+"""Acceptance rates of drafts: a prior that ships with each drafter, corrected by observed drafts.
 
-Two levels of shrinkage: a sequence's drafts fail so many times as often as its engine's do, and the
-engine's rates start at the prior. A *kind* tells drafts of one drafter apart that are not alike: of
-a lookup by the length of its match. Those for sampled text are told apart, too.
+Shrinkage has two levels. The engine's rates for a drafter start at the drafter's prior; a
+sequence's rates start at the engine's, scaled by how often this sequence's drafts fail. Rates are
+kept apart by *kind* where drafts of one drafter differ (lookups: by the length of the match) and
+for greedy and sampled text.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Hashable, Sequence
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 
-UNKNOWN = (0.7, 0.75)  # prior of a drafter that brings none: hopeful, so that it is tried
-# Prior of a lookup by the length of its match, level by level. Measured on 55 answers of
-# SmolLM2-135M to prompts of eleven public sets (n-gram and suffix, 4,900 drafts). All are of greedy
-# text. At temperature 1 lookups and the 4-bit form were right about the square as often there.
+UNKNOWN = (0.7, 0.75)  # prior of a drafter that ships none; optimistic, so that it gets tried
+# Prior of a lookup, by match length and level. Measured on 55 greedy answers of SmolLM2-135M to
+# prompts of eleven public sets (n-gram and suffix lookups, 4,900 drafts). At temperature 1 the
+# acceptance of lookups and of the 4-bit draft was about the square of these rates.
 MATCHED = {
     0: (0.35, 0.60, 0.70),
     1: (0.30, 0.54, 0.70),
@@ -28,28 +29,28 @@ MATCHED = {
     32: (0.95, 0.97),
 }
 _KINDS = [max(least for least in MATCHED if least <= match) for match in range(max(MATCHED) + 1)]
-_WARM = 0.5  # temperature from which a text is not like a greedy one
-GOES_ON = "goes on"  # the kind of an estimate that says how often a draft has one level more
-_DECAY, _WEIGHT = 0.998, 4.0  # of a draft seen before the last one; a prior's, in drafts
-_ALIKE = 3.0  # times the weight of a prior: what a level is thought to be by the one before
-_SEQUENCE_DECAY, _SEQUENCE_WEIGHT = 0.97, 6.0  # the same of one sequence's drafts
+_SAMPLED_FROM = 0.5  # temperature from which acceptance is that of sampled text
+CONTINUES = "continues"  # kind of the estimate of how often a draft gets one level longer
+_DECAY, _WEIGHT = 0.998, 4.0  # decay of old drafts; weight of the prior, in drafts
+_PREVIOUS_LEVEL = 3.0  # times this weight, for the estimate taken from the level before
+_SEQUENCE_DECAY, _SEQUENCE_WEIGHT = 0.97, 6.0  # the same for the drafts of one sequence
 
 
 def is_sampled(params: SamplingParams) -> bool:
-    """Whether drafts for such a request fail as those for sampled text do."""
-    return params.temperature >= _WARM
+    """Whether the request's acceptance is that of sampled text, not of greedy text."""
+    return params.temperature >= _SAMPLED_FROM
 
 
 def kind_of(confidence: int) -> int:
-    """The entry of ``MATCHED`` for a match of such a length."""
+    """The entry of ``MATCHED`` for a match of ``confidence`` tokens."""
     return _KINDS[min(max(confidence, 0), len(_KINDS) - 1)]
 
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:
-    """Expected tokens of a step, entry g for draft length g: 1 + a_1 + a_1 a_2 + ...
+    """Expected tokens of a step, entry n for draft length n: 1 + a_1 + a_1 a_2 + ...
 
-    ``rates``: the chance that level i is accepted given that all before it were (Leviathan et al.
-    2023, equation 1, with a rate for every level).
+    ``rates``: the chance that level i is accepted if all levels before it were (Leviathan et al.
+    2023, equation 1, with one rate for each level).
     """
     expected, chance = [1.0], 1.0
     for rate in rates:
@@ -59,10 +60,10 @@ def expected_tokens(rates: Sequence[float]) -> list[float]:
 
 
 def levels_tried(commit: Commit, length: int) -> int:
-    """Levels that a draft of ``length`` levels was tried to.
+    """How many levels of a draft of ``length`` levels were put to the test.
 
-    A path that ends in a leaf above the last level fails there as well: whatever the reason, the
-    next level gained nothing. Only a request that ends stops the count.
+    A path that ends in a leaf above the last level counts as a failure of the next level, as that
+    level gained nothing. Only the end of the request cuts the count short.
     """
     if commit.finish_reason is not None:
         return commit.reached
@@ -70,9 +71,9 @@ def levels_tried(commit: Commit, length: int) -> int:
 
 
 class AcceptanceEstimate:
-    """Chance that level i of a draft is accepted given that all before it were.
+    """Chance that level i of a draft is accepted if all levels before it were.
 
-    From decayed counts and a prior, whose last rate holds for all levels beyond it.
+    Estimated from decayed counts and a prior, whose last rate holds for all deeper levels.
     """
 
     def __init__(self, prior: Sequence[float], depth: int) -> None:
@@ -80,29 +81,27 @@ class AcceptanceEstimate:
         self.depth = depth
         self._reached = [0.0] * depth
         self._accepted = [0.0] * depth
-        self._rates: list[float] = []  # of the first levels, as far as they were asked for
+        self._rates: list[float] = []  # cached, for as many levels as were asked for
         self._tokens: list[float] = []
 
     def record(self, reached: int, accepted: int, since: int = 0) -> None:
-        """Of ``reached`` levels that were tried the first ``accepted`` were right.
-
-        The first ``since`` of them are known already.
-        """
+        """Of ``reached`` levels that were tried, the first ``accepted`` were accepted. The first
+        ``since`` of them were recorded before."""
         self._rates, self._tokens = [], []
         for level in range(since, min(reached, self.depth)):
             self._reached[level] = _DECAY * self._reached[level] + 1.0
             self._accepted[level] = _DECAY * self._accepted[level] + (level < accepted)
 
     def rates(self, most: int | None = None) -> list[float]:
-        """Of all levels, or of the first ``most``."""
+        """Acceptance rates of all levels, or of the first ``most``."""
         rates, most = self._rates, self.depth if most is None else min(most, self.depth)
         for level in range(len(rates), most):
-            prior, above = self._prior[level], self._prior[level - 1]
-            # By how much the level before differs from its prior: one that few drafts reach is like
-            # the last one, as far as that is known.
-            before = rates[-1] / above if rates and above else 1.0
-            rate = min(prior * before, 0.5 + 0.5 * prior)
-            weight = _WEIGHT * (_ALIKE if rates else 1.0)
+            prior, prior_above = self._prior[level], self._prior[level - 1]
+            # Few drafts reach a deep level, so it is expected to differ from its prior by the same
+            # factor as the level before.
+            factor = rates[-1] / prior_above if rates and prior_above else 1.0
+            rate = min(prior * factor, 0.5 + 0.5 * prior)
+            weight = _WEIGHT * (_PREVIOUS_LEVEL if rates else 1.0)
             rates.append((weight * rate + self._accepted[level]) / (weight + self._reached[level]))
         return rates[:most]
 
@@ -113,30 +112,30 @@ class AcceptanceEstimate:
 
 
 class SequenceAcceptance:
-    """One sequence's acceptance: it fails so many times as often as all sequences do. One number
-    for all levels, so that few drafts tell it."""
+    """How much more often one sequence's drafts fail than those of all sequences: one factor for
+    all levels, so that a few drafts are enough to estimate it."""
 
     def __init__(self) -> None:
-        self._failed = self._foreseen = 0.0  # failures, and what everyone's rates say of them
+        self._failed = self._expected = 0.0  # failures seen, and failures expected by all's rates
 
-    def record(self, everyone: Sequence[float], reached: int, accepted: int, since: int) -> None:
-        """As ``AcceptanceEstimate.record``, beside everyone's rates."""
-        rates = everyone[since : min(reached, accepted + 1)]
-        failed = accepted < min(reached, len(everyone))
+    def record(self, all_rates: Sequence[float], reached: int, accepted: int, since: int) -> None:
+        """As ``AcceptanceEstimate.record``; ``all_rates`` are the rates of all sequences."""
+        rates = all_rates[since : min(reached, accepted + 1)]
+        failed = accepted < min(reached, len(all_rates))
         self._failed = _SEQUENCE_DECAY * self._failed + failed
-        self._foreseen = _SEQUENCE_DECAY * self._foreseen + len(rates) - sum(rates)
+        self._expected = _SEQUENCE_DECAY * self._expected + len(rates) - sum(rates)
 
-    def rates(self, everyone: Sequence[float]) -> list[float]:
-        """What is expected of this sequence where all have ``everyone``'s rates."""
-        if not everyone:
+    def rates(self, all_rates: Sequence[float]) -> list[float]:
+        """This sequence's rates, given the rates of all sequences."""
+        if not all_rates:
             return []
-        prior = _SEQUENCE_WEIGHT * max(1.0 - everyone[0], 1e-3)
-        factor = (self._failed + prior) / (self._foreseen + prior)
-        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in everyone]
+        prior = _SEQUENCE_WEIGHT * max(1.0 - all_rates[0], 1e-3)
+        factor = (self._failed + prior) / (self._expected + prior)
+        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in all_rates]
 
 
 class AcceptanceTracker:
-    """Estimates by drafter, kind of draft, and sequence, for up to ``depth`` levels."""
+    """Acceptance estimates by drafter, kind of draft and sequence, for up to ``depth`` levels."""
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
@@ -144,10 +143,10 @@ class AcceptanceTracker:
         self._all: dict[tuple[Hashable, Hashable, bool], AcceptanceEstimate] = {}
         self._sequences: dict[int, dict[Hashable, SequenceAcceptance]] = {}
 
-    def everyone(
+    def of_all(
         self, name: Hashable, kind: Hashable = None, sampled: bool = False
     ) -> AcceptanceEstimate:
-        """Of all sequences."""
+        """The estimate over all sequences."""
         estimate = self._all.get((name, kind, sampled))
         if estimate is None:
             prior = MATCHED[kind] if isinstance(kind, int) else self.priors.get(name) or UNKNOWN
@@ -164,10 +163,10 @@ class AcceptanceTracker:
         sampled: bool = False,
         most: int | None = None,
     ) -> list[float]:
-        """What is expected of a sequence's next draft, level by level, of ``most`` levels."""
-        everyone = self.everyone(name, kind, sampled).rates(most)
+        """Expected acceptance rates of a sequence's next draft, for its first ``most`` levels."""
+        all_rates = self.of_all(name, kind, sampled).rates(most)
         sequence = self._sequences.get(seq_id, {}).get(name)
-        return sequence.rates(everyone) if sequence else everyone
+        return sequence.rates(all_rates) if sequence else all_rates
 
     def record(
         self,
@@ -179,12 +178,12 @@ class AcceptanceTracker:
         kind: Hashable = None,
         sampled: bool = False,
     ) -> None:
-        """As ``AcceptanceEstimate.record``, for one sequence and for all."""
-        everyone = self.everyone(name, kind, sampled)
+        """As ``AcceptanceEstimate.record``, for one sequence and for all of them."""
+        estimate = self.of_all(name, kind, sampled)
         sequence = self._sequences.setdefault(seq_id, {}).setdefault(name, SequenceAcceptance())
-        # Of levels behind the first that failed nothing is learnt.
-        sequence.record(everyone.rates(accepted + 1), reached, accepted, since)
-        everyone.record(reached, accepted, since)
+        # Levels behind the first failure tell nothing.
+        sequence.record(estimate.rates(accepted + 1), reached, accepted, since)
+        estimate.record(reached, accepted, since)
 
     def forget(self, seq_id: int) -> None:
         self._sequences.pop(seq_id, None)

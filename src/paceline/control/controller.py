@@ -1,4 +1,4 @@
-"""Who drafts for a sequence in a step, and how far: the protocol, and a fixed draft length."""
+"""The controller protocol: which drafter drafts for a sequence in a step, and how many levels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.core.sequence import SequenceState
 
 _log = logging.getLogger("paceline.decisions")
 
-# Why a sequence was not drafted for in a step.
+# Reasons why a sequence had no draft in a step.
 NOTHING_FOUND = "no lookup found anything"
 NOT_WORTH_IT = "no draft was expected to pay"
 MEASURING = "a plain step was measured"
@@ -21,9 +21,13 @@ NOT_ASKED = "none is asked for"
 
 
 class Decision(NamedTuple):
-    """``length``: draft depth, in levels; 0 is a plain step. ``drafter``: the member of a hybrid
-    that drafts; None: the first that has anything to propose. ``reason``: why nothing is drafted,
-    or "exploration". ``speedup``: expected of this step by a plain one, as far as that is known."""
+    """What a sequence gets in a step.
+
+    ``length``: draft depth in levels; 0 is a plain step. ``drafter``: the member of a hybrid that
+    drafts (None: the first that proposes anything). ``reason``: why nothing is drafted, or
+    "exploration". ``speedup``: the step's expected tokens a second relative to a plain step; 1 if
+    that is not known.
+    """
 
     length: int
     drafter: Hashable = None
@@ -32,27 +36,29 @@ class Decision(NamedTuple):
 
 
 PLAIN = Decision(0)
-METHODS = ("lengths", "observe", "forget")  # of a controller
+METHODS = ("lengths", "observe", "forget")  # that a controller must have
 
 
 class Controller:
-    """Chooses drafts. It sees the past only, never the tokens being drafted, so that no choice can
-    bias the output; ``LLM(controller=...)`` takes another one (docs/concepts/control.md)."""
+    """Chooses draft lengths and drafters. It sees only committed tokens, never the tokens being
+    drafted, so no choice can bias the output. ``LLM(controller=...)`` takes one of your own
+    (docs/concepts/control.md)."""
 
     def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
-        """The next step's draft for each running sequence; a number is ``Decision(number)``.
-
-        A request's own ``draft_length`` and the room there is may shorten it.
+        """The next step's draft for each running sequence; a number stands for
+        ``Decision(number)``. The scheduler may shorten it: by the request's ``draft_length`` and by
+        the room that is left.
         """
         raise NotImplementedError
 
     def observe(
         self, commits: Sequence[Commit], seconds: float, drafting: float | None = None
     ) -> None:
-        """See a step's outcome, its wall time, and the part of it that drafting took (if known)."""
+        """A step has ended. ``seconds``: its wall time. ``drafting``: the part of it that drafting
+        took; None if it was not measured."""
 
     def forget(self, seq_id: int) -> None:
-        """A sequence is done, or begins anew."""
+        """A sequence has ended, or starts anew after a preemption."""
 
 
 class FixedLength(Controller):
@@ -67,8 +73,8 @@ class FixedLength(Controller):
 
 
 class LoggedController(Controller):
-    """Another controller, whose decisions go to the log "paceline.decisions", a line of JSON for
-    each that differs from the sequence's last."""
+    """Logs the decisions of ``inner`` to "paceline.decisions": a line of JSON for each one that
+    differs from the sequence's last."""
 
     def __init__(self, inner: Controller) -> None:
         self.inner = inner

@@ -1,16 +1,16 @@
-"""How far off predicted seconds are: learnt step by step, told apart from a machine's drift.
+"""By what factor predicted seconds are wrong: learnt from every step.
 
-A step's logarithm of (seconds taken / seconds predicted) is taken for a sum::
+The logarithm of (seconds taken / seconds predicted) of a step is modelled as a sum::
 
-    drift        of the whole machine: neighbours, clock, context; moves from step to step
-    group        what start-up got wrong about this concurrency
-    cell         what it got wrong about this number of draft nodes; of several sequences, against
-                 none at all
+    machine        the whole machine is slower: other programs, clock rate, context; may change in
+                   every step
+    batch bucket   what start-up measured wrongly at this number of sequences
+    node bucket    what it measured wrongly at this number of draft nodes
     noise
 
-Each part has a variance, and what a step shows is shared out by them (a scalar Kalman filter with
-a diagonal covariance). So the first drafts of a kind teach what those drafts cost, and not that
-the machine has become slower.
+Each part has a variance, and the error of a step is shared out among the parts by their variances
+(a scalar Kalman filter with a diagonal covariance). So the first drafts of a kind correct the price
+of such drafts, and do not make the whole machine look slower.
 """
 
 from __future__ import annotations
@@ -18,127 +18,137 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, log
 
-_NOISE = 0.1**2  # of one step
-_HICCUP = log(1.5)  # by which one step may differ from what is known
-_FIRST = log(4.0)  # and the very first
-_BUSY = log(6.0)  # no price is that wrong: from there on a step tells of the machine alone
-_DRIFT = 0.01**2  # by which the machine may change in a step
-_AGEING = 1e-6  # by which groups and cells may
-_UNKNOWN = 0.3**2  # variance before anything was seen
-_NEARBY = 0.2**2  # where a neighbour is known
-# Of one sequence's plain steps in a row, beside steps with drafts, which find the caches cold: the
-# variance, and the most by which that can be.
-_PLAIN, _CACHES = 0.06**2, 0.3
-COLD = -1  # the cell of plain steps soon after a drafter's passes
-_COLDER = 0.1**2  # variance of their time by that of plain steps in a row
+_NOISE = 0.1**2  # variance of one step
+_MAX_STEP = log(1.5)  # by which one step may differ from what was learnt so far
+_MAX_FIRST_STEP = log(4.0)  # the same of the very first step
+_BUSY = log(6.0)  # no price is that wrong: a larger error says that the machine is busy
+_MACHINE_CHANGE = 0.01**2  # variance that the machine's part gains in each step
+_BUCKET_CHANGE = 1e-6  # variance that a bucket gains in each step
+_UNKNOWN = 0.3**2  # variance of a part before anything was seen
+_NEIGHBOUR = 0.2**2  # variance of a new bucket that starts at its nearest neighbour's value
+# Plain steps of one sequence, one after the other, find warm caches; steps with drafts do not. The
+# variance of that difference, and the most that caches explain.
+_PLAIN, _MAX_CACHE_EFFECT = 0.06**2, 0.3
+COLD = -1  # node bucket of plain steps soon after a drafter's passes
+_COLD = 0.1**2  # variance of their time relative to plain steps in a row
 
 
 @dataclass(slots=True)
 class _Part:
-    """A logarithm that is not known exactly."""
+    """The estimate of one part: a logarithm and its variance."""
 
     value: float = 0.0
     variance: float = _UNKNOWN
-    ageing: float = _AGEING
+    change: float = _BUCKET_CHANGE
     seen: int = 0
 
 
-def cell_of(nodes: float) -> int:
-    """0, 1, 2 and 3, 4 to 7, ...; a few nodes among many sequences are not none."""
+def batch_bucket(batch: int) -> int:
+    """Buckets by powers of two: 1; 2 and 3; 4 to 7; ..."""
+    return batch.bit_length()
+
+
+def node_bucket(nodes: float) -> int:
+    """0; 1; 2 and 3; 4 to 7; ... A mean below one node for each sequence counts as one."""
     return 0 if nodes <= 0 else max(1, round(nodes)).bit_length()
 
 
 class Correction:
-    """How many times longer a step takes than predicted, by group and cell."""
+    """The factor by which a step takes longer than predicted, by batch and node bucket."""
 
     def __init__(self) -> None:
-        # By (), (group,) and (group, cell); start-up has just measured.
-        self._parts: dict[tuple[int, ...], _Part] = {(): _Part(0.0, 0.1**2, _DRIFT)}
+        # Keys: () for the machine, (batch bucket,), and (batch bucket, node bucket).
+        self._parts: dict[tuple[int, ...], _Part] = {(): _Part(0.0, 0.1**2, _MACHINE_CHANGE)}
         self._factors: dict[tuple[int, int], float] = {}
 
-    def seen(self, group: int, cell: int) -> int:
-        """Observations of a cell."""
-        return self._parts[group, cell].seen if (group, cell) in self._parts else 0
+    def seen(self, batch: int, nodes: int) -> int:
+        """Number of observations in the buckets ``batch`` and ``nodes``."""
+        return self._parts[batch, nodes].seen if (batch, nodes) in self._parts else 0
 
     @property
-    def drift(self) -> float:
-        """How many times slower the whole machine is now."""
+    def machine(self) -> float:
+        """The factor by which the whole machine is slower now."""
         return exp(self._parts[()].value)
 
-    def factor(self, group: int, cell: int) -> float:
-        factor = self._factors.get((group, cell))
+    def factor(self, batch: int, nodes: int) -> float:
+        """Seconds taken by seconds predicted, for the buckets ``batch`` and ``nodes``."""
+        factor = self._factors.get((batch, nodes))
         if factor is None:
-            keys: tuple[tuple[int, ...], ...] = (), (group,), (group, cell)
-            factor = self._factors[group, cell] = exp(sum(self._part(key).value for key in keys))
+            keys: tuple[tuple[int, ...], ...] = (), (batch,), (batch, nodes)
+            factor = self._factors[batch, nodes] = exp(sum(self._part(key).value for key in keys))
         return factor
 
     def _part(self, key: tuple[int, ...]) -> _Part:
-        """A new group or cell is thought like its nearest neighbour."""
+        """A part; a new bucket starts at the value of its nearest neighbour."""
         if key in self._parts:
             return self._parts[key]
         if key[1:] == (0,):
-            return _Part(variance=_PLAIN if key[0] == 1 else 0.0, ageing=0.0)
+            return _Part(variance=_PLAIN if key[0] == 1 else 0.0, change=0.0)
         if key[1:] == (COLD,):
-            return _Part(variance=_COLDER)
+            return _Part(variance=_COLD)
         alike = [k for k in self._parts if len(k) == len(key) and k[:-1] == key[:-1] and k[-1] > 0]
         if not alike:
-            return _Part(variance=_NEARBY if key[1:] else _UNKNOWN)
+            return _Part(variance=_NEIGHBOUR if key[1:] else _UNKNOWN)
         nearest = min(alike, key=lambda other: abs(other[-1] - key[-1]))
-        return _Part(self._parts[nearest].value, _NEARBY)
+        return _Part(self._parts[nearest].value, _NEIGHBOUR)
 
-    def observe(self, group: int, cell: int, ratio: float) -> None:
-        """A step took ``ratio`` times what was predicted without any correction."""
-        keys: tuple[tuple[int, ...], ...] = (), (group,), (group, cell)
+    def observe(self, batch: int, nodes: int, ratio: float) -> None:
+        """A step in these buckets took ``ratio`` times the seconds predicted without correction."""
+        keys: tuple[tuple[int, ...], ...] = (), (batch,), (batch, nodes)
         parts = [self._parts.setdefault(key, self._part(key)) for key in keys]
         for part in parts:
-            part.variance += part.ageing
-        bound = _HICCUP if parts[0].seen or parts[1].seen else _FIRST
-        surprise = log(max(ratio, 1e-6)) - sum(part.value for part in parts)
+            part.variance += part.change
+        most = _MAX_STEP if parts[0].seen or parts[1].seen else _MAX_FIRST_STEP
+        error = log(max(ratio, 1e-6)) - sum(part.value for part in parts)
         total = _NOISE + sum(part.variance for part in parts)
-        if surprise > _BUSY:
-            parts, bound = parts[:1], _HICCUP
-        elif cell == 0 and abs(surprise) > _CACHES:  # that is no matter of caches
+        if error > _BUSY:
+            parts, most = parts[:1], _MAX_STEP
+        elif nodes == 0 and abs(error) > _MAX_CACHE_EFFECT:
             parts.pop().seen += 1
-        surprise = min(max(surprise, -_FIRST), bound)  # nothing makes a step faster than it is
+        # Nothing makes a step faster than it is, so a fast step may count in full.
+        error = min(max(error, -_MAX_FIRST_STEP), most)
         for part in parts:
-            share = part.variance / total
-            part.value += share * surprise
-            part.variance *= 1 - share
+            gain = part.variance / total
+            part.value += gain * error
+            part.variance *= 1 - gain
             part.seen += 1
         self._factors.clear()
 
 
 class PassPrice:
-    """What a draft's passes take: an overhead, and so many times what they took alone.
+    """Seconds of a draft's passes: an overhead, and a factor by which passes take longer than when
+    they were measured alone.
 
-    The first pass finds its weights out of the cache, the later ones in it, so a pass more costs
-    less than a pass. Both numbers are followed by a Kalman filter, in units of one pass.
+    The first pass of a draft finds its weights outside the caches, later ones find them inside, so
+    a further pass costs less than the first. Both numbers are followed by a Kalman filter. The
+    overhead is counted in passes.
     """
 
     _NOISE = 0.1  # of a draft's seconds, relative
-    _AGEING = (1e-3, 1e-5)
-    _FURTHEST = 2.0  # times the prediction, that one draft may differ
+    _CHANGE = (1e-3, 1e-5)  # variance that overhead and factor gain with each draft
+    _MAX_ERROR = 2.0  # factor by which one draft may differ from the prediction
 
     def __init__(self) -> None:
         self.overhead, self.factor = 0.0, 1.0
-        self._variances = [4.0, 0.0, 0.09]  # of the overhead, of both together, of the factor
+        self._variances = [4.0, 0.0, 0.09]  # of the overhead, covariance, of the factor
 
-    def seconds(self, alone: float, unit: float) -> float:
-        """Of passes that took so long ``alone``, of which one takes a ``unit``."""
-        return self.overhead * unit + self.factor * alone
+    def seconds(self, alone: float, one_pass: float) -> float:
+        """Seconds of passes that took ``alone`` seconds by themselves, ``one_pass`` each."""
+        return self.overhead * one_pass + self.factor * alone
 
-    def observe(self, alone: float, unit: float, seconds: float) -> None:
-        count, expected = alone / unit, self.seconds(alone, unit) / unit
+    def observe(self, alone: float, one_pass: float, seconds: float) -> None:
+        """The passes of a draft took ``seconds``."""
+        count, expected = alone / one_pass, self.seconds(alone, one_pass) / one_pass
         a, shared, b = self._variances
-        a, b = a + self._AGEING[0], b + self._AGEING[1]
+        a, b = a + self._CHANGE[0], b + self._CHANGE[1]
         first, second = a + shared * count, shared + b * count  # covariance with the seconds
         total = first + second * count + (self._NOISE * expected) ** 2
-        most = expected * self._FURTHEST
-        off = min(max(seconds / unit, expected / self._FURTHEST), most) - expected
-        overhead = self.overhead + first / total * off
+        most = expected * self._MAX_ERROR
+        error = min(max(seconds / one_pass, expected / self._MAX_ERROR), most) - expected
+        overhead = self.overhead + first / total * error
         self.overhead = max(0.0, overhead)
-        # There is no overhead below none: the passes themselves take less.
-        factor = self.factor + second / total * off + min(0.0, overhead) / count
+        # An overhead below zero means that the passes themselves take less.
+        factor = self.factor + second / total * error + min(0.0, overhead) / count
         self.factor = min(max(factor, 0.2), 8.0)
         self._variances = [
             a - first * first / total,

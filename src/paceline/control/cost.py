@@ -1,9 +1,9 @@
-"""What steps take, for everybody who asks.
+"""Predicted seconds and tokens of steps.
 
-A step is drafting (the passes of a drafter) and the rest: the target's forward over its sequences
-and their draft nodes, the host's work, and looking something up. Both are predicted from forwards
-measured alone, and corrected by every step since (correction.py). The controller asks while it
-decodes; ``tune`` and ``bench`` make a model of what they have measured.
+A step is drafting (the passes of a drafter) and verification: the target's forward over its
+sequences and their draft nodes, the host's work, and lookups. Both are predicted from forwards
+that were measured alone, and corrected by every step since (correction.py). The controller asks
+while it decodes; ``tune`` and ``bench`` build a model of what they have measured.
 """
 
 from __future__ import annotations
@@ -14,60 +14,63 @@ from typing import NamedTuple
 
 from numpy import interp
 
-from paceline.control.acceptance import GOES_ON, AcceptanceTracker
-from paceline.control.correction import COLD, Correction, PassPrice, cell_of
+from paceline.control.acceptance import CONTINUES, AcceptanceTracker
+from paceline.control.correction import COLD, Correction, PassPrice, batch_bucket, node_bucket
 from paceline.core.costs import DrafterCosts, TargetCosts
 
-_LONG_AGO, _LATELY = 256, 64  # steps
-_FRESH = 16  # observations after which it is judged anew what drafts look like
-WARM = 5  # plain steps behind passes or a prompt, until the target's weights are cached again
-_CLOSE = 1.2  # a speedup, below which it matters what a plain step takes in a row of them
-_COLDEST = 0.1  # of a plain step, by which one behind passes may be thought slower
-_SLOW = 1.3  # times what is known, from which a step tells of the machine
-_SURELY = 1.1  # times a step with drafts, from which a plain one is not slower for noise alone
-_ENOUGH = 3  # steps that correct a price
-_ROWS = 4096  # tokens read, about which the time of one is averaged
+WARM_UP = 5  # plain steps behind passes or a prompt, after which the target's weights are cached
+_MAX_PLAIN_INTERVAL = 256  # steps after which a plain step is measured again
+_PLAIN_IS_RECENT = 64  # steps for which the last plain step tells drafting from verification
+_REFRESH = 16  # observations after which the expected shape of drafts is worked out again
+_MARGINAL = 1.2  # expected speedup below which plain steps are measured several in a row
+_MAX_COLD_PENALTY = 0.1  # of a plain step, by which cold caches may be thought to slow it down
+_SLOW_STEP = 1.3  # times its expected time; from there on a step says that the machine is busy
+_TOO_SLOW = 1.1  # times a step with drafts; a plain step cannot really take as long
+_KNOWN_AFTER = 3  # steps that correct a price
+_READING_WINDOW = 4096  # tokens read, over which the time of reading one is averaged
 
 
 class DraftOption(NamedTuple):
     """One way to spend a step on a sequence; ``length`` 0 is no draft.
 
-    ``nodes`` to verify, expected tokens of the step (``gain``), ``seconds`` of its part of the step
-    if all do alike, and of these what ``reading`` costs that must come first, written off over the
-    tokens to come; ``first`` of it in this very step. ``sampled``: acceptance is that of sampled
-    text. ``certain``: levels before those that acceptance is learnt of.
+    ``nodes``: draft nodes to verify. ``tokens``: expected tokens of the step. ``seconds``: the
+    sequence's share of the step if all sequences draft alike. Before it drafts, a drafter may have
+    to read text that it has not seen: ``reading_now`` are the seconds of that in this very step,
+    ``reading`` is the part of them charged to this step, as they are spread over the tokens to
+    come. ``sampled``: acceptance is that of sampled text. ``forced``: leading levels that a grammar
+    forces, of which nothing is learnt.
     """
 
     name: Hashable
     length: int
     nodes: float
-    gain: float
+    tokens: float
     seconds: float
     reading: float = 0.0
-    first: float = 0.0
+    reading_now: float = 0.0
     sampled: bool = False
-    certain: int = 0
+    forced: int = 0
+
+    @property
+    def goodput(self) -> float:
+        """Expected tokens a second."""
+        return self.tokens / self.seconds
 
 
-class _Alike(NamedTuple):
-    """Drafts of every length if all sequences draft alike: most nodes of each, and, of those that
-    are verified, the forward and the passes as measured alone."""
+class _Uniform(NamedTuple):
+    """A batch whose sequences all draft alike, by draft length: nodes of a full draft, and, of the
+    nodes that are really verified, their bucket, the forward, and the passes as measured alone."""
 
     nodes: Sequence[float]
-    cells: Sequence[int]  # of the nodes that are verified
-    verify: Sequence[float]
+    buckets: Sequence[int]
+    forward: Sequence[float]
     passes: Sequence[float]
 
 
-def group_of(batch: int) -> int:
-    """Powers of two: 1, 2 and 3, 4 to 7, ..."""
-    return batch.bit_length()
-
-
 class CostModel:
-    """Predicts seconds and tokens of steps, and learns from each where that is wrong.
+    """Predicts seconds and tokens of steps, and is corrected by each step.
 
-    ``target``: forwards measured alone; ``drafters`` by name, more by ``add``.
+    ``target``: forwards measured alone. ``drafters``: costs by name; ``add`` takes further ones.
     """
 
     def __init__(
@@ -76,47 +79,55 @@ class CostModel:
         self.target = target
         self.drafters: dict[Hashable, DrafterCosts] = {}
         self.acceptance = AcceptanceTracker()
-        # Nodes proposed, as a share of the most: trees are often not full.
+        # Nodes proposed, as a share of the most possible: trees are often not full.
         self.fill: dict[Hashable, float] = {}
         self._forward = lru_cache(4096)(lambda batch, nodes: target(batch, 1 + nodes))
-        self._rest = Correction()
+        self._correction = Correction()
         self._passes: dict[Hashable, PassPrice] = {}
-        self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds and tokens of prompts
-        self._tables: dict[tuple[Hashable, int], Sequence[float]] = {}  # until more is learnt
-        self._alike: dict[tuple[Hashable, int], _Alike] = {}
-        self._pays: dict[tuple[Hashable, int, Hashable, bool], bool] = {}  # until more is learnt
-        self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and group
-        self._learnt = 0
-        self._since_plain = _LONG_AGO  # steps since one without drafts
-        self._asked = self._row = 0  # times that one was wanted; how many more in a row
+        self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds, tokens
+        self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and batch
+        # Caches, emptied when more is learnt.
+        self._prices: dict[tuple[Hashable, int], Sequence[float]] = {}
+        self._uniform: dict[tuple[Hashable, int], _Uniform] = {}
+        self._pays: dict[tuple[Hashable, int, Hashable, bool], bool] = {}
+        self._observations = 0
+        self._since_plain = _MAX_PLAIN_INTERVAL  # steps since one without drafts
+        self._plain_steps = 0  # times that a plain step was asked for
+        self._in_a_row = 0  # further ones that are to follow at once
         for name, costs in (drafters or {}).items():
             self.add(name, costs)
 
     def add(self, name: Hashable, costs: DrafterCosts) -> None:
-        """Know one drafter more."""
+        """Add a drafter."""
         self.drafters[name] = costs
         self.acceptance.priors[name] = costs.prior
         self.acceptance.depth = max(self.acceptance.depth, costs.longest)
         self.fill[name], self._passes[name] = 1.0, PassPrice()
+        # Until more is known, reading a token costs what a further row adds to a pass.
         row = max(0.0, costs.seconds(1024) - costs.seconds(1)) / 1023
-        self._reading[name] = (64 * row, 64.0)  # at first what a pass grows by for a further row
+        self._reading[name] = (64 * row, 64.0)
 
     # -- seconds -----------------------------------------------------------------------------------
 
-    def verify(self, batch: int, nodes: float) -> float:
-        """A target forward over ``batch`` sequences and ``nodes`` draft nodes each, as measured."""
+    def forward(self, batch: int, nodes: float) -> float:
+        """A target forward over ``batch`` sequences with ``nodes`` draft nodes each, as measured
+        alone."""
         return self._forward(batch, round(nodes, 1))
 
-    def rest(self, batch: int, nodes: float = 0.0) -> float:
-        """All of a step but the drafting, with ``nodes`` of each sequence."""
-        return self.verify(batch, nodes) * self._rest.factor(group_of(batch), cell_of(nodes))
+    def verification(self, batch: int, nodes: float = 0.0) -> float:
+        """A step without its drafting, with ``nodes`` draft nodes for each sequence. With no nodes:
+        a plain step."""
+        factor = self._correction.factor(batch_bucket(batch), node_bucket(nodes))
+        return self.forward(batch, nodes) * factor
 
     def is_known(self, batch: int, nodes: float) -> bool:
-        """Whether steps with about so many nodes have corrected what start-up measured."""
-        return self._rest.seen(group_of(batch), cell_of(nodes)) >= _ENOUGH
+        """Whether steps with about as many nodes have corrected what start-up measured."""
+        seen = self._correction.seen(batch_bucket(batch), node_bucket(nodes))
+        return seen >= _KNOWN_AFTER
 
-    def passes(self, name: Hashable, lengths: Sequence[int]) -> float:
-        """A drafter's passes as measured alone, each over the sequences not done yet."""
+    def passes_alone(self, name: Hashable, lengths: Sequence[int]) -> float:
+        """A drafter's passes as measured alone, each over the sequences that still draft.
+        ``lengths``: the draft length of each sequence."""
         costs = self.drafters[name]
         if costs.costless:
             return 0.0
@@ -127,160 +138,180 @@ class CostModel:
         return sum(map(costs.seconds, counts))
 
     def drafting(self, batch: int, passes: Mapping[Hashable, float]) -> float:
-        """The drafting of a step, by seconds of each drafter's passes alone."""
+        """The drafting of a step. ``passes``: by drafter, its ``passes_alone``."""
         seconds = 0.0
         for name, alone in passes.items():
             if alone:
                 seconds += self._passes[name].seconds(alone, self.drafters[name].seconds(batch))
-        return self._rest.drift * seconds
+        return self._correction.machine * seconds
 
     def step(self, batch: int, drafts: Iterable[DraftOption]) -> float:
         """A step of ``batch`` sequences with these drafts among them."""
         drafts = [draft for draft in drafts if draft.length]
         if not drafts:
-            return self.rest(batch)
-        nodes = [draft.nodes for draft in drafts]
+            return self.verification(batch)
         lengths: dict[Hashable, list[int]] = {}
         for draft in drafts:
-            levels, drafter = draft.length, self.drafters[draft.name]
-            if drafter.ends_early:  # its levels are those that are expected
-                passes = self._drafts_alike(draft.name, batch).passes[levels]
-                levels = min(levels, max(1, round(passes / drafter.seconds(batch))))
-            lengths.setdefault(draft.name, []).append(levels)
-        alone = {name: self.passes(name, levels) for name, levels in lengths.items()}
-        return self.rest(batch, sum(nodes) / batch) + self.drafting(batch, alone)
+            length, costs = draft.length, self.drafters[draft.name]
+            if costs.ends_early:  # only as many levels as are expected
+                passes = self._uniform_drafts(draft.name, batch).passes[length]
+                length = min(length, max(1, round(passes / costs.seconds(batch))))
+            lengths.setdefault(draft.name, []).append(length)
+        alone = {name: self.passes_alone(name, levels) for name, levels in lengths.items()}
+        nodes = sum(draft.nodes for draft in drafts) / batch
+        return self.verification(batch, nodes) + self.drafting(batch, alone)
 
-    def priced(
-        self, name: Hashable, batch: int, gains: Sequence[float], sampled: bool, certain: bool
-    ) -> Sequence[float]:
-        """``table`` for a sequence whose drafts gain so much: those that end early go on where they
-        are right, so who gains a token more than all do has a level more, unless the first are
-        ``certain``."""
-        table, costs = self.table(name, batch), self.drafters[name]
-        if certain or not costs.ends_early:
-            return table
-        level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.longest - 1)
-        level *= self._rest.drift * self._passes[name].factor * costs.seconds(batch) / batch
-        usual = self.acceptance.everyone(name, None, sampled).tokens()
-        longer = [s + level * (g - u) for s, g, u in zip(table, gains, usual, strict=False)]
-        return [table[0], *(max(seconds, table[1]) for seconds in longer[1:])]
-
-    def table(self, name: Hashable, batch: int) -> Sequence[float]:
-        """A sequence's part of the step, by draft length, if all draft alike."""
-        table = self._tables.get((name, batch))
-        if table is None:
-            alike, unit = self._drafts_alike(name, batch), self.drafters[name].seconds(batch)
-            group, price, drift = group_of(batch), self._passes[name], self._rest.drift
-            factors = {cell: self._rest.factor(group, cell) / batch for cell in set(alike.cells)}
-            table = [v * factors[c] for v, c in zip(alike.verify, alike.cells, strict=True)]
+    def prices(self, name: Hashable, batch: int) -> Sequence[float]:
+        """One sequence's share of the step by draft length, if all sequences draft alike."""
+        prices = self._prices.get((name, batch))
+        if prices is None:
+            uniform, one_pass = (
+                self._uniform_drafts(name, batch),
+                self.drafters[name].seconds(batch),
+            )
+            bucket, price, machine = (
+                batch_bucket(batch),
+                self._passes[name],
+                self._correction.machine,
+            )
+            factors = {n: self._correction.factor(bucket, n) / batch for n in set(uniform.buckets)}
+            pairs = zip(uniform.forward, uniform.buckets, strict=True)
+            prices = [seconds * factors[nodes] for seconds, nodes in pairs]
             if not self.drafters[name].costless:
-                table = [
-                    seconds + (drift * price.seconds(passes, unit) / batch if passes else 0.0)
-                    for seconds, passes in zip(table, alike.passes, strict=True)
+                prices = [
+                    seconds + (machine * price.seconds(alone, one_pass) / batch if alone else 0.0)
+                    for seconds, alone in zip(prices, uniform.passes, strict=True)
                 ]
-            self._tables[name, batch] = table
-        return table
+            self._prices[name, batch] = prices
+        return prices
+
+    def prices_for(
+        self, name: Hashable, batch: int, tokens: Sequence[float], sampled: bool, forced: bool
+    ) -> Sequence[float]:
+        """``prices`` for a sequence whose drafts are expected to gain ``tokens``, by draft length.
+
+        A drafter that ends drafts early goes on where it is right: a sequence that gains a token
+        more than all sequences do is drafted a level more. Not so if the first levels are
+        ``forced``.
+        """
+        prices, costs = self.prices(name, batch), self.drafters[name]
+        if forced or not costs.ends_early:
+            return prices
+        level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.longest - 1)
+        level *= self._correction.machine * self._passes[name].factor * costs.seconds(batch) / batch
+        usual = self.acceptance.of_all(name, None, sampled).tokens()
+        own = [s + level * (t - u) for s, t, u in zip(prices, tokens, usual, strict=False)]
+        return [prices[0], *(max(seconds, prices[1]) for seconds in own[1:])]
 
     def nodes(self, name: Hashable, batch: int) -> Sequence[float]:
-        """Nodes by draft length, where all levels are full that a draft is expected to have."""
-        return self._drafts_alike(name, batch).nodes
+        """Nodes by draft length, if all levels are full that a draft is expected to have."""
+        return self._uniform_drafts(name, batch).nodes
 
-    def _drafts_alike(self, name: Hashable, batch: int) -> _Alike:
-        alike = self._alike.get((name, batch))
-        if alike is None:
-            drafter = self.drafters[name].among(batch)
-            nodes: Sequence[float] = drafter.nodes
-            passes: Sequence[float] = drafter.passes
-            if drafter.ends_early:  # as of the levels that are expected
-                tokens = self.acceptance.everyone(name, GOES_ON).tokens()
+    def _uniform_drafts(self, name: Hashable, batch: int) -> _Uniform:
+        uniform = self._uniform.get((name, batch))
+        if uniform is None:
+            costs = self.drafters[name].among(batch)
+            nodes: Sequence[float] = costs.nodes
+            passes: Sequence[float] = costs.passes
+            if costs.ends_early:  # those of the expected number of levels
+                tokens = self.acceptance.of_all(name, CONTINUES).tokens()
                 levels = [count - 1 for count in tokens[: len(nodes)]]
                 nodes, passes = (
                     interp(levels, range(len(full)), full).tolist() for full in (nodes, passes)
                 )
-            # What a lookup finds is rarely a full tree, and a level of it mostly a node.
+            # A lookup rarely finds a full tree; mostly a level has one node.
             fill = self.fill[name]
-            verified = range(len(nodes)) if drafter.costless else [fill * n for n in nodes]
-            verify = [self.verify(batch, count) for count in verified]
-            one = drafter.seconds(batch)
-            cells = list(map(cell_of, verified))
-            alike = _Alike(nodes, cells, verify, [one * count for count in passes])
-            self._alike[name, batch] = alike
-        return alike
+            verified = range(len(nodes)) if costs.costless else [fill * n for n in nodes]
+            forward = [self.forward(batch, count) for count in verified]
+            one_pass = costs.seconds(batch)
+            buckets = list(map(node_bucket, verified))
+            uniform = _Uniform(nodes, buckets, forward, [one_pass * count for count in passes])
+            self._uniform[name, batch] = uniform
+        return uniform
 
-    def reading(self, name: Hashable) -> float:
-        """Seconds in which a drafter reads a token of a prompt."""
-        seconds, rows = self._reading[name]
-        return seconds / rows
+    def reading_token(self, name: Hashable) -> float:
+        """Seconds in which a drafter reads one token that it has not seen."""
+        seconds, tokens = self._reading[name]
+        return seconds / tokens
 
-    def longest_seen(self, name: Hashable, batch: int) -> int:
-        """Levels of the longest draft that was made at such a concurrency or a larger one."""
-        group, made = group_of(batch), self._longest.items()
-        return max((n for (of, at), n in made if of == name and at >= group), default=0)
+    def longest_made(self, name: Hashable, batch: int) -> int:
+        """Levels of the drafter's longest draft so far, at such a concurrency or a larger one."""
+        bucket, made = batch_bucket(batch), self._longest.items()
+        return max((n for (of, at), n in made if of == name and at >= bucket), default=0)
 
-    def wants_plain(self, batch: int, speedup: float) -> bool:
-        """Whether a plain step is needed to tell drafting from the rest: of one sequence the first,
-        soon some more, then one now and then. Where drafts hardly gain, ``speedup`` by a plain
-        step, several in a row: those behind drafts or a prompt are slower than those to come.
-        Several sequences are drafted for by what was measured. What is granted is counted."""
-        if batch == 1 and self._row and speedup < _CLOSE:
-            self._row -= 1
+    def wants_plain_step(self, batch: int, speedup: float) -> bool:
+        """Whether the next step should be plain, to tell drafting from verification.
+
+        Of a single sequence the first step, soon some more, then one now and then. Where the
+        expected ``speedup`` is small, several in a row, as those behind drafts or a prompt find
+        cold caches and are slower. Several sequences never: what start-up measured has to do.
+        Assumes that the plain step is then taken.
+        """
+        if batch == 1 and self._in_a_row and speedup < _MARGINAL:
+            self._in_a_row -= 1
             return True
-        wait = min(_LONG_AGO, 4 ** (self._asked + 1)) if self._asked else 1
-        wanted = batch == 1 and self._since_plain >= wait
-        self._row = WARM if wanted and self._asked else 0
-        self._asked += wanted
+        count = self._plain_steps
+        interval = min(_MAX_PLAIN_INTERVAL, 4 ** (count + 1)) if count else 1
+        wanted = batch == 1 and self._since_plain >= interval
+        self._in_a_row = WARM_UP if wanted and count else 0
+        self._plain_steps += wanted
         return wanted
 
-    def coldness(self, batch: int) -> float:
-        """Seconds by which a plain step soon after a drafter's passes is longer than others."""
-        group = group_of(batch)
-        if not self._rest.seen(group, COLD):
+    def cold_penalty(self, batch: int) -> float:
+        """Seconds by which a plain step soon after a drafter's passes is slower than others, as the
+        passes drove the target's weights out of the caches."""
+        bucket = batch_bucket(batch)
+        if not self._correction.seen(bucket, COLD):
             return 0.0
-        colder = self._rest.factor(group, COLD) / self._rest.factor(group, 0) - 1
-        return min(max(0.0, colder), _COLDEST) * self.rest(batch)
+        slower = self._correction.factor(bucket, COLD) / self._correction.factor(bucket, 0) - 1
+        return min(max(0.0, slower), _MAX_COLD_PENALTY) * self.verification(batch)
 
-    # -- tokens, and both together -----------------------------------------------------------------
+    # -- tokens and seconds ------------------------------------------------------------------------
 
     def may_pay(
         self, name: Hashable, batch: int, kind: Hashable = None, sampled: bool = False
     ) -> bool:
-        """Whether drafts of a sequence that is like all others might gain anything.
+        """Whether drafts of an average sequence might gain anything.
 
-        Where no draft is worth its part of a step in which all draft alike, none gains anything in
-        any batch: the passes are shared there, and rows cost as much.
+        If no draft length pays where all sequences draft alike, none pays in any batch: passes are
+        shared there, and rows cost as much.
         """
         key = name, batch, kind, sampled
         if key not in self._pays:
-            gains = self.acceptance.everyone(name, kind, sampled).tokens()
-            plain, *table = self.table(name, batch)
-            drafts = zip(gains[1:], table, strict=False)
-            self._pays[key] = any(gain * plain > seconds for gain, seconds in drafts)
+            tokens = self.acceptance.of_all(name, kind, sampled).tokens()
+            plain, *prices = self.prices(name, batch)
+            drafts = zip(tokens[1:], prices, strict=False)
+            self._pays[key] = any(count * plain > seconds for count, seconds in drafts)
         return self._pays[key]
 
     # -- learning ----------------------------------------------------------------------------------
 
     def record_fill(self, name: Hashable, batch: int, nodes: int, length: int) -> None:
-        """A draft of up to ``length`` levels, or of so many where it ended early, has ``nodes``."""
+        """A draft of ``length`` levels (as many as it has, if it ended early) has ``nodes``."""
         share = min(1.0, nodes / self.drafters[name].among(batch).nodes[length])
         self.fill[name] += 0.05 * (share - self.fill[name])
 
-    def learn_reading(self, name: Hashable, seconds: float, rows: int) -> None:
-        """A drafter has read ``rows`` tokens besides drafting."""
-        before, count = self._reading[name]
-        keep = min(1.0, _ROWS / (count + rows))
-        limit = 4 * rows * before / count or seconds  # one hiccup is no policy
+    def record_length(self, name: Hashable, batch: int, length: int) -> None:
+        """A draft of ``length`` levels was made."""
+        key = name, batch_bucket(batch)
+        self._longest[key] = max(length, self._longest.get(key, 0))
+
+    def learn_reading(self, name: Hashable, seconds: float, tokens: int) -> None:
+        """A drafter took ``seconds`` to read ``tokens``, besides drafting."""
+        known, count = self._reading[name]
+        keep = min(1.0, _READING_WINDOW / (count + tokens))
+        limit = 4 * tokens * known / count or seconds  # bounds what one disturbed step changes
         seconds = min(max(seconds, 0.0), limit)
-        self._reading[name] = (keep * (before + seconds), keep * (count + rows))
+        self._reading[name] = (keep * (known + seconds), keep * (count + tokens))
 
     def learn_plain(self, batch: int, seconds: float | None, cold: bool = False) -> None:
-        """A step without drafts took so long (None: it is no measure); ``cold``: soon after a
+        """A plain step took ``seconds`` (None: no measure of a plain step). ``cold``: soon after a
         drafter's passes."""
         self._since_plain = 0
-        if seconds is None:
-            return
-        cell = COLD if cold else 0
-        self._rest.observe(group_of(batch), cell, seconds / self.verify(batch, 0.0))
-        self._age()
+        if seconds is not None:
+            ratio = seconds / self.forward(batch, 0.0)
+            self._correction.observe(batch_bucket(batch), COLD if cold else 0, ratio)
+            self._expire()
 
     def learn_drafts(
         self,
@@ -290,39 +321,38 @@ class CostModel:
         drafting: float | None,
         passes: Mapping[Hashable, float],
     ) -> None:
-        """A step took so long, ``drafting`` of it for drafts of ``nodes`` a sequence; None if only
-        the whole is known. ``passes``: who drafted, and seconds of these passes as measured alone.
-        """
+        """A step with ``nodes`` draft nodes for each sequence took ``seconds``, of these
+        ``drafting`` for the drafts (None: not measured). ``passes``: by drafter, its
+        ``passes_alone``."""
         self._since_plain += 1
-        group = group_of(batch)
+        bucket = batch_bucket(batch)
         if drafting is None:
-            # Where plain steps say what the rest takes, drafting answers for what is left. Else
-            # both are as wrong as the whole.
-            rest, foreseen = self.rest(batch, nodes), self.drafting(batch, passes)
-            whole = seconds * foreseen / (rest + foreseen)
-            drafting = max(seconds - rest, 0.0) if self._since_plain < _LATELY else whole
+            # If a plain step was measured lately, drafting took what verification does not explain.
+            # Else both are off by the same factor.
+            verification, expected = self.verification(batch, nodes), self.drafting(batch, passes)
+            share = seconds * expected / (verification + expected)
+            recent = self._since_plain < _PLAIN_IS_RECENT
+            drafting = max(seconds - verification, 0.0) if recent else share
         drafted = [name for name, alone in passes.items() if alone]
-        rest = seconds - drafting if drafted else seconds
-        self._rest.observe(group, cell_of(nodes), rest / self.verify(batch, nodes))
-        if self.rest(batch) > _SURELY * rest:  # more rows take no less: it is thought too slow
-            self._rest.observe(group, 0, rest / self.verify(batch, 0.0))
+        verification = seconds - drafting if drafted else seconds
+        ratio = verification / self.forward(batch, nodes)
+        self._correction.observe(bucket, node_bucket(nodes), ratio)
+        # More rows never take less, so plain steps are thought too slow.
+        if self.verification(batch) > _TOO_SLOW * verification:
+            self._correction.observe(bucket, 0, verification / self.forward(batch, 0.0))
         if len(drafted) == 1:
             name = drafted[0]
-            # A step that was slow as a whole says nothing against its draft.
-            off = rest / self.rest(batch, nodes)
-            slow = self._rest.drift * (off if off > _SLOW else 1.0)
-            unit = self.drafters[name].seconds(batch)
-            self._passes[name].observe(passes[name], unit, drafting / slow)
-        self._age()
+            # If the whole step was slow, its passes were slow for the same reason.
+            ratio = verification / self.verification(batch, nodes)
+            slower = self._correction.machine * (ratio if ratio > _SLOW_STEP else 1.0)
+            one_pass = self.drafters[name].seconds(batch)
+            self._passes[name].observe(passes[name], one_pass, drafting / slower)
+        self._expire()
 
-    def note(self, name: Hashable, batch: int, length: int) -> None:
-        """A draft of so many levels was made."""
-        key = name, group_of(batch)
-        self._longest[key] = max(length, self._longest.get(key, 0))
-
-    def _age(self) -> None:
-        self._learnt += 1
-        self._tables.clear()
+    def _expire(self) -> None:
+        """Empty the caches, as more was learnt."""
+        self._observations += 1
+        self._prices.clear()
         self._pays.clear()
-        if self._learnt <= _FRESH or self._learnt % _FRESH == 0:
-            self._alike.clear()
+        if self._observations <= _REFRESH or self._observations % _REFRESH == 0:
+            self._uniform.clear()

@@ -1,5 +1,5 @@
-"""Lookups are followed along the text, used or not: full information for nothing (HedgeSpec,
-Liu et al. 2025, arXiv 2510.20064)."""
+"""Lookups are compared with the text as it is written, whether their drafts are used or not: full
+information at no cost (HedgeSpec, Liu et al. 2025, arXiv 2510.20064)."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from paceline.draft.base import LookupDrafter, Offer
 
 Offers = Mapping[Hashable, Offer]  # by lookup
 Members = Callable[[SequenceState], Collection[Hashable]]
-_READ_ALONG = 16  # pending tokens; more are a prompt
-_DEEPEST = 24  # levels that are asked for
-# Where asking does not pay, only in one of so many steps, so that it takes this share of the time.
-_RARELY, _RAREST, _SHARE = 4, 32, 0.005
-_BOUND = 1.0  # plain steps that asking may lose, and that must be won back, at most
+_MAX_PENDING = 16  # pending tokens; a sequence with more is reading its prompt
+_MAX_LEVELS = 24  # levels that a lookup is asked for
+# Lookups that do not pay are asked in one of 4 to 32 steps, so that they take this share of time.
+_MIN_INTERVAL, _MAX_INTERVAL, _SHARE = 4, 32, 0.005
+_MAX_BALANCE = 1.0  # plain steps
 
 
-class _Followed:
-    """An offer for a sequence, and how far its text has gone along it."""
+class _FollowedOffer:
+    """An offer for a sequence, and how many of its levels the text has confirmed."""
 
-    __slots__ = ("_below", "_node", "_seq", "_start", "accepted", "kind", "offer", "sampled")
+    __slots__ = ("_children", "_node", "_seq", "_start", "accepted", "kind", "offer", "sampled")
 
     def __init__(self, offer: Offer, seq: SequenceState) -> None:
         self.offer, self._seq, self._start = offer, seq, len(seq.tokens)
         self.kind, self.sampled = kind_of(offer.confidence), is_sampled(seq.params)
         self.accepted, self._node = 0, -1
-        self._below: dict[tuple[int, int], int] = {}
+        self._children: dict[tuple[int, int], int] = {}  # node by parent and token
 
-    def ended(self) -> bool:
-        """Go on with what was written; whether it has ended, in a leaf or with a wrong token."""
+    def follow(self) -> bool:
+        """Compare with the tokens written since. Whether the offer has ended: in a leaf, or with a
+        wrong token."""
         offer, new = self.offer, self._seq.tokens[self._start + self.accepted :]
-        if new and not self._below:
+        if new and not self._children:
             edges = zip(offer.parents, offer.tokens, strict=True)
-            self._below = {edge: node for node, edge in enumerate(edges)}
+            self._children = {edge: node for node, edge in enumerate(edges)}
         for token in new:
-            node = self._below.get((self._node, token))
+            node = self._children.get((self._node, token))
             if node is None:
                 return True
             self._node, self.accepted = node, self.accepted + 1
@@ -46,80 +47,89 @@ class _Followed:
 
 
 class LookupFollower:
-    """Asks the lookups in each step, and learns how often each would have been right.
+    """Asks the lookups for offers, and learns how often each would have been right.
 
-    The next offer of a lookup is followed when the last one has ended, as the next draft would be.
+    Of each lookup one offer at a time is followed; the next one when that has ended, just as the
+    next draft would begin there.
     """
 
     def __init__(self, drafters: Mapping[Hashable, LookupDrafter], cost: CostModel) -> None:
         self.drafters, self._cost = dict(drafters), cost
-        self._balance = _BOUND  # what drafts of lookups won, less what asking took, in plain steps
-        self._asking, self._wait = 1e-3, _RARELY  # seconds of asking once, of late; steps
-        self._followed: dict[int, dict[Hashable, _Followed]] = {}
+        # What lookups' drafts have won less what lookups have cost, in plain steps.
+        self._balance = _MAX_BALANCE
+        self._lookup_seconds = 1e-3  # moving average, of all lookups of a step
+        self._interval = _MIN_INTERVAL  # steps between lookups while the balance is negative
+        self._followed: dict[int, dict[Hashable, _FollowedOffer]] = {}
 
-    def spend(self, seconds: float, batch: int) -> None:
-        """To ask, and to decide on what was found, took so long."""
-        plain = self._cost.rest(batch)
-        self._asking += (min(seconds, 4 * self._asking) - self._asking) / 8
-        self._wait = int(min(max(self._asking / (_SHARE * plain), _RARELY), _RAREST))
+    def record_cost(self, seconds: float, batch: int) -> None:
+        """Lookups, and decisions on what they found, took ``seconds`` of a step."""
+        plain, mean = self._cost.verification(batch), self._lookup_seconds
+        self._lookup_seconds += (min(seconds, 4 * mean) - mean) / 8
+        interval = self._lookup_seconds / (_SHARE * plain)
+        self._interval = int(min(max(interval, _MIN_INTERVAL), _MAX_INTERVAL))
         self._add(-seconds / plain)
 
-    def _add(self, won: float) -> None:
-        self._balance = min(max(self._balance + won, -_BOUND), _BOUND)
-
-    def earn(
-        self, commits: Sequence[Commit], made: Mapping[int, DraftOption], seconds: float
+    def record_gain(
+        self, commits: Sequence[Commit], drafts: Mapping[int, DraftOption], seconds: float
     ) -> None:
-        """A step took so long, with drafts ``made`` by sequence."""
-        plain = self._cost.rest(len(commits))
-        drafted = [c for c in commits if c.seq_id in made and made[c.seq_id].name in self.drafters]
+        """A step with these ``drafts`` (by sequence) took ``seconds``."""
+        plain = self._cost.verification(len(commits))
+        drafted = [
+            c for c in commits if c.seq_id in drafts and drafts[c.seq_id].name in self.drafters
+        ]
         if drafted:
             self._add(sum(len(c.tokens) - seconds / plain for c in drafted) / len(commits))
 
+    def _add(self, plain_steps: float) -> None:
+        self._balance = min(max(self._balance + plain_steps, -_MAX_BALANCE), _MAX_BALANCE)
+
     def lookup(
-        self, seqs: Sequence[SequenceState], members: Members, step: int, same: bool
+        self, seqs: Sequence[SequenceState], members: Members, step: int, same_batch: bool
     ) -> dict[int, dict[Hashable, Offer]] | None:
-        """What is found that might pay, of the ``members`` that may draft for each; None: not
-        asked. Where drafts of lookups have won less than asking took, they are asked less often.
-        ``same``: the sequences are those of the last step. Offers so far are followed first."""
+        """Offers that might pay, by sequence and lookup; None if the lookups were not asked, as
+        their drafts have won less than lookups took. ``members``: the drafters allowed for a
+        sequence. ``same_batch``: the sequences are those of the last step. Earlier offers are
+        compared with the text first."""
         if not self.drafters:
             return None
-        rarely = same and self._balance < 0 and step % self._wait
-        if rarely and all(seq.constraint is None for seq in seqs):  # what is forced pays
+        skip = same_batch and self._balance < 0 and step % self._interval
+        if skip and all(seq.constraint is None for seq in seqs):  # forced tokens always pay
             return None
         offers: dict[int, dict[Hashable, Offer]] = {}
-        by_name: dict[Hashable, list[Slice]] = {name: [] for name in self.drafters}
+        slices_of: dict[Hashable, list[Slice]] = {name: [] for name in self.drafters}
         for seq in seqs:
-            self._go_on(seq.seq_id)
+            self._follow(seq.seq_id)
             view, names = seq.view(), members(seq) if seq.params.may_draft and seq.drafts else ()
-            ready = seq.num_pending <= _READ_ALONG
-            asked = Slice(view, seq.num_pending * ready, min(_DEEPEST, seq.remaining - 1) * ready)
-            for name, slices in by_name.items():
+            decodes = seq.num_pending <= _MAX_PENDING
+            levels = min(_MAX_LEVELS, seq.remaining - 1)
+            asked = Slice(view, seq.num_pending * decodes, levels * decodes)
+            for name, slices in slices_of.items():
                 slices.append(asked if name in names else Slice(view, asked.scheduled))
-        for name, slices in by_name.items():
+        for name, slices in slices_of.items():
             for seq, offer in zip(seqs, self.drafters[name].lookup(slices), strict=True):
                 if offer is not None:
                     followed = self._followed.setdefault(seq.seq_id, {})
                     if name not in followed:
-                        followed[name] = _Followed(offer, seq)
+                        followed[name] = _FollowedOffer(offer, seq)
                     kind, sampled = kind_of(offer.confidence), is_sampled(seq.params)
                     if offer.certain or self._cost.may_pay(name, len(seqs), kind, sampled):
                         offers.setdefault(seq.seq_id, {})[name] = offer
         return offers
 
-    def _go_on(self, seq_id: int) -> None:
+    def _follow(self, seq_id: int) -> None:
+        """Compare a sequence's offers with its text, and record what was right."""
         offers = self._followed.get(seq_id, {})
         for name, followed in list(offers.items()):
-            known, ended = followed.accepted, followed.ended()
+            recorded, ended = followed.accepted, followed.follow()
             reached = min(followed.accepted + ended, followed.offer.levels)
-            certain = followed.offer.certain  # nothing is learnt from what was forced
-            levels = reached - certain, followed.accepted - certain, max(known - certain, 0)
-            if levels[0] > 0 and (ended or followed.accepted > known):
+            forced = followed.offer.certain  # nothing is learnt of forced levels
+            levels = reached - forced, followed.accepted - forced, max(recorded - forced, 0)
+            if levels[0] > 0 and (ended or followed.accepted > recorded):
                 kind = followed.kind, followed.sampled
                 self._cost.acceptance.record(seq_id, name, *levels, *kind)
             if ended:
                 del offers[name]
 
     def forget(self, seq_id: int) -> None:
-        self._go_on(seq_id)
+        self._follow(seq_id)
         self._followed.pop(seq_id, None)

@@ -1,8 +1,8 @@
-"""What steps teach: acceptance, prices, what exploration has cost, what a drafter has read.
+"""What steps teach: acceptance, prices, what exploration cost, what each drafter has read.
 
-Nothing here decides. ``StepLearner`` notes each step and learns from some at a time: between two
-forwards this code is not in the processor's caches any more (48 microseconds a step one by one, 9
-together).
+Nothing is decided here. ``StepLearner`` keeps a few steps and learns from them together: between
+two forwards this code is not in the processor's caches any more (48 microseconds a step one by one,
+9 together).
 """
 
 from __future__ import annotations
@@ -10,30 +10,31 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.control.acceptance import GOES_ON, levels_tried
-from paceline.control.cost import WARM, CostModel, DraftOption
+from paceline.control.acceptance import CONTINUES, levels_tried
+from paceline.control.cost import WARM_UP, CostModel, DraftOption
 from paceline.control.exploration import ExplorationBudget
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 
-_TOGETHER = 4  # steps that are learnt from at once
-_PLAIN = 4  # of so many plain steps one is learnt from
+_STEPS_TOGETHER = 4  # steps that are learnt from at once
+_PLAIN_INTERVAL = 4  # one of so many plain steps is learnt from
+_FEW_UNREAD = 4  # tokens of each sequence, read before drafting without changing the step's time
 
 
 class BatchDecision(NamedTuple):
     """What was decided for the sequences of a step."""
 
-    drafts: Mapping[int, DraftOption] = {}  # by sequence; of requests without a length of their own
-    # They are made to learn; else a token of each sequence would be gained in so many seconds.
-    worth: float = 0.0
-    measures: bool = False  # nothing is drafted, so that a plain step is measured
-    fixed: bool = False  # a request's own length is among them
+    drafts: Mapping[int, DraftOption] = {}  # by sequence; without those of a fixed length
+    # If the drafts are exploration: seconds per token of the best alternative. Else 0.
+    alternative: float = 0.0
+    measures_plain: bool = False  # nothing is drafted, to measure a plain step
+    has_fixed: bool = False  # a request with a fixed draft length is among them
 
 
 class _Step(NamedTuple):
     decision: BatchDecision
-    tells: bool  # of one without drafts: whether its time is learnt from
-    cold: bool  # soon after a drafter's passes
+    is_sample: bool  # of a plain step: whether its time is learnt
+    cold: bool  # whether it ran soon after a drafter's passes
     commits: Sequence[Commit]
     seconds: float
     drafting: float | None
@@ -41,16 +42,16 @@ class _Step(NamedTuple):
 
 class StepLearner:
     """Corrects ``cost``, its acceptance, and the ``budget`` by steps. ``lookups``: the drafters
-    whose acceptance is learnt elsewhere (following.py)."""
+    whose acceptance following.py learns."""
 
     def __init__(
         self, cost: CostModel, budget: ExplorationBudget, lookups: Collection[Hashable]
     ) -> None:
         self._cost, self._budget, self._lookups = cost, budget, lookups
-        self._steps: list[_Step] = []  # that are yet to be learnt from
+        self._steps: list[_Step] = []  # not learnt from yet
         self._count = 0
-        self._since_passes = WARM  # steps since a drafter ran a model, or a prompt was read
-        self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, seen by a drafter
+        self._since_passes = WARM_UP  # steps since a drafter's passes, or since a prompt was read
+        self._read: dict[int, dict[Hashable, int]] = {}  # tokens of a sequence, by drafter
 
     def observe(
         self,
@@ -59,92 +60,98 @@ class StepLearner:
         seconds: float,
         drafting: float | None,
     ) -> None:
-        """Note a step, of which ``drafting`` seconds went into drafts (None: not known)."""
-        if decision.worth:
-            self._budget.spend(self.aftermath(len(commits)))
+        """Keep a step, of which ``drafting`` seconds went into drafts (None: not measured)."""
+        if decision.alternative:
+            self._budget.spend(self.cold_seconds(len(commits)))
         self._count += 1
         costs = self._cost.drafters
-        cold = decision.fixed or any(not costs[d.name].costless for d in decision.drafts.values())
-        cold = cold or any(commit.scheduled > 1 for commit in commits)
+        passes = any(not costs[draft.name].costless for draft in decision.drafts.values())
+        prompt = any(commit.scheduled > 1 for commit in commits)
+        cold = decision.has_fixed or passes or prompt
         self._since_passes = 0 if cold else self._since_passes + 1
-        tells = self._since_passes > 0 and self._count % _PLAIN == 0
-        what = decision.measures or tells, self._since_passes < WARM
-        self._steps.append(_Step(decision, *what, commits, seconds, drafting))
+        is_sample = self._since_passes > 0 and self._count % _PLAIN_INTERVAL == 0
+        is_sample = is_sample or decision.measures_plain
+        cold = self._since_passes < WARM_UP
+        self._steps.append(_Step(decision, is_sample, cold, commits, seconds, drafting))
 
     def learn(self, at_once: bool = False) -> None:
-        """From what was noted; unless ``at_once``, only if that is worth it by now."""
+        """Learn from the steps kept, if there are enough of them or they matter now."""
         last = self._steps[-1].decision if self._steps else BatchDecision()
-        if at_once or last.worth or last.measures or len(self._steps) >= _TOGETHER:
+        matters = last.alternative or last.measures_plain
+        if at_once or matters or len(self._steps) >= _STEPS_TOGETHER:
             while self._steps:
                 self._learn(self._steps.pop(0))
 
-    def aftermath(self, batch: int) -> float:
-        """Seconds that the plain steps behind a drafter's passes take longer than others in all."""
-        return self._cost.coldness(batch) * min(self._since_passes, WARM)
+    def cold_seconds(self, batch: int) -> float:
+        """Seconds that a drafter's passes now add to the plain steps behind them, as the target's
+        weights must be cached again."""
+        return self._cost.cold_penalty(batch) * min(self._since_passes, WARM_UP)
 
     def tokens_read(self, seq: SequenceState) -> dict[Hashable, int]:
-        """By each drafter that must read a text before it drafts. One that follows the prefill has
-        seen what a sequence came with."""
+        """Tokens of the sequence that each drafter has read, of the drafters that must read a text
+        before they draft. Some follow the prefill, and have read the prompt."""
         if seq.seq_id not in self._read:
-            known = {n: costs.follows for n, costs in self._cost.drafters.items() if costs.reads}
-            self._read[seq.seq_id] = {n: len(seq.tokens) * follows for n, follows in known.items()}
+            readers = {n: costs.follows for n, costs in self._cost.drafters.items() if costs.reads}
+            self._read[seq.seq_id] = {n: len(seq.tokens) * f for n, f in readers.items()}
         return self._read[seq.seq_id]
 
     def forget(self, seq_id: int) -> None:
-        """A sequence is done, or begins anew."""
+        """A sequence has ended, or starts anew."""
         self.learn(at_once=True)
         self._read.pop(seq_id, None)
         self._cost.acceptance.forget(seq_id)
 
     def _learn(self, step: _Step) -> None:
-        batch, cost, commits, made = len(step.commits), self._cost, step.commits, step.decision[0]
-        plain = cost.rest(batch)
+        commits, cost, drafts = step.commits, self._cost, step.decision.drafts
+        batch = len(commits)
+        plain = cost.verification(batch)
         self._budget.earn(step.seconds, plain, batch)
-        fixed = step.decision.fixed
-        if not made:
-            if step.tells:
-                is_measure = not fixed and all(commit.scheduled == 1 for commit in commits)
-                cost.learn_plain(batch, step.seconds if is_measure else None, step.cold)
+        has_fixed = step.decision.has_fixed
+        if not drafts:
+            if step.is_sample:
+                measures = not has_fixed and all(commit.scheduled == 1 for commit in commits)
+                cost.learn_plain(batch, step.seconds if measures else None, step.cold)
             return
-        tried = [commit for commit in commits if commit.drafted and commit.seq_id in made]
-        unread = sum(self._learn_draft(commit, made[commit.seq_id], batch) for commit in tried)
-        levels: dict[Hashable, list[int]] = {}
+        tried = [commit for commit in commits if commit.drafted and commit.seq_id in drafts]
+        unread = sum(self._learn_draft(commit, drafts[commit.seq_id], batch) for commit in tried)
+        lengths: dict[Hashable, list[int]] = {}
         for commit in commits:
-            if (draft := made.get(commit.seq_id)) is not None:
-                ended = cost.drafters[draft.name].ends_early
-                length = min(draft.length, commit.levels) if ended else draft.length
-                levels.setdefault(draft.name, []).append(length)
-        for name, lengths in levels.items():
-            cost.note(name, batch, max(lengths))
-        if fixed or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
-            return  # a step that prefills is no measure
-        passes = {name: cost.passes(name, lengths) for name, lengths in levels.items()}
+            if (draft := drafts.get(commit.seq_id)) is not None:
+                early = cost.drafters[draft.name].ends_early
+                length = min(draft.length, commit.levels) if early else draft.length
+                lengths.setdefault(draft.name, []).append(length)
+        for name, levels in lengths.items():
+            cost.record_length(name, batch, max(levels))
+        if has_fixed or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
+            return  # a step that prefills measures nothing else
+        passes = {name: cost.passes_alone(name, levels) for name, levels in lengths.items()}
         nodes = sum(commit.drafted for commit in commits) / batch
-        foreseen = cost.drafting(batch, passes)
-        if step.decision.worth:
-            # One hiccup is not what was learnt: it counts with what was foreseen and half a step.
-            most = cost.rest(batch, nodes) + foreseen + 0.5 * plain
-            gained = step.decision.worth * min(len(commit.tokens) for commit in commits)
-            self._budget.spend(min(step.seconds, most) - gained)
-        if unread <= 4 * batch:
+        expected = cost.drafting(batch, passes)
+        if step.decision.alternative:
+            # A step that was disturbed costs the budget no more than expected and half a step.
+            most = cost.verification(batch, nodes) + expected + 0.5 * plain
+            tokens = min(len(commit.tokens) for commit in commits)
+            self._budget.spend(min(step.seconds, most) - step.decision.alternative * tokens)
+        if unread <= _FEW_UNREAD * batch:
             cost.learn_drafts(batch, nodes, step.seconds, step.drafting, passes)
         elif len(passes) == 1 and step.drafting is not None:
-            cost.learn_reading(next(iter(passes)), max(step.drafting - foreseen, 0.0), unread)
+            cost.learn_reading(next(iter(passes)), max(step.drafting - expected, 0.0), unread)
 
     def _learn_draft(self, commit: Commit, draft: DraftOption, batch: int) -> int:
-        """What a draft showed. Returns the tokens that the drafter had to read for it."""
+        """Learn from one draft. Returns the tokens that the drafter had to read for it."""
         name, costs, acceptance = draft.name, self._cost.drafters[draft.name], self._cost.acceptance
         length = min(draft.length, costs.longest)
-        known = draft.certain  # nothing is learnt from what was forced
+        forced = draft.forced  # nothing is learnt of forced levels
         if costs.ends_early:
-            more = acceptance.everyone(name, GOES_ON)
-            more.record(min(commit.levels + 1, length) - known, max(commit.levels - known, 0))
+            continues = acceptance.of_all(name, CONTINUES)
+            reached = min(commit.levels + 1, length) - forced
+            continues.record(reached, max(commit.levels - forced, 0))
         full = commit.levels if costs.ends_early else length
         self._cost.record_fill(name, batch, commit.drafted, full)
         if name not in self._lookups:
-            reached = levels_tried(commit, length) - known
+            reached = levels_tried(commit, length) - forced
             if reached > 0:
-                accepted = len(commit.path) - known
+                accepted = len(commit.path) - forced
                 acceptance.record(commit.seq_id, name, reached, accepted, sampled=draft.sampled)
         if not costs.reads or commit.seq_id not in self._read:
             return 0

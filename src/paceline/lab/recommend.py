@@ -271,5 +271,5 @@ def _drafted(spec: DraftSpec, step: CostCurve, passes: CostCurve) -> float:
     lengths = tuple(range(spec.deepest + 1))
     costs = DrafterCosts(lengths, lengths, passes, ends_early=True, prior=spec.acceptance)
     cost = CostModel(TargetCosts((1,), (step,)), {spec.kind: costs})
-    tokens = expected_tokens(cost.acceptance.everyone(spec.kind).rates())
-    return max(tokens[n] / cost.table(spec.kind, 1)[n] for n in lengths)
+    tokens = expected_tokens(cost.acceptance.of_all(spec.kind).rates())
+    return max(tokens[n] / cost.prices(spec.kind, 1)[n] for n in lengths)
