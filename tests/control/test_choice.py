@@ -32,7 +32,7 @@ def lengths(known: CostModel, rates: list[float], reading: float = 0.0) -> list[
 def options(known: CostModel, rates: list[float], reading: float = 0.0) -> list[list[DraftOption]]:
     """Of sequences with such acceptance, that must first read for so long, with one token to go."""
     gains = [expected_tokens([rate] * 4) for rate in rates]
-    none, *table = known.table("model", len(rates))
+    none, *table = known.prices("model", len(rates))
     return [
         [DraftOption(None, 0, 0.0, 1.0, none)]
         + [
@@ -107,4 +107,4 @@ def test_reading_is_learnt() -> None:
     for _ in range(10):
         known.learn_reading("model", 0.5 * 1000, 1000)
     known.learn_reading("model", 1e9, 10)  # a hiccup
-    assert known.reading("model") == pytest.approx(0.5, rel=0.2)
+    assert known.reading_token("model") == pytest.approx(0.5, rel=0.2)

@@ -11,9 +11,9 @@ from paceline.control.correction import Correction, PassPrice, node_bucket
 PLAIN, DRAFTS = 0, 3
 
 
-def teach(known: Correction, cell: int, ratio: float, steps: int, group: int = 1) -> None:
+def teach(known: Correction, cell: int, ratio: float, steps: int, batch: int = 1) -> None:
     for _ in range(steps):
-        known.observe(group, cell, ratio)
+        known.observe(batch, cell, ratio)
 
 
 def test_dear_drafts_do_not_make_plain_steps_look_dear() -> None:
