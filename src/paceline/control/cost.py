@@ -200,8 +200,8 @@ class CostModel:
         level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.longest - 1)
         level *= self._correction.machine * self._passes[name].factor * costs.seconds(batch) / batch
         usual = self.acceptance.of_all(name, None, sampled).tokens()
-        own = [s + level * (t - u) for s, t, u in zip(prices, tokens, usual, strict=False)]
-        return [prices[0], *(max(seconds, prices[1]) for seconds in own[1:])]
+        adjusted = [s + level * (t - u) for s, t, u in zip(prices, tokens, usual, strict=False)]
+        return [prices[0], *(max(seconds, prices[1]) for seconds in adjusted[1:])]
 
     def nodes(self, name: Hashable, batch: int) -> Sequence[float]:
         """Nodes by draft length, if all levels are full that a draft is expected to have."""
