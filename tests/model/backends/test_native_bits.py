@@ -242,7 +242,7 @@ def test_instructions_that_round_in_between(shape: str, best: str) -> None:
 
 
 def in_stripes(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The sums as csrc/products.h defines them, in float64 rounded after each step."""
+    """The sums as csrc/gemm.h defines them, in float64 rounded after each step."""
     total = torch.zeros(len(x), len(weight))
     for begin in range(0, x.shape[1], 32):
         parts = []

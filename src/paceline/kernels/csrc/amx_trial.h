@@ -5,10 +5,11 @@
 
 constexpr long TRIAL_FLOATS = 40000;
 
-// Whether products with tiles and without agree, of plain numbers and of 8 bits, wide and narrow;
-// in `memory` of TRIAL_FLOATS.
-bool agree(const Kernels& tiled, const QuantisedKernels& tiled_codes, const Kernels& plain, const QuantisedKernels& plain_codes,
-           std::vector<float>& memory);
+// Whether GEMMs with and without tiles give the same bits: with bf16 weights, and with 8-bit weights and int16 or
+// int8 activations. `memory` has TRIAL_FLOATS.
+bool same_gemms(const Kernels& amx, const QuantisedKernels& quantised_amx, const Kernels& plain,
+                const QuantisedKernels& quantised_plain, std::vector<float>& memory);
 
-// Whether `tiled` ones give the bits of `plain` ones on this system, tried in a process of their own.
-bool amx_works(const Kernels& tiled, const QuantisedKernels& tiled_codes, const Kernels& plain, const QuantisedKernels& plain_codes);
+// Whether the AMX kernels run here and give the bits of the plain ones, tried in a child process.
+bool amx_works(const Kernels& amx, const QuantisedKernels& quantised_amx, const Kernels& plain,
+               const QuantisedKernels& quantised_plain);

@@ -1,41 +1,41 @@
-// Sixteen sums in four registers: NEON. See ints.h for what each function means. A span's sums are made here, as
-// there are three instructions for them:
+// I32x16 in four registers: NEON. ints.h says what each function does. All sums of a span are computed here, as there
+// are three instructions for them:
 //
-//   USMMLA  2 outputs x 8 inputs times 2 rows x 8 inputs     i8mm; the upper and the lower bytes of a wide row are two rows
+//   USMMLA  2 outputs x 8 inputs times 2 rows x 8 inputs     i8mm; the bytes of an int16 row count as two rows
 //   SDOT    4 outputs x 4 inputs times 4 inputs of a row     dotprod
-//   SMULL   products of 16 bits, which are added to sums in pairs
+//   SMULL   16-bit products, which are added to sums in pairs
 //
-// The last two multiply signed numbers: codes of 8 bits are taken as they were before 128 was added. Wide rows come with
-// the upper bytes of all rows before the lower ones; a sum is 256 upper + lower.
+// SDOT and SMULL multiply signed numbers, so the bias of 128 is taken out of 8-bit weights first. int16 activations
+// come as the upper bytes of all rows, then the lower bytes; a sum is 256 * upper + lower.
 #pragma once
-struct I {
+struct I32x16 {
   int32x4_t v[4];
 };
-constexpr bool BYTE_DOTS = true, WIDE_BY_BYTES = true;
+constexpr bool BYTE_DOTS = true, INT16_AS_BYTES = true;
 
-static inline int8x16_t repeated(const int8_t* four) {
+static inline int8x16_t broadcast4(const int8_t* four) {
   int32_t number;
   memcpy(&number, four, sizeof number);
   return vreinterpretq_s8_s32(vdupq_n_s32(number));
 }
-// Codes of a line: of 8 bits; of 4 bits the lower or the upper ones.
+// 16 weights of a line: its bytes, or their low or high nibbles.
 template <int BITS>
-static inline uint8x16_t part_of(const uint8_t* p, int upper) {
-  uint8x16_t codes = vld1q_u8(p);
-  return BITS == 8 ? codes : upper ? vshrq_n_u8(codes, 4) : vandq_u8(codes, vdupq_n_u8(15));
+static inline uint8x16_t unpack(const uint8_t* p, int upper) {
+  uint8x16_t bytes = vld1q_u8(p);
+  return BITS == 8 ? bytes : upper ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr int32_t BYTES_OFFSET = 128;
-constexpr int QUANTISED_ROWS = 6, WIDE_ROWS = 3;
-constexpr int QUANTISED_SUMS = 2;
+constexpr int32_t INT8_BIAS = 128;
+constexpr int MAX_QUANTISED_ROWS = 6, MAX_INT16_ROWS = 3;
+constexpr int MAX_QUANTISED_ACCUMULATORS = 2;
 
-// s: of a span of R rows and W halves of a panel, from these lines and codes on.
+// s = starts + one span of R rows times W halves of a panel.
 template <int BITS, int SPAN, int R, int W>
-static inline void span_sums(const uint8_t* lines, const int8_t* codes, const int32_t* starts, I (&s)[R][W]) {
-  constexpr bool WIDE = SPAN == 64;
-  constexpr int PAIRS = WIDE ? R : (R + 1) / 2;  // of rows; the last one may be a pair with itself
-  auto second = [&](int r) { return WIDE ? R + r : r + 1 < R ? r + 1 : r; };
+static inline void span_sums(const uint8_t* lines, const int8_t* values, const int32_t* starts, I32x16 (&s)[R][W]) {
+  constexpr bool INT16 = SPAN == 64;
+  constexpr int PAIRS = INT16 ? R : (R + 1) / 2;  // of rows; an odd last row is paired with itself
+  auto second = [&](int r) { return INT16 ? R + r : r + 1 < R ? r + 1 : r; };
   int32x4_t sums[PAIRS][W][8];
   for (auto& pair : sums)
     for (auto& half : pair)
@@ -45,13 +45,13 @@ static inline void span_sums(const uint8_t* lines, const int8_t* codes, const in
     for (int upper = 0; upper < 8 / BITS; upper++) {
       int8x16_t x[PAIRS];
       for (int p = 0; p < PAIRS; p++) {
-        int r = WIDE ? p : 2 * p, at = 4 * j + 16 * upper;
-        x[p] = vcombine_s8(vld1_s8(codes + r * SPAN + at), vld1_s8(codes + second(r) * SPAN + at));
+        int r = INT16 ? p : 2 * p, at = 4 * j + 16 * upper;
+        x[p] = vcombine_s8(vld1_s8(values + r * SPAN + at), vld1_s8(values + second(r) * SPAN + at));
       }
 #pragma GCC unroll 8
       for (int q = 0; q < 4 * W; q++) {
-        uint32x4_t left = vreinterpretq_u32_u8(part_of<BITS>(lines + 16 * q, upper));
-        uint32x4_t right = vreinterpretq_u32_u8(part_of<BITS>(lines + 128 + 16 * q, upper));
+        uint32x4_t left = vreinterpretq_u32_u8(unpack<BITS>(lines + 16 * q, upper));
+        uint32x4_t right = vreinterpretq_u32_u8(unpack<BITS>(lines + 128 + 16 * q, upper));
         uint8x16_t a = vreinterpretq_u8_u32(vzip1q_u32(left, right)), b = vreinterpretq_u8_u32(vzip2q_u32(left, right));
 #pragma GCC unroll 3
         for (int p = 0; p < PAIRS; p++) {
@@ -65,69 +65,69 @@ static inline void span_sums(const uint8_t* lines, const int8_t* codes, const in
     for (int i = 0; i < W; i++)
       for (int q = 0; q < 4; q++) {
         int32x4_t a = sums[p][i][2 * q], b = sums[p][i][2 * q + 1], first = vuzp1q_s32(a, b), other = vuzp2q_s32(a, b);
-        int r = WIDE ? p : 2 * p;
-        if (WIDE) first = vaddq_s32(vshlq_n_s32(first, 8), other);
+        int r = INT16 ? p : 2 * p;
+        if (INT16) first = vaddq_s32(vshlq_n_s32(first, 8), other);
         s[r][i].v[q] = vaddq_s32(first, vdupq_n_s32(starts[r]));
-        if (!WIDE && r + 1 < R) s[r + 1][i].v[q] = vaddq_s32(other, vdupq_n_s32(starts[r + 1]));
+        if (!INT16 && r + 1 < R) s[r + 1][i].v[q] = vaddq_s32(other, vdupq_n_s32(starts[r + 1]));
       }
 }
 #else
-constexpr int32_t BYTES_OFFSET = 0;
-constexpr int QUANTISED_ROWS = 6, WIDE_ROWS = 6;
-constexpr int QUANTISED_SUMS = 4;
+constexpr int32_t INT8_BIAS = 0;
+constexpr int MAX_QUANTISED_ROWS = 6, MAX_INT16_ROWS = 6;
+constexpr int MAX_QUANTISED_ACCUMULATORS = 4;
 
-template <bool WIDE>
+template <bool INT16>
 static inline int32x4_t dot(int32x4_t s, int8x16_t w, int8x16_t x) {
 #if defined(__ARM_FEATURE_DOTPROD)
   return vdotq_s32(s, w, x);
-#else  // 16 bits hold 2 * 128 * 127, but not twice -128 by the -128 that a lower byte may be
+#else  // 16 bits hold 2 * 128 * 127, but not twice -128 * -128, which lower bytes of int16 may give
   int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(x)), high = vmull_high_s8(w, x);
-  if (WIDE) return vaddq_s32(s, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+  if (INT16) return vaddq_s32(s, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
   return vpadalq_s16(s, vpaddq_s16(low, high));
 #endif
 }
 
 template <int BITS, int SPAN, int R, int W>
-static inline void span_sums(const uint8_t* lines, const int8_t* codes, const int32_t* starts, I (&s)[R][W]) {
-  constexpr bool WIDE = SPAN == 64;
-  for (int lower = WIDE ? 0 : 1; lower < 2; lower++, codes += R * SPAN) {
+static inline void span_sums(const uint8_t* lines, const int8_t* values, const int32_t* starts, I32x16 (&s)[R][W]) {
+  constexpr bool INT16 = SPAN == 64;
+  for (int lower = INT16 ? 0 : 1; lower < 2; lower++, values += R * SPAN) {
     for (int r = 0; r < R; r++)
       for (int q = 0; q < 4 * W; q++) {
         int32x4_t &sum = s[r][q / 4].v[q % 4], start = vdupq_n_s32(lower ? starts[r] : 0);
-        sum = WIDE && lower ? vaddq_s32(vshlq_n_s32(sum, 8), start) : start;
+        sum = INT16 && lower ? vaddq_s32(vshlq_n_s32(sum, 8), start) : start;
       }
 #pragma GCC unroll 1
     for (int j = 0; j < SPAN * BITS / 32; j++)
       for (int upper = 0; upper < 8 / BITS; upper++) {
         int8x16_t w[4 * W];
         for (int q = 0; q < 4 * W; q++) {
-          uint8x16_t part = part_of<BITS>(lines + 128 * j + 16 * q, upper);
+          uint8x16_t part = unpack<BITS>(lines + 128 * j + 16 * q, upper);
           w[q] = vreinterpretq_s8_u8(BITS == 8 ? veorq_u8(part, vdupq_n_u8(128)) : part);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          int8x16_t x = repeated(codes + r * SPAN + 4 * j + 16 * upper);
-          for (int q = 0; q < 4 * W; q++) s[r][q / 4].v[q % 4] = dot<WIDE>(s[r][q / 4].v[q % 4], w[q], x);
+          int8x16_t x = broadcast4(values + r * SPAN + 4 * j + 16 * upper);
+          for (int q = 0; q < 4 * W; q++) s[r][q / 4].v[q % 4] = dot<INT16>(s[r][q / 4].v[q % 4], w[q], x);
         }
       }
   }
 }
 #endif
 
-static inline V floats(I s) { return each([&](int i) { return vcvtq_f32_s32(s.v[i]); }); }
-static inline V from_half(const uint16_t* p) {
-  return each([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
+static inline F32x16 to_float(I32x16 s) { return map([&](int i) { return vcvtq_f32_s32(s.v[i]); }); }
+static inline F32x16 load_half(const uint16_t* p) {
+  return map([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
 }
-static inline int16x8_t as_words(float32x4_t a, float32x4_t b) {
+static inline int16x8_t to_i16(float32x4_t a, float32x4_t b) {
   return vcombine_s16(vmovn_s32(vcvtq_s32_f32(a)), vmovn_s32(vcvtq_s32_f32(b)));
 }
-static inline void store_words(int16_t* p, V a) {
-  vst1q_s16(p, as_words(a.v[0], a.v[1]));
-  vst1q_s16(p + 8, as_words(a.v[2], a.v[3]));
+static inline void store_i16(int16_t* p, F32x16 a) {
+  vst1q_s16(p, to_i16(a.v[0], a.v[1]));
+  vst1q_s16(p + 8, to_i16(a.v[2], a.v[3]));
 }
-static inline void store_bytes(int8_t* p, V a, V b) {  // 32 whole numbers
+static inline void store_i8(int8_t* p, F32x16 a, F32x16 b) {
   for (int i = 0; i < 2; i++, a = b, p += 16) {
-    vst1_s8(p, vmovn_s16(as_words(a.v[0], a.v[1])));
-    vst1_s8(p + 8, vmovn_s16(as_words(a.v[2], a.v[3])));
+    vst1_s8(p, vmovn_s16(to_i16(a.v[0], a.v[1])));
+    vst1_s8(p + 8, vmovn_s16(to_i16(a.v[2], a.v[3])));
   }
 }

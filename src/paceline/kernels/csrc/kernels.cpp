@@ -1,25 +1,26 @@
-// The kernels for one instruction set: compiled once for each, see compile.py. No header of the
-// standard C++ library may come in here: its inline functions would be compiled for this set, and
-// the linker might take them for all.
+// The table of kernels for one instruction set: compile.py compiles this file once for each.
+//
+// Do not include headers of the C++ standard library here. Their inline functions would be compiled for this
+// instruction set, and the linker might use them everywhere.
 #include "attention.h"
-#include "products.h"
+#include "gemm.h"
 #include "recurrence.h"
 #include "rounding.h"
 #include "rows.h"
 #include "stretches.h"
 
 #if defined(PACELINE_AMX)
-#include "products_amx.h"
+#include "gemm_amx.h"
 #define gemm gemm_amx
 #define TABLE kernels_amx
 #define NAME "amx"
 #elif defined(PACELINE_DPBF16)
-#include "products_dp.h"
+#include "gemm_bf16_dot.h"
 #define gemm gemm_bf16_dot
 #define TABLE kernels_dpbf16
 #define NAME "dpbf16"
 #elif defined(PACELINE_I8MM)
-#include "products_dp.h"
+#include "gemm_bf16_dot.h"
 #define gemm gemm_bf16_dot
 #define TABLE kernels_i8mm
 #define NAME "i8mm"

@@ -180,7 +180,8 @@ inline long rounding_scratch(const WeightRounding& r) {
   return round_up(rounded_rows(r) * (r.columns / r.group), 16) * (r.group + 2);
 }
 
-// The distribution of a row of logits: of those that are at least `cut`, e^(sharpness * (logit - first)) by their sum, `mass`.
+// The distribution of a row of logits: of those that are at least `cut`, e^(sharpness * (logit - first)) by their
+// sum, `mass`.
 struct Law {
   float sharpness, first, cut;
   double mass;
@@ -193,12 +194,12 @@ struct Kernels {
   void (*attend)(const Attention&, const AttentionItem&, KvPrefetcher&);
   void (*merge_partials)(const Attention&, const PartialResults&, long row);
 
-  // Operations on one row. rms_norm: y = norm(x), rounded; add_rms_norm: x += norm(y).
+  // Operations on one row (rows.h).
   void (*embed)(const pl_model&, int32_t id, float* x);
   void (*rms_norm)(const pl_model&, const pl_norm&, const float* x, float* y, long width);
   void (*add_rms_norm)(const pl_model&, const pl_norm&, float* x, const float* y);
-  void (*add_silu)(int64_t dtype, float* x, const float* y, float* rounded, long width);  // x += silu(y); rounded: x in dtype
-  void (*add_scaled)(float* x, const float* y, float scale, long width);                  // x += scale * y
+  void (*add_silu)(int64_t dtype, float* x, const float* y, float* next, long width);
+  void (*add_scaled)(float* x, const float* y, float scale, long width);
   // The `count` largest router logits, largest first, weighted by their softmax.
   void (*choose_experts)(const float* logits, long experts, long count, ExpertChoice* chosen);
   // Norms and rotates q and k of a row of qkv, scales q, and writes k and v to the cache.

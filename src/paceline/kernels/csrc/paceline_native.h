@@ -15,7 +15,7 @@ enum { PL_OFFSETS_NONE = 0, PL_OFFSETS_MIDDLE = 1, PL_OFFSETS_LEAST = 2 };  // L
 enum { PL_ZERO_NONE = 0, PL_ZERO_WHOLE = 1, PL_ZERO_FREE = 2 };  // where codes may stand, see rounding.py
 enum { PL_PLAIN = 0, PL_GATE = 1, PL_UP = 2 };  // places of a matrix in a packed one
 
-// A packed matrix of a linear product, see products.h. bias: float32, one per packed output.
+// A packed matrix of a linear product, see gemm.h. bias: float32, one per packed output.
 typedef struct {
   const void* data;  // NULL: there is none
   const float* bias;  // or NULL

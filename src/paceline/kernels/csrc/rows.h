@@ -1,27 +1,32 @@
-// What is done to one row at a time: embedding, norms, rotary embedding, the cache's new entries.
+// Operations on one row: embedding, RMSNorm, RoPE and the cache entry, routing to experts, top-k of logits.
 #pragma once
 #include "kernels.h"
 #include "vec.h"
 
 namespace {
 
-inline V rounded(int64_t dtype, V a) { return dtype == PL_BFLOAT16 ? as_bf16(a) : a; }
+inline F32x16 rounded(int64_t dtype, F32x16 a) { return dtype == PL_BFLOAT16 ? round_to_bf16(a) : a; }
 
-// `width` numbers of `dtype` from x, and to y.
+// f of x as a pointer to numbers of `dtype`.
+template <class F>
+inline auto with_dtype(int64_t dtype, const void* x, const F& f) {
+  return dtype == PL_BFLOAT16 ? f(static_cast<const uint16_t*>(x)) : f(static_cast<const float*>(x));
+}
+
 void load_row(int64_t dtype, const void* x, long width, float* y) {
   for (long i = 0; i < width; i += 16)
-    store_first(y + i, width - i,
-                dtype == PL_BFLOAT16 ? load_first(static_cast<const uint16_t*>(x) + i, width - i)
-                                     : load_first(static_cast<const float*>(x) + i, width - i));
+    store_partial(y + i, width - i,
+                  dtype == PL_BFLOAT16 ? load_partial(static_cast<const uint16_t*>(x) + i, width - i)
+                                       : load_partial(static_cast<const float*>(x) + i, width - i));
 }
 
 void store_row(int64_t dtype, const float* x, long width, void* y) {
   for (long i = 0; i < width; i += 16) {
-    V a = load_first(x + i, width - i);
+    F32x16 a = load_partial(x + i, width - i);
     if (dtype == PL_BFLOAT16)
-      store_first(static_cast<uint16_t*>(y) + i, width - i, a);
+      store_partial(static_cast<uint16_t*>(y) + i, width - i, a);
     else
-      store_first(static_cast<float*>(y) + i, width - i, a);
+      store_partial(static_cast<float*>(y) + i, width - i, a);
   }
 }
 
@@ -30,48 +35,57 @@ void embed(const pl_model& m, int32_t id, float* x) {
   load_row(m.dtype, static_cast<const char*>(m.embedding) + id * m.hidden * size, m.hidden, x);
   if (m.embedding_scale == 1.0f) return;
   for (long i = 0; i < m.hidden; i += 16)
-    store_first(x + i, m.hidden - i, rounded(m.dtype, load_first(x + i, m.hidden - i) * set1(m.embedding_scale)));
+    store_partial(x + i, m.hidden - i, rounded(m.dtype, load_partial(x + i, m.hidden - i) * set1(m.embedding_scale)));
 }
 
 // 1 / sqrt(mean of squares + eps)
-inline float scale_of(const float* x, long width, float eps) {
-  V squares = zero();
+inline float inverse_rms(const float* x, long width, float eps) {
+  F32x16 squares = zero();
   for (long i = 0; i < width; i += 16) {
-    V a = load_first(x + i, width - i);
+    F32x16 a = load_partial(x + i, width - i);
     squares = fma(a, a, squares);
   }
-  return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(width) + eps);
+  return 1.0f / __builtin_sqrtf(reduce_sum(squares) / static_cast<float>(width) + eps);
 }
 
-// Without a norm it is rounded only.
+// y = norm(x), rounded to the dtype; without a norm only rounded.
 void rms_norm(const pl_model& m, const pl_norm& norm, const float* x, float* y, long width) {
   if (!norm.weight) {
-    for (long i = 0; i < width; i += 16) store_first(y + i, width - i, rounded(m.dtype, load_first(x + i, width - i)));
+    for (long i = 0; i < width; i += 16) store_partial(y + i, width - i, rounded(m.dtype, load_partial(x + i, width - i)));
     return;
   }
-  V scale = set1(scale_of(x, width, norm.eps));
+  F32x16 scale = set1(inverse_rms(x, width, norm.eps));
   for (long i = 0; i < width; i += 16) {
-    V a = load_first(x + i, width - i) * scale * load_first(norm.weight + i, width - i);
-    store_first(y + i, width - i, rounded(m.dtype, a));
+    F32x16 a = load_partial(x + i, width - i) * scale * load_partial(norm.weight + i, width - i);
+    store_partial(y + i, width - i, rounded(m.dtype, a));
   }
 }
 
+// x += norm(y)
 void add_rms_norm(const pl_model& m, const pl_norm& norm, float* x, const float* y) {
-  V scale = set1(scale_of(y, m.hidden, norm.eps));
+  F32x16 scale = set1(inverse_rms(y, m.hidden, norm.eps));
   for (long i = 0; i < m.hidden; i += 16) {
-    V a = load_first(y + i, m.hidden - i) * scale * load_first(norm.weight + i, m.hidden - i);
-    store_first(x + i, m.hidden - i, load_first(x + i, m.hidden - i) + a);
+    F32x16 a = load_partial(y + i, m.hidden - i) * scale * load_partial(norm.weight + i, m.hidden - i);
+    store_partial(x + i, m.hidden - i, load_partial(x + i, m.hidden - i) + a);
   }
 }
 
+// x += silu(y); `next` is x rounded to the dtype.
 void add_silu(int64_t dtype, float* x, const float* y, float* next, long width) {
   for (long i = 0; i < width; i += 16) {
-    V a = load_first(x + i, width - i) + activated(load_first(y + i, width - i), SILU);
-    store_first(x + i, width - i, a);
-    store_first(next + i, width - i, rounded(dtype, a));
+    F32x16 a = load_partial(x + i, width - i) + activate(load_partial(y + i, width - i), SILU);
+    store_partial(x + i, width - i, a);
+    store_partial(next + i, width - i, rounded(dtype, a));
   }
 }
 
+// x += scale * y
+void add_scaled(float* x, const float* y, float scale, long width) {
+  for (long i = 0; i < width; i += 16)
+    store_partial(x + i, width - i, fma(load_partial(y + i, width - i), set1(scale), load_partial(x + i, width - i)));
+}
+
+// The `count` largest router logits, largest first (of equal ones the lower index), weighted by their softmax.
 void choose_experts(const float* logits, long experts, long count, ExpertChoice* chosen) {
   float sum = 0;
   for (long n = 0; n < count; n++) {
@@ -82,122 +96,118 @@ void choose_experts(const float* logits, long experts, long count, ExpertChoice*
       if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
     }
     float lanes[16];
-    store(lanes, exponential(set1(logits[best] - logits[n ? chosen[0].expert : best])));
+    store(lanes, exp(set1(logits[best] - logits[n ? chosen[0].expert : best])));
     chosen[n] = {best, 0, lanes[0]};
     sum = sum + lanes[0];
   }
   for (long n = 0; n < count; n++) chosen[n].weight = chosen[n].weight / sum;
 }
 
-void add_scaled(float* x, const float* y, float w, long width) {
-  for (long i = 0; i < width; i += 16)
-    store_first(x + i, width - i, fma(load_first(y + i, width - i), set1(w), load_first(x + i, width - i)));
-}
-
-// One head in place: its norm, then the rotation by the row's cosines and sines.
-inline void apply_rope(int64_t dtype, const pl_norm& norm, const float* rope, float* head, long width, float scaling) {
+// One head in place: its norm if there is one, RoPE by the row's cosines and sines (half a head each), then
+// `scaling`.
+inline void norm_and_rope(int64_t dtype, const pl_norm& norm, const float* rope, float* head, long width, float scaling) {
   if (norm.weight) {
-    V scale = set1(scale_of(head, width, norm.eps));
+    F32x16 scale = set1(inverse_rms(head, width, norm.eps));
     for (long i = 0; i < width; i += 16)
-      store_first(head + i, width - i,
-                  load_first(head + i, width - i) * scale * load_first(norm.weight + i, width - i));
+      store_partial(head + i, width - i,
+                    load_partial(head + i, width - i) * scale * load_partial(norm.weight + i, width - i));
   }
   long half = width / 2;
   for (long i = 0; i < half; i += 16) {
     long left = half - i;
-    V a = load_first(head + i, left), b = load_first(head + half + i, left);
-    V cosine = load_first(rope + i, left), sine = load_first(rope + half + i, left);
-    V first = fma(a, cosine, zero() - b * sine), second = fma(b, cosine, a * sine);
-    store_first(head + i, left, rounded(dtype, first * set1(scaling)));
-    store_first(head + half + i, left, rounded(dtype, second * set1(scaling)));
+    F32x16 a = load_partial(head + i, left), b = load_partial(head + half + i, left);
+    F32x16 cosine = load_partial(rope + i, left), sine = load_partial(rope + half + i, left);
+    F32x16 first = fma(a, cosine, zero() - b * sine), second = fma(b, cosine, a * sine);
+    store_partial(head + i, left, rounded(dtype, first * set1(scaling)));
+    store_partial(head + half + i, left, rounded(dtype, second * set1(scaling)));
   }
 }
 
-// A head's numbers as codes of 8 bits, and the scale behind them. What is not finite makes the scale
-// NaN: no code could say it.
-inline void store_int8_head(const float* x, long width, int8_t* y) {
-  V most = zero(), strange = zero();
+// Writes one head to the int8 cache: values, then their scale. The scale is NaN if a number is not finite, which no
+// int8 value could express.
+inline void write_int8_head(const float* x, long width, int8_t* y) {
+  F32x16 most = zero(), nan = zero();
   for (long i = 0; i < width; i += 16) {
-    V a = load_first(x + i, width - i);
-    most = larger(larger(a, zero() - a), most);
-    strange = fma(a, zero(), strange);
+    F32x16 a = load_partial(x + i, width - i);
+    most = max(max(a, zero() - a), most);
+    nan = fma(a, zero(), nan);  // 0, or NaN if a is not finite
   }
-  float scale = largest(most) / 127.0f + sum(strange), inverse = scale > 0 ? 1.0f / scale : 0.0f, codes[16];
+  float scale = reduce_max(most) / 127.0f + reduce_sum(nan), inverse = scale > 0 ? 1.0f / scale : 0.0f, values[16];
   for (long i = 0; i < width; i += 16) {
-    store(codes, smaller(nearest(load_first(x + i, width - i) * set1(inverse)), set1(127.0f)));
-    for (long j = 0; j < 16 && i + j < width; j++) y[i + j] = static_cast<int8_t>(codes[j]);
+    store(values, min(nearest(load_partial(x + i, width - i) * set1(inverse)), set1(127.0f)));
+    for (long j = 0; j < 16 && i + j < width; j++) y[i + j] = static_cast<int8_t>(values[j]);
   }
   memcpy(y + width, &scale, sizeof(scale));
 }
 
-// The key or the value of a row.
-inline void write_kv(const pl_model& m, const float* x, void* to, bool coded) {
-  if (!coded) return store_row(m.dtype, x, m.kv_heads * m.head_dim, to);
+// Writes the key or the value of a row, all KV heads, to the cache.
+inline void write_kv(const pl_model& m, const float* x, void* to, bool int8_kv) {
+  if (!int8_kv) return store_row(m.dtype, x, m.kv_heads * m.head_dim, to);
   for (long h = 0; h < m.kv_heads; h++)
-    store_int8_head(x + h * m.head_dim, m.head_dim, static_cast<int8_t*>(to) + h * kv_head_bytes(m, true));
+    write_int8_head(x + h * m.head_dim, m.head_dim, static_cast<int8_t*>(to) + h * kv_head_bytes(m, true));
 }
 
-// Queries stay in qkv, scaled; the key and the value go to their places in the cache.
-void rope_and_write_kv(const pl_model& m, const pl_layer& layer, const float* rope, float* qkv, void* key, void* value, bool coded) {
+// Queries stay in qkv, scaled; `key` and `value` are the row's entries in the cache.
+void rope_and_write_kv(const pl_model& m, const pl_layer& layer, const float* rope, float* qkv, void* key, void* value, bool int8_kv) {
   long d = m.head_dim;
-  for (long h = 0; h < m.heads; h++) apply_rope(m.dtype, layer.q_norm, rope, qkv + h * d, d, m.scaling);
+  for (long h = 0; h < m.heads; h++) norm_and_rope(m.dtype, layer.q_norm, rope, qkv + h * d, d, m.scaling);
   float* k = qkv + m.heads * d;
-  for (long h = 0; h < m.kv_heads; h++) apply_rope(m.dtype, layer.k_norm, rope, k + h * d, d, 1.0f);
-  write_kv(m, k, key, coded);
-  write_kv(m, k + m.kv_heads * d, value, coded);
+  for (long h = 0; h < m.kv_heads; h++) norm_and_rope(m.dtype, layer.k_norm, rope, k + h * d, d, 1.0f);
+  write_kv(m, k, key, int8_kv);
+  write_kv(m, k + m.kv_heads * d, value, int8_kv);
 }
 
+// Insertion into a short sorted list; 64 logits at a time are skipped if none of them is larger than its last.
 template <class T>
-float top_k_of(const T* x, long width, long count, float sharpness, int32_t* places, float* values) {
-  for (long n = 0; n < count; n++) places[n] = 0, values[n] = -__builtin_inff();
+float top_k_of(const T* x, long width, long count, float sharpness, int32_t* ids, float* values) {
+  for (long n = 0; n < count; n++) ids[n] = 0, values[n] = -__builtin_inff();
   for (long i = 0; i < width; i += 64) {
     long left = width - i < 64 ? width - i : 64;
-    V all = load_first(x + i, left);
-    for (long j = 16; j < left; j += 16) all = larger(all, load_first(x + i + j, left - j));
-    // Behind the end stand zeros: that one looks in vain costs nothing.
-    if (largest(all) <= values[count - 1]) continue;
+    F32x16 all = load_partial(x + i, left);
+    for (long j = 16; j < left; j += 16) all = max(all, load_partial(x + i + j, left - j));
+    if (reduce_max(all) <= values[count - 1]) continue;  // the zeros behind the end of a row can only fail to skip
     for (long j = 0; j < left; j += 16) {
       float lane[16];
-      store(lane, load_first(x + i + j, left - j));
+      store(lane, load_partial(x + i + j, left - j));
       for (long l = 0; l < 16 && j + l < left; l++) {
         if (!(lane[l] > values[count - 1])) continue;
         long n = count - 1;
-        for (; n > 0 && values[n - 1] < lane[l]; n--) places[n] = places[n - 1], values[n] = values[n - 1];
-        places[n] = static_cast<int32_t>(i + j + l), values[n] = lane[l];
+        for (; n > 0 && values[n - 1] < lane[l]; n--) ids[n] = ids[n - 1], values[n] = values[n - 1];
+        ids[n] = static_cast<int32_t>(i + j + l), values[n] = lane[l];
       }
     }
   }
   if (sharpness == 0) return 1.0f;
-  V total = zero(), best = set1(values[0]), by = set1(sharpness);
+  F32x16 total = zero(), best = set1(values[0]), by = set1(sharpness);
   long whole = width / 16 * 16;
-  for (long i = 0; i < whole; i += 16) total = total + exponential((load(x + i) - best) * by);
+  for (long i = 0; i < whole; i += 16) total = total + exp((load(x + i) - best) * by);
   float lane[16], rest = 0;
-  if (whole < width) store(lane, exponential((load_first(x + whole, width - whole) - best) * by));
+  if (whole < width) store(lane, exp((load_partial(x + whole, width - whole) - best) * by));
   for (long l = 0; l < width - whole; l++) rest = rest + lane[l];
-  return sum(total) + rest;
+  return reduce_sum(total) + rest;
 }
 
-float top_k(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* places, float* values) {
-  if (dtype == PL_BFLOAT16) return top_k_of(static_cast<const uint16_t*>(x), width, count, sharpness, places, values);
-  return top_k_of(static_cast<const float*>(x), width, count, sharpness, places, values);
+float top_k(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* ids, float* values) {
+  return with_dtype(dtype, x, [&](auto* row) { return top_k_of(row, width, count, sharpness, ids, values); });
 }
 
-// Zero unless one is not a number: what is infinite is cut to what is not.
+// Infinities are clamped to finite numbers first.
 template <class T>
-float nan_trace(const T* x, long width) {
-  V strange = zero(), most = set1(3e38f), least = set1(-3e38f);
+bool has_nan(const T* x, long width) {
+  F32x16 nan = zero(), most = set1(3e38f), least = set1(-3e38f);
   for (long i = 0; i < width; i += 16)
-    strange = fma(smaller(most, larger(least, load_first(x + i, width - i))), zero(), strange);
-  return sum(strange);
+    nan = fma(min(most, max(least, load_partial(x + i, width - i))), zero(), nan);
+  return reduce_sum(nan) != 0;
 }
 
 int32_t argmax(int64_t dtype, const void* x, long width) {
-  int32_t place;
-  float value;
-  top_k(dtype, x, width, 1, 0.0f, &place, &value);
-  float strange = dtype == PL_BFLOAT16 ? nan_trace(static_cast<const uint16_t*>(x), width)
-                                       : nan_trace(static_cast<const float*>(x), width);
-  return value - value == 0 && strange == 0 ? place : -1;
+  return with_dtype(dtype, x, [&](auto* row) {
+    int32_t id;
+    float value;
+    top_k_of(row, width, 1, 0.0f, &id, &value);
+    bool finite = value - value == 0;
+    return finite && !has_nan(row, width) ? id : -1;
+  });
 }
 
 }  // namespace

@@ -1,27 +1,31 @@
-// A vector of sixteen floats, V, whatever the instruction set has, and functions made of it.
+// F32x16, a vector of sixteen floats, and functions on it that give the same bits on every instruction set.
 //
-// kernels.cpp is compiled once for each instruction set, and each compilation sees one of the
-// headers below. They offer the same functions with the same results, bit for bit:
+// kernels.cpp is compiled once for each instruction set. Each compilation includes one of the vec_*.h below, which
+// all define:
 //
-//   load, store        16 floats; of uint16_t: 16 bf16 numbers, rounded to nearest even
-//   load               of int8_t: 16 whole numbers
-//   even_of, odd_of    16 pairs of bf16 numbers: the first of each, the second of each, as floats
-//   fma(a, b, c)       a * b + c, rounded once. Nothing else is ever contracted (-ffp-contract=off)
-//   larger, smaller    the second where one is NaN
-//   nearest            to integers, ties to even
-//   power_of           2^n of WHOLE + n, -127 < n < 128
-//   zero_below         y, but 0 where x < limit
-//   as_bf16            rounded to bf16, still floats
-//   transpose          16 x 16
-//   ROWS, SUMS         of a product's register tile: rows at most, vectors of sums that registers hold
-//   BROAD_ROWS         rows of a register tile of two vectors at most
+//   load, store           16 floats, or 16 bf16 numbers (uint16_t; store rounds to nearest even)
+//   load                  16 int8 numbers, converted to float
+//   load_even, load_odd   of 16 pairs of bf16 numbers (32 in a row), the first or the second of each pair
+//   fma(a, b, c)          a * b + c, rounded once. The compiler contracts nothing else (-ffp-contract=off)
+//   max, min              the second operand if one is NaN
+//   nearest               round to integer, ties to even
+//   exp2_of_magic         2^n of MAGIC + n, for integers -127 < n < 128
+//   zero_where_less(x, limit, y)  y, but 0 where x < limit
+//   round_to_bf16         round to nearest even, result as floats
+//   transpose             16 x 16
+//
+// and the largest register tile of the GEMM in gemm.h:
+//
+//   MAX_TILE_ROWS     rows
+//   MAX_ACCUMULATORS  vectors of sums that stay in registers
+//   MAX_WIDE_ROWS     rows of a tile that is two vectors (32 outputs) wide
 #pragma once
 #include <cstdint>
 #include <cstring>
 
-// What makes a whole number of a sum: a float of this size has no places behind the point. Its last
-// bits are those of 127 + n.
-constexpr float WHOLE = 12582912.0f + 127.0f;
+// Adding MAGIC rounds a small float to an integer n: floats of this size have no fraction bits. The low mantissa
+// bits then hold 127 + n, which is the exponent of 2^n once they are shifted left by 23.
+constexpr float MAGIC = 12582912.0f + 127.0f;
 
 #if defined(PACELINE_AVX512)
 #include "vec_avx512.h"
@@ -33,17 +37,16 @@ constexpr float WHOLE = 12582912.0f + 127.0f;
 #include "vec_portable.h"
 #endif
 
-#if !defined(PACELINE_AVX2)
-// The same of rows in memory.
-static inline void transpose(const float* const* rows, V t[16]) {
+#if !defined(PACELINE_AVX2)  // which transposes while it loads
+static inline void transpose(const float* const* rows, F32x16 t[16]) {
   for (int i = 0; i < 16; i++) t[i] = load(rows[i]);
   transpose(t);
 }
 #endif
 
-// The first n of 16 numbers, zeros behind them. Numbers beyond are not touched.
+// The first n of 16 numbers, the rest zeros. Memory behind them is not read or written.
 template <class T>
-static inline V load_first(const T* p, long n) {
+static inline F32x16 load_partial(const T* p, long n) {
   if (n >= 16) return load(p);
   T all[16] = {};
   memcpy(all, p, static_cast<size_t>(n) * sizeof(T));
@@ -51,15 +54,15 @@ static inline V load_first(const T* p, long n) {
 }
 
 template <class T>
-static inline void store_first(T* p, long n, V a) {
+static inline void store_partial(T* p, long n, F32x16 a) {
   if (n >= 16) return store(p, a);
   T all[16];
   store(all, a);
   memcpy(p, all, static_cast<size_t>(n) * sizeof(T));
 }
 
-// Lanes are added as a tree: 8 apart, then 4, 2 and 1.
-static inline float sum(V a) {
+// The sum of all lanes, added as a tree: lanes 8 apart, then 4, 2 and 1.
+static inline float reduce_sum(F32x16 a) {
   float t[16];
   store(t, a);
   for (int width = 8; width; width /= 2)
@@ -67,7 +70,7 @@ static inline float sum(V a) {
   return t[0];
 }
 
-static inline float largest(V a) {
+static inline float reduce_max(F32x16 a) {
   float t[16];
   store(t, a);
   float best = t[0];
@@ -75,49 +78,47 @@ static inline float largest(V a) {
   return best;
 }
 
-// e^x to 2 units in the last place; 0 below -87, e^88 above 88. NaN stays NaN.
-static inline V exponential(V x) {
-  V y = smaller(set1(88.0f), larger(set1(-87.0f), x));
-  V whole = y * set1(1.44269504f) + set1(WHOLE), n = whole - set1(WHOLE);
-  V r = fma(n, set1(-0.693359375f), y);  // ln 2 in two parts
+// e^x within 2 ulp; 0 below -87, e^88 above 88. NaN stays NaN.
+static inline F32x16 exp(F32x16 x) {
+  F32x16 y = min(set1(88.0f), max(set1(-87.0f), x));
+  F32x16 magic = y * set1(1.44269504f) + set1(MAGIC), n = magic - set1(MAGIC);
+  F32x16 r = fma(n, set1(-0.693359375f), y);  // minus n ln 2, in two parts
   r = fma(n, set1(2.12194440e-4f), r);
-  V p = set1(1.9875691500e-4f);  // Cephes' polynomial
+  F32x16 p = set1(1.9875691500e-4f);  // the polynomial of Cephes' expf
   p = fma(p, r, set1(1.3981999507e-3f));
   p = fma(p, r, set1(8.3334519073e-3f));
   p = fma(p, r, set1(4.1665795894e-2f));
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, r * r, r + set1(1.0f));
-  return zero_below(x, -87.0f, p * power_of(whole));
+  return zero_where_less(x, -87.0f, p * exp2_of_magic(magic));
 }
 
-// e^x of x <= 0 for what is rounded to bf16: off by 3e-6 of itself, and by nothing at 0. 0 below -87.
-static inline V coarse_exponential(V x) {
-  V y = larger(set1(-126.0f), x * set1(1.44269504f));
-  V whole = y + set1(WHOLE), f = y - (whole - set1(WHOLE));
-  V p = fma(set1(9.582849219e-3f), f, set1(5.590643361e-2f));  // 2^f, least error for -1/2 .. 1/2
+// e^x for x <= 0 where the result is rounded to bf16: relative error 3e-6, exact at 0. 0 below -87.
+static inline F32x16 fast_exp(F32x16 x) {
+  F32x16 y = max(set1(-126.0f), x * set1(1.44269504f));
+  F32x16 magic = y + set1(MAGIC), f = y - (magic - set1(MAGIC));
+  F32x16 p = fma(set1(9.582849219e-3f), f, set1(5.590643361e-2f));  // minimax polynomial of 2^f, -1/2 .. 1/2
   p = fma(p, f, set1(2.402409911e-1f));
   p = fma(p, f, set1(6.931241751e-1f));
   p = fma(p, f, set1(1.0f));
-  return zero_below(x, -87.0f, p * power_of(whole));
+  return zero_where_less(x, -87.0f, p * exp2_of_magic(magic));
 }
 
-static inline V tangent(V x) {  // tanh
-  return set1(1.0f) - set1(2.0f) / (exponential(x + x) + set1(1.0f));
-}
+static inline F32x16 tanh(F32x16 x) { return set1(1.0f) - set1(2.0f) / (exp(x + x) + set1(1.0f)); }
 
-static inline V capped(V x, float cap) { return set1(cap) * tangent(x / set1(cap)); }
+static inline F32x16 softcap(F32x16 x, float cap) { return set1(cap) * tanh(x / set1(cap)); }
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
-static inline V activated(V x, int kind) {
-  if (kind == SILU) return x / (set1(1.0f) + exponential(zero() - x));
-  V cube = x * x * x;
-  V inner = set1(0.79788456f) * fma(cube, set1(0.044715f), x);
-  return set1(0.5f) * x * (set1(1.0f) + tangent(inner));
+static inline F32x16 activate(F32x16 x, int kind) {
+  if (kind == SILU) return x / (set1(1.0f) + exp(zero() - x));
+  F32x16 cube = x * x * x;
+  F32x16 inner = set1(0.79788456f) * fma(cube, set1(0.044715f), x);
+  return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
 }
 
-static inline float as_bf16(float x) {
+static inline float round_to_bf16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;

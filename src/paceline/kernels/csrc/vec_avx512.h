@@ -1,67 +1,67 @@
-// Sixteen floats in one register: AVX512 (F, BW, VL, DQ). See vec.h for what each function means.
+// F32x16 in one register: AVX512 (F, BW, VL, DQ). vec.h says what each function does.
 #pragma once
 #include <immintrin.h>
 
-struct V {
+struct F32x16 {
   __m512 v;
 };
 
-static inline V load(const float* p) { return {_mm512_loadu_ps(p)}; }
-static inline void store(float* p, V a) { _mm512_storeu_ps(p, a.v); }
-static inline V set1(float x) { return {_mm512_set1_ps(x)}; }
-static inline V zero() { return {_mm512_setzero_ps()}; }
-static inline V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-static inline V operator+(V a, V b) { return {_mm512_add_ps(a.v, b.v)}; }
-static inline V operator-(V a, V b) { return {_mm512_sub_ps(a.v, b.v)}; }
-static inline V operator*(V a, V b) { return {_mm512_mul_ps(a.v, b.v)}; }
-static inline V operator/(V a, V b) { return {_mm512_div_ps(a.v, b.v)}; }
-static inline V larger(V a, V b) { return {_mm512_max_ps(a.v, b.v)}; }
-static inline V smaller(V a, V b) { return {_mm512_min_ps(a.v, b.v)}; }
-static inline V nearest(V a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+static inline F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline void store(float* p, F32x16 a) { _mm512_storeu_ps(p, a.v); }
+static inline F32x16 set1(float x) { return {_mm512_set1_ps(x)}; }
+static inline F32x16 zero() { return {_mm512_setzero_ps()}; }
+static inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline F32x16 operator+(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline F32x16 operator-(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline F32x16 operator*(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline F32x16 operator/(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline F32x16 max(F32x16 a, F32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline F32x16 min(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline F32x16 nearest(F32x16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
-static inline V power_of(V whole) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(whole.v), 23))};
+static inline F32x16 exp2_of_magic(F32x16 x) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x.v), 23))};
 }
 
-static inline V zero_below(V x, float limit, V y) {
+static inline F32x16 zero_where_less(F32x16 x, float limit, F32x16 y) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_NLT_UQ), y.v)};
 }
 
-static inline V even_of(const uint16_t* p) {
+static inline F32x16 load_even(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
 }
 
-static inline V odd_of(const uint16_t* p) {
+static inline F32x16 load_odd(const uint16_t* p) {
   __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), high))};
 }
 
-static inline V load(const uint16_t* p) {
+static inline F32x16 load(const uint16_t* p) {
   __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
 }
 
-static inline V load(const int8_t* p) {
+static inline F32x16 load(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 
-static inline __m512i rounded_bits(V a) {
+static inline __m512i rounded_bits(F32x16 a) {
   __m512i bits = _mm512_castps_si512(a.v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
 }
 
-static inline V as_bf16(V a) {
+static inline F32x16 round_to_bf16(F32x16 a) {
   __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   return {_mm512_castsi512_ps(_mm512_and_si512(rounded_bits(a), high))};
 }
 
-static inline void store(uint16_t* p, V a) {
+static inline void store(uint16_t* p, F32x16 a) {
   __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(a), 16));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
 }
 
-static inline void transpose(V t[16]) {
+static inline void transpose(F32x16 t[16]) {
   __m512 a[16], b[16];
   for (int i = 0; i < 16; i += 2) {
     a[i] = _mm512_unpacklo_ps(t[i].v, t[i + 1].v);
@@ -87,6 +87,6 @@ static inline void transpose(V t[16]) {
   }
 }
 
-constexpr int ROWS = 12;
-constexpr int SUMS = 24;
-constexpr int BROAD_ROWS = 12;
+constexpr int MAX_TILE_ROWS = 12;
+constexpr int MAX_ACCUMULATORS = 24;
+constexpr int MAX_WIDE_ROWS = 12;

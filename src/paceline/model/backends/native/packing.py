@@ -51,7 +51,7 @@ AnyLinear = nn.Linear | LinearBase
 
 @dataclass(frozen=True)
 class Packed:
-    """Matrices with the same input in the kernels' layout (csrc/products.h, csrc/quantised.cpp)."""
+    """Matrices with the same input in the kernels' layout (csrc/gemm.h, csrc/quantised.h)."""
 
     data: torch.Tensor  # bytes
     bias: torch.Tensor | None  # float32, one for each packed output
