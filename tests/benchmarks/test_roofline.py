@@ -11,7 +11,7 @@ from torch import nn
 import native
 from paceline.kernels.compile import are_kernels_here
 from paceline.kernels.library import BFLOAT16, check, library
-from paceline.model.backends.native.packing import Packed
+from paceline.model.backends.native.packing import PackedMatrix
 
 pytestmark = pytest.mark.skipif(not are_kernels_here(), reason="no kernels on this machine")
 
@@ -36,7 +36,7 @@ def test_every_form_and_number_of_rows_is_measured(
 def test_each_pass_is_over_the_weights_behind_the_last() -> None:
     torch.manual_seed(0)
     linears = [nn.Linear(64, 64, bias=False).bfloat16() for _ in range(2)]
-    packed = [Packed.of([linear], torch.bfloat16) for linear in linears]
+    packed = [PackedMatrix.pack([linear], torch.bfloat16) for linear in linears]
     size = packed[0].data.nbytes
     behind = torch.cat([p.data.flatten().view(torch.uint8)[:size] for p in packed])
     weight, x = packed[0].struct(), torch.randn(3, 64).bfloat16()
@@ -45,4 +45,4 @@ def test_each_pass_is_over_the_weights_behind_the_last() -> None:
         y = torch.empty(3, 64, dtype=torch.bfloat16)
         call = (0.0, passes, size, y.data_ptr(), 1)
         check(library().pl_product(BFLOAT16, weight, x.data_ptr(), 3, *call))
-        assert torch.equal(y, packed[passes - 1].product(x))
+        assert torch.equal(y, packed[passes - 1].multiply(x))

@@ -112,8 +112,8 @@ def test_numbers_by_default(llama: Path, tmp_path: Path) -> None:
     write_gguf(gguf, quantisation="Q8_0")
     from paceline.model import loading
 
-    assert loading._of_gguf("x", gguf, None, None).dtype == torch.bfloat16
-    assert loading._of_gguf("x", llama, None, None).dtype == torch.float32
+    assert loading._load_gguf("x", gguf, None, None).dtype == torch.bfloat16
+    assert loading._load_gguf("x", llama, None, None).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("pre", "tokens"), [("smollm", ["a", "ĊĊ", "1", "2"]), ("gpt-2", None)])

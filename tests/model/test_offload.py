@@ -78,7 +78,7 @@ def test_its_form_in_four_bits_is_at_hand_and_is_that_of_a_model_in_memory(
     target = random_pair[0]
     here = CausalModel.load(target, "float32", "cpu", backend="reference")
     plan = plan_offload(target, "float32", "cpu", "disk", 0)
-    memory = kept * (plan.resident + plan.largest)
+    memory = kept * (plan.resident_bytes + plan.largest_layer_bytes)
     how: dict[str, Any] = {"backend": backend, "offload": "disk", "weights_memory": memory}
     away = CausalModel.load(target, "float32", "cpu", **how)
     copied, wanted = quantised_copy(away, "int4"), quantised_copy(here, "int4")
@@ -152,13 +152,17 @@ def test_what_a_step_moves_are_the_bytes_of_its_layers(random_pair: tuple[str, s
     target = random_pair[0]
     file = Path(target) / "model.safetensors"
     plan = plan_offload(target, "bfloat16", "cpu", "disk", 0)
-    assert (plan.layers, plan.away) == (2, 2)
-    assert 0.2 * file.stat().st_size < plan.moved < file.stat().st_size - 2 * plan.resident
-    half = plan_offload(target, "bfloat16", "cpu", "disk", plan.resident + plan.largest)
-    assert half.away == 1 and half.moved == plan.moved // 2
-    assert half.resident == plan.resident + plan.largest
+    assert (plan.layers, plan.offloaded) == (2, 2)
+    assert (
+        0.2 * file.stat().st_size < plan.moved_bytes < file.stat().st_size - 2 * plan.resident_bytes
+    )
+    half = plan_offload(
+        target, "bfloat16", "cpu", "disk", plan.resident_bytes + plan.largest_layer_bytes
+    )
+    assert half.offloaded == 1 and half.moved_bytes == plan.moved_bytes // 2
+    assert half.resident_bytes == plan.resident_bytes + plan.largest_layer_bytes
     everything = plan_offload(target, "auto", "cpu", "disk", None)
-    assert (everything.away, everything.moved) == (0, 0)
+    assert (everything.offloaded, everything.moved_bytes) == (0, 0)
 
 
 def test_doctor_says_what_a_step_moves(random_pair: tuple[str, str]) -> None:

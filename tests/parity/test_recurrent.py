@@ -239,14 +239,14 @@ def test_all_levels_step_in_one_call_in_bf16(kind: str) -> None:
     wide = {"hidden_size": 256} | ({"mamba_n_heads": 32} if kind in _HEADS_FOLLOW else {})
     model = CausalModel(random_recurrent(kind, **wide).bfloat16(), kind)
     mixers = [module for module in model.hf.modules() if isinstance(module, _Mixer)]
-    assert mixers and all(mixer.at_once for mixer in mixers)
+    assert mixers and all(mixer.steps_batched for mixer in mixers)
 
 
 @torch.inference_mode()
 def test_rows_of_all_levels_step_in_one_call(plain: LLM, folders: dict[str, str]) -> None:
     """And what they give is what they give level by level, but for rounding."""
     mixers = [module for module in plain.target.hf.modules() if isinstance(module, _Mixer)]
-    assert all(mixer.at_once for mixer in mixers)
+    assert all(mixer.steps_batched for mixer in mixers)
     cache = plain.target.new_cache(8, 16)
     prompt = Span(0, 0, 0, 20)
     tree = Span(0, 0, 20, 1, parents=(-1, -1, 0, 0, 2, 1))
@@ -254,10 +254,10 @@ def test_rows_of_all_levels_step_in_one_call(plain: LLM, folders: dict[str, str]
     batch = Batch(WORDS[:7], [20, 21, 21, 22, 22, 23, 22], range(20, 27), (tree,), ((0, 1),))
     together = plain.target(batch, cache).logits
     for mixer in mixers:
-        mixer.at_once = False
+        mixer.steps_batched = False
     apart = plain.target(batch, cache).logits
     for mixer in mixers:
-        mixer.at_once = True
+        mixer.steps_batched = True
     assert torch.allclose(together, apart, atol=1e-4, rtol=1e-4)
 
 

@@ -23,7 +23,7 @@ def gguf() -> str:
 
 def test_all_blocks_are_kept_and_are_the_pulled_models_numbers(model: str, gguf: str) -> None:
     pulled = load_module(model, "float32", "cpu")
-    kept = load_module(gguf, "float32", "cpu", packed=True)
+    kept = load_module(gguf, "float32", "cpu", keep_quantised=True)
     layers = {n: m for n, m in kept.named_modules() if isinstance(m, QuantisedLinear)}
     assert len(layers) == 7 * 30 + 1
     for name, layer in layers.items():

@@ -159,5 +159,5 @@ def _advanced(batch: Batch, cache: PagedCache, seen: Any) -> Any:
     for level in step.levels:
         rows = level.rows.numpy()
         made[rows] = (31 * states[level.before] + seen[rows] + adapters[rows] + 1) % PRIME
-        states[level.behind] = made[rows]
+        states[level.after] = made[rows]
     return made

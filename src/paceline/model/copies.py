@@ -1,7 +1,5 @@
-"""Copies of a loaded model that share its weights: with fewer layers, or with fewer bits.
-
-Layer n keeps its number and shape, so it uses the keys and values of layer n in the model's cache.
-"""
+"""Copies of a loaded model that share its weights, with fewer layers or fewer bits: self-drafts.
+Layer n keeps its index and shape, so it reads and writes layer n of the model's own cache."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from torch import nn
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.model.offload import make_resident
-from paceline.model.quantised.convert import Scheme, copy_beside, quantise_module
+from paceline.model.quantised.convert import Scheme, copy_sharing_parameters, quantise_module
 from paceline.model.quantised.weights import ROW_GROUP, LinearBase, is_plain
 from paceline.model.target import CausalModel
 
@@ -23,8 +21,8 @@ _COPIES: WeakKeyDictionary[CausalModel, dict[str, CausalModel]] = WeakKeyDiction
 
 
 def layer_view(model: CausalModel, layers: Sequence[int]) -> CausalModel:
-    """The model with only ``layers``, counted from 0, in order. Raises ConfigError for those that
-    it does not have, UnsupportedModelError if a trial shows that layers cannot be left out."""
+    """The model with only ``layers`` (indices from 0, in any order). Raises ConfigError for layers
+    that do not exist, UnsupportedModelError if a trial shows that layers cannot be left out."""
     kept = sorted(set(layers))
     if not kept or not 0 <= kept[0] <= kept[-1] < model.num_layers:
         raise ConfigError(
@@ -36,11 +34,11 @@ def layer_view(model: CausalModel, layers: Sequence[int]) -> CausalModel:
 
 
 def quantised_copy(model: CausalModel, precision: str) -> CausalModel:
-    """``model`` in "int8" or "int4", on the backend that was asked for; cached with the model.
-    Raises ConfigError off the CPU, or if no matrix divides into groups."""
+    """``model`` in "int8" or "int4", on the backend that was asked for; cached while the model
+    lives. Raises ConfigError off the CPU, or if no matrix divides into groups."""
     copies = _COPIES.setdefault(model, {})
     if precision not in copies:
-        copies[precision] = _by_backend(model, precision) or _rounded(model, precision)
+        copies[precision] = _backend_copy(model, precision) or _module_copy(model, precision)
     return copies[precision]
 
 
@@ -49,28 +47,29 @@ def forget_copy(model: CausalModel, precision: str) -> None:
     _COPIES.get(model, {}).pop(precision, None)
 
 
-def _by_backend(model: CausalModel, precision: str) -> CausalModel | None:
-    made = model.backend.quantised(model, precision)
-    if made is None:
+def _backend_copy(model: CausalModel, precision: str) -> CausalModel | None:
+    """A copy that the backend quantises in its own layout; None if it does not."""
+    quantised = model.backend.quantised(model, precision)
+    if quantised is None:
         return None
     copied = copy.copy(model)
     copied.name = f"{model.name} in {precision}"
-    copied.hf, copied.backend = made
+    copied.hf, copied.backend = quantised
     copied.reference = model.reference.on(copied.hf)
     return copied
 
 
-def _rounded(model: CausalModel, precision: str) -> CausalModel:
-    """A copy of modules as the library has them; matrices are rounded one by one."""
+def _module_copy(model: CausalModel, precision: str) -> CausalModel:
+    """A copy of the modules of transformers, whose linear layers are quantised one by one."""
     name = f"{model.name} in {precision}"
     if model.device.type != "cpu":
         raise ConfigError(
             f"{name}: weights are rounded on a CPU, not on {model.device}; use another drafter"
         )
-    hf = copy_beside(model.hf, _to_be_rounded, make_resident)
+    hf = copy_sharing_parameters(model.hf, _if_quantisable, make_resident)
     with stage(f"quantising {name}"):
-        made = quantise_module(hf, Scheme(precision, head="int8", finer=True))
-    if not made.layers:
+        result = quantise_module(hf, Scheme(precision, head="int8", finer=True))
+    if not result.layers:
         raise ConfigError(
             f"no matrix of {model.name} divides into groups of 32 inputs, so there is no "
             f"{precision} form of it; use another drafter"
@@ -80,8 +79,9 @@ def _rounded(model: CausalModel, precision: str) -> CausalModel:
     return copied.optimised()
 
 
-def _to_be_rounded(module: Any) -> Any | None:
-    """The module if its matrix is plain or quantised by us; libraries' own layers hold codes."""
+def _if_quantisable(module: Any) -> Any | None:
+    """The module itself if it is a linear layer with plain weights or one of ours; None otherwise,
+    also for quantised layers of other libraries."""
     plain = isinstance(module, nn.Linear) and is_plain(module.weight)
     divides = getattr(module, "in_features", 1) % ROW_GROUP == 0
     return module if divides and (plain or isinstance(module, LinearBase)) else None

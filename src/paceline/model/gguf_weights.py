@@ -35,7 +35,7 @@ _FREQUENCIES = ".attn_rot_embd.weight"  # in each layer of old files
 _HEAD, _EMBEDDING = "output", "token_embd"  # without a head, the embedding is used for both
 
 
-def check_taken(file: GgufFile, hf: Any) -> None:
+def check_all_tensors_used(file: GgufFile, hf: Any) -> None:
     """Raises UnsupportedModelError that names a tensor of the file which is no weight of ``hf``."""
     names = _tensor_names(file.architecture, hf)
     if names is None:
@@ -125,7 +125,7 @@ Array = np.ndarray[Any, Any]
 def weight_of_blocks(name: str, kind: str, data: Array) -> QuantisedWeight:
     """The weight that ``data [out, bytes]`` of a tensor of type ``kind`` holds. Raises
     ModelLoadError that names the tensor, where its scales are no numbers."""
-    read, size, inputs, bits, from_zero = KINDS[kind]
+    read, size, inputs, bits, unsigned = KINDS[kind]
     blocks = np.ascontiguousarray(data).reshape(-1, size)
     codes, scales, offsets = read(blocks)
     rows = len(data)
@@ -135,7 +135,7 @@ def weight_of_blocks(name: str, kind: str, data: Array) -> QuantisedWeight:
         torch.from_numpy(scales.reshape(rows, -1)),
         bits,
         None if offsets is None else torch.from_numpy(offsets.reshape(rows, -1)),
-        from_zero,
+        unsigned,
     )
     for part in (weight.scales, weight.offsets):
         if part is not None and not bool(torch.isfinite(part).all()):
@@ -190,7 +190,7 @@ def _q6_k(blocks: Array) -> _Parts:
 
 
 _Kind = tuple[Callable[[Array], _Parts], int, int, int, bool]
-# By type: the reader, bytes and inputs of a block, bits of a code here, ``from_zero``.
+# By type: the reader, bytes and inputs of a block, bits of a code here, ``unsigned``.
 KINDS: dict[str, _Kind] = {
     "Q8_0": (_q8_0, 34, 32, 8, False),
     "Q4_0": (_q4_0, 18, 32, 4, False),

@@ -1,4 +1,4 @@
-"""Read a causal language model from a folder or the hub, with one clear line when that fails."""
+"""Load a causal language model of transformers from a folder, a GGUF file or the hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
 from paceline.model.gguf import dequantising, gguf_file, read_gguf
 from paceline.model.gguf_config import complete_config
-from paceline.model.gguf_weights import check_taken, keep_blocks
+from paceline.model.gguf_weights import check_all_tensors_used, keep_blocks
 from paceline.model.names import check_hub_name, first_line, hub_message, is_path, model_path
 from paceline.model.precision import (
     dense_tensors,
@@ -37,9 +37,9 @@ Device = str | torch.device
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
-_VERIFIED_BYTES = 1 << 30  # checksums of more take seconds; paceline doctor compares those
-_UNSAID = {"biogpt", "stablelm"}  # their attention uses the interface, but no class says so
-_BOTH = {"hybrid", "hybrid_sliding"}  # attention and a recurrence
+_VERIFIED_BYTES = 1 << 30  # checksums of more bytes take seconds; paceline doctor compares those
+_UNDECLARED_ATTENTION = {"biogpt", "stablelm"}  # they use the interface without declaring it
+_BOTH = {"hybrid", "hybrid_sliding"}  # layers with attention and a recurrence
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _ATTENTION_LAYERS |= _BOTH
 _RECURRENT_LAYERS = {"conv", "linear_attention", "mamba"} | _BOTH
@@ -50,25 +50,24 @@ def load_module(
     dtype: Dtype,
     device: Device,
     attention: str | None = None,
-    packed: bool = False,
+    keep_quantised: bool = False,
     config: Any = None,
     **placement: Any,
 ) -> Any:
-    """A transformers module in eval mode that calls our attention function.
-
-    ``attention``: another function of transformers, for use outside the engine. ``packed``: on a
-    CPU, weights of a GGUF file stay in its 8 or 4 bits if possible. ``config``: with fewer layers
-    than the model's own; only their weights are read. ``placement``: options of ``from_pretrained``
-    that say where the weights are."""
+    """Load a transformers module in eval mode that calls our attention function. ``attention``:
+    another attention function of transformers, for use outside the engine.
+    ``keep_quantised``: on a CPU, GGUF weights stay in 8 or 4 bits where possible. ``config``: in
+    place of the model's own, with fewer layers. ``placement``: options of ``from_pretrained`` that
+    say where the weights go."""
     target = resolve_device(device)
-    number = resolve_dtype(dtype, target)
+    torch_dtype = resolve_dtype(dtype, target)
     attention = attention or ATTENTION
     path = model_path(name)
     gguf = gguf_file(path)
     register()
     if gguf is not None:
-        module = _of_gguf(name, gguf, number, attention, config)
-        if packed and target.type == "cpu" and read_gguf(gguf).quantised:
+        module = _load_gguf(name, gguf, torch_dtype, attention, config)
+        if keep_quantised and target.type == "cpu" and read_gguf(gguf).quantised:
             keep_blocks(gguf, read_gguf(gguf).architecture, module)
         return module.to(target)
     check_folder(name, Path(path))
@@ -79,20 +78,20 @@ def load_module(
         check_sizes(name, config, *sizes)
         options = quantization_of(config)
         if options is not None and stays_quantised(options, target):
-            number = number or torch.float32
-            tensors, weights = dense_tensors(weight_files(Path(path)), options, number)
-            del config.quantization_config  # transformers is to see a plain model
-            module = _weights(name, path, config, number, attention, tensors)
+            torch_dtype = torch_dtype or torch.float32
+            tensors, weights = dense_tensors(weight_files(Path(path)), options, torch_dtype)
+            del config.quantization_config  # so that transformers builds an unquantised model
+            module = _load_weights(name, path, config, torch_dtype, attention, tensors)
             restore_quantised(name, module, weights)
         else:
-            module = _weights(name, path, config, number, attention, **placement)
+            module = _load_weights(name, path, config, torch_dtype, attention, **placement)
     return module if placement else module.to(target)
 
 
-def _of_gguf(
+def _load_gguf(
     name: str, path: Path, dtype: torch.dtype | None, attention: str, config: Any = None
 ) -> Any:
-    """The module in a GGUF file, dequantised; by default bf16, of float32 files float32."""
+    """Load a GGUF file, dequantised; ``dtype`` None: float32 for float32 files, bf16 for others."""
     file = read_gguf(path)
     if dtype is None:
         plain = not file.quantised and not {"F16", "BF16"} & set(file.types)
@@ -101,10 +100,10 @@ def _of_gguf(
         options = read_config(name, str(path)) if config is None else config
         check_architecture(options)
         check_sizes(name, options, len(file.names), file.parameters)
-        module = _weights(name, str(path), options, dtype, attention)
-    if config is None:  # else the file's other layers are left out
-        check_taken(file, module)
-    # The weights are plain numbers now; else transformers refuses to save or cast the module.
+        module = _load_weights(name, str(path), options, dtype, attention)
+    if config is None:  # a given config may leave out layers of the file
+        check_all_tensors_used(file, module)
+    # The weights are dequantised. With these marks transformers refuses to save or cast the module.
     vars(module.config).pop("quantization_config", None)
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         vars(module).pop(name, None)
@@ -116,12 +115,12 @@ def _of_gguf(
 
 
 def resolve_device(device: Device) -> torch.device:
-    """ "auto" is CUDA when there is one. Raises ConfigError on an unusable device."""
+    """The torch device; "auto" is CUDA where available. Raises ConfigError if it is unusable."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-        if resolved.type != "cuda":  # a type may be known, but not be here
+        if resolved.type != "cuda":  # torch may know a device type that this machine does not have
             torch.zeros(1, device=resolved).item()
     except (RuntimeError, AssertionError, ImportError):
         raise ConfigError(
@@ -136,7 +135,7 @@ def resolve_device(device: Device) -> torch.device:
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype | None:
-    """The dtype to load in; None keeps the checkpoint's own."""
+    """The dtype to load a model in; None keeps the checkpoint's dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
@@ -149,8 +148,8 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype | None:
 
 
 def dtype_to_load(dtype: Dtype, device: torch.device, backend: str) -> torch.dtype | None:
-    """The same for an engine's models: "auto" is bf16 where the native kernels may run, as they
-    read half as much as in float32 (SmolLM2 on Zen 3: 13.2 ms a step, not 24.3)."""
+    """Like ``resolve_dtype``, but "auto" is bf16 where the native kernels may run: they then read
+    half as much (SmolLM2 on Zen 3: 13.2 ms per step, in float32 24.3 ms)."""
     if dtype == "auto" and device.type == "cpu" and backend != REFERENCE and are_kernels_here():
         return torch.bfloat16
     return resolve_dtype(dtype, device)
@@ -166,7 +165,7 @@ def cpu_has_bf16() -> bool:
 
 
 def check_folder(name: str, folder: Path) -> dict[str, Any]:
-    """The options in a model folder's config.json. Raises ModelLoadError if there are none."""
+    """The content of a model folder's config.json. Raises ModelLoadError if there is none."""
     if not folder.exists():
         raise ModelLoadError(f"model folder {name} does not exist; check the path")
     if not folder.is_dir():
@@ -182,7 +181,7 @@ def check_folder(name: str, folder: Path) -> dict[str, Any]:
 
 
 def read_options(config: Path) -> dict[str, Any]:
-    """The content of a config.json. Raises ModelLoadError."""
+    """The content of a config.json. Raises ModelLoadError if it is no JSON object."""
     try:
         options = json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -195,7 +194,8 @@ def read_options(config: Path) -> dict[str, Any]:
 
 
 def _check_weights(name: str, folder: Path) -> tuple[int, int]:
-    """How many tensors, and at most numbers, a folder's weights are. Raises ModelLoadError."""
+    """Check a folder's weight files; returns the number of tensors and at most how many weights
+    they hold. Raises ModelLoadError."""
     if not any(match for pattern in _WEIGHTS for match in folder.glob(pattern)):
         raise ModelLoadError(
             f"folder {name} has a config.json but no weights (*.safetensors); "
@@ -211,18 +211,18 @@ def _check_weights(name: str, folder: Path) -> tuple[int, int]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder."""
+    """The safetensors files of a model folder."""
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]
-    names = json_object(folder / "model.safetensors.index.json").get("weight_map")
-    named = {folder / str(file) for file in names.values()} if isinstance(names, dict) else set()
-    return sorted(file for file in named if file.is_file())
+    index = json_object(folder / "model.safetensors.index.json").get("weight_map")
+    files = {folder / str(file) for file in index.values()} if isinstance(index, dict) else set()
+    return sorted(file for file in files if file.is_file())
 
 
 def read_config(name: str, path: str) -> Any:
-    """The transformers config of a folder, hub name or GGUF file. Raises ModelLoadError, and
-    UnsupportedModelError for options of a GGUF file or a quantised checkpoint that are not read."""
+    """The transformers config of a folder, hub name or GGUF file. Raises ModelLoadError, or
+    UnsupportedModelError for an option of a GGUF file or quantised checkpoint that is unknown."""
     from transformers import AutoConfig
 
     source, options = _source(path)
@@ -231,7 +231,7 @@ def read_config(name: str, path: str) -> Any:
     try:
         config = text_part(AutoConfig.from_pretrained(source, **options))
         if options:
-            check_architecture(config)  # its message is the more useful one
+            check_architecture(config)  # first, as its message says more
             config = complete_config(config, read_gguf(Path(source, options["gguf_file"])))
         check_fields(name, quantization_of(config) or {})
         return config
@@ -248,8 +248,8 @@ def read_config(name: str, path: str) -> Any:
 
 
 def plain_config(name: str, asked: str) -> Any:
-    """The config of a model in safetensors that is not quantised; the option ``asked`` needs one.
-    Raises ConfigError and ModelLoadError."""
+    """The config of a model, which the option ``asked`` needs to be in safetensors, unquantised and
+    without recurrent layers. Raises ConfigError and ModelLoadError."""
     path = model_path(name)
     if gguf_file(path) is not None:
         raise ConfigError(f"{asked}: {name} is a GGUF file; give the model in safetensors")
@@ -269,27 +269,28 @@ def _source(path: str) -> tuple[str, dict[str, str]]:
 
 
 def causal_class(config: Any) -> Any | None:
-    """The class of transformers that reads a checkpoint as a causal language model, or None; that
-    of ``architectures`` where the configuration is mapped to none (Emu3's text part)."""
+    """The class of transformers that loads a checkpoint as a causal language model, or None. For
+    configs that transformers maps to no class (Emu3's text part): the one in ``architectures``."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     for name in set(config.architectures or ()) & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
-        named = getattr(transformers, name)
-        if named.config_class is type(config):
-            return named
+        model_class = getattr(transformers, name)
+        if model_class.config_class is type(config):
+            return model_class
     return None
 
 
 def _layer_kinds(config: Any) -> Sequence[str]:
+    """The type of each layer; empty if the config does not list them."""
     text = config.get_text_config(decoder=True)
     return getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
 
 
 def recurrent_layers(config: Any) -> list[str]:
-    """The kinds of the layers that have a state."""
+    """The type of each recurrent layer."""
     return [kind for kind in _layer_kinds(config) if kind in _RECURRENT_LAYERS]
 
 
@@ -298,8 +299,8 @@ def layers_without_keys(config: Any) -> int:
 
 
 def check_architecture(config: Any) -> None:
-    """Raises UnsupportedModelError for models that cannot be paged and rolled back. Of hybrids the
-    loaded model decides (probe.py)."""
+    """Raises UnsupportedModelError for models whose cache cannot be paged or rolled back. Hybrids
+    of attention and recurrences pass here; they are tried out after loading (probe.py)."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -310,23 +311,24 @@ def check_architecture(config: Any) -> None:
     if model is None:
         raise UnsupportedModelError(f"{kind} is not a causal language model; use one that is")
     kinds = {*_layer_kinds(config)}
-    recurrent = bool(kinds & _RECURRENT_LAYERS and kinds & _ATTENTION_LAYERS)
-    known = _ATTENTION_LAYERS | STATELESS | (_RECURRENT_LAYERS if recurrent else set())
-    foreign = ", ".join(sorted(kinds - known))
-    if foreign or (getattr(model, "_is_stateful", False) and not recurrent):
-        layers = f"{foreign} layers" if foreign else "recurrent layers (state space, RWKV, ...)"
+    hybrid = bool(kinds & _RECURRENT_LAYERS and kinds & _ATTENTION_LAYERS)
+    known = _ATTENTION_LAYERS | STATELESS | (_RECURRENT_LAYERS if hybrid else set())
+    unknown = ", ".join(sorted(kinds - known))
+    if unknown or (getattr(model, "_is_stateful", False) and not hybrid):
+        layers = f"{unknown} layers" if unknown else "recurrent layers (state space, RWKV, ...)"
         raise UnsupportedModelError(
             f"{kind} has {layers}, whose state cannot be rolled back when draft tokens are "
             "rejected; use a model that has attention layers"
         )
-    if not (getattr(model, "_supports_attention_backend", False) or recurrent or kind in _UNSAID):
+    declared = getattr(model, "_supports_attention_backend", False)
+    if not (declared or hybrid or kind in _UNDECLARED_ATTENTION):
         raise UnsupportedModelError(
             f"the attention layers of {kind} do not go through the attention interface of "
             "transformers, so their keys and values cannot be paged; use another architecture"
         )
 
 
-def _weights(
+def _load_weights(
     name: str,
     path: str,
     config: Any,
@@ -335,11 +337,11 @@ def _weights(
     tensors: dict[str, torch.Tensor] | None = None,
     **placement: Any,
 ) -> Any:
-    """The module with its weights from ``path`` or, where they are given, ``tensors``."""
+    """The module with its weights from ``path``, or from ``tensors`` if given."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     source, options = _source(path)
-    has_tensors = tensors is not None  # which the automatic class cannot be told
+    has_tensors = tensors is not None  # AutoModelForCausalLM does not take a state_dict
     mapped = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not has_tensors
     loader: Any = AutoModelForCausalLM if mapped else causal_class(config)
     placement["key_mapping"] = key_mapping(causal_class(config))
@@ -352,7 +354,7 @@ def _weights(
             dtype=dtype or "auto",
             attn_implementation=attention,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, in one line
+            ignore_mismatched_sizes=True,  # reported below in one line
             **placement,
         )
     except ImportError as error:
@@ -384,7 +386,7 @@ def _weights(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and warnings."""
+    """A context without transformers' progress bars and warnings."""
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()

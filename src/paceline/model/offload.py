@@ -1,7 +1,7 @@
-"""Models larger than their device: layers stay in main memory or on disk, and every forward moves
-their weights once. Accelerate does
-(https://huggingface.co/docs/accelerate/concept_guides/big_model_inference); from disk they are read
-out of the checkpoint, in its dtype."""
+"""Models larger than their device: some layers stay in main memory or on disk, and every forward
+moves their weights to the device once. The library accelerate does this
+(https://huggingface.co/docs/accelerate/concept_guides/big_model_inference); layers on disk are read
+from the checkpoint, in its dtype."""
 
 from __future__ import annotations
 
@@ -35,20 +35,19 @@ from paceline.model.tensorfile import read_table
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Which layers stay off the device. ``device_map`` as accelerate's, by module. Bytes:
-    ``resident`` on the device; ``moved`` by a forward, as stored; ``largest`` layer."""
+    """How many of a model's ``layers`` are ``offloaded``, and accelerate's ``device_map``."""
 
     device_map: dict[str, str]
     layers: int
-    away: int
-    resident: int
-    largest: int
-    moved: int
+    offloaded: int
+    resident_bytes: int  # weights that stay on the device
+    largest_layer_bytes: int
+    moved_bytes: int  # weights that a forward moves, in the dtype in which they are stored
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes of weights on the device while a forward runs."""
-        return self.resident + (self.largest if self.away else 0)
+        return self.resident_bytes + (self.largest_layer_bytes if self.offloaded else 0)
 
 
 def refuse_with_offload(offload: str, quantize: str | None, backend: str) -> None:
@@ -63,11 +62,11 @@ def refuse_with_offload(offload: str, quantize: str | None, backend: str) -> Non
 
 
 def load_offloaded(name: str, dtype: Dtype, device: Device, plan: OffloadPlan) -> Any:
-    """The module of a model, its layers where the plan has them. Raises ModelLoadError."""
-    # transformers writes weights there whose form on disk is not the model's.
+    """Load a model's module with its layers where ``plan`` puts them. Raises ModelLoadError."""
+    # transformers writes weights into this folder if the checkpoint has them in another layout.
     cache_folder().mkdir(parents=True, exist_ok=True)
     folder = tempfile.TemporaryDirectory(prefix="offload-", dir=cache_folder())
-    library = logging.getLogger("accelerate")  # it warns of offloading
+    library = logging.getLogger("accelerate")  # it warns that layers are offloaded
     level = library.level
     library.setLevel(logging.ERROR)
     try:
@@ -76,57 +75,60 @@ def load_offloaded(name: str, dtype: Dtype, device: Device, plan: OffloadPlan) -
         )
     finally:
         library.setLevel(level)
-    module.offload_folder = folder  # lives as long as the module
+    module.offload_folder = folder  # keeps the folder as long as the module lives
     return module
 
 
 def make_resident(copied: nn.Module) -> None:
-    """Read the weights of a copy of an offloaded module into memory, and remove its hook."""
+    """Load the weights of a copied offloaded module into memory, and remove accelerate's hook."""
     if "_hf_hook" not in vars(copied):
         return
     copied._parameters = {name: resident_parameter(copied, name) for name in copied._parameters}
-    for key in ("_hf_hook", "_old_forward", "forward"):  # that forward moves weights
+    for key in ("_hf_hook", "_old_forward", "forward"):  # accelerate's forward moves weights
         vars(copied).pop(key, None)
 
 
 def plan_offload(
     name: str, dtype: Dtype, device: Device, offload: str, memory: int | None = None
 ) -> OffloadPlan:
-    """Put layers into ``memory`` bytes of the device (None: half of the free ones), the others on
-    ``offload``, "cpu" or "disk"; reads no weights. Raises ConfigError and ModelLoadError."""
+    """Keep as many layers as fit into ``memory`` bytes on the device (None: half of its free
+    memory), and put the others on ``offload``, "cpu" or "disk". Weights that belong to no layer
+    stay on the device. Reads no weights. Raises ConfigError and ModelLoadError."""
     target = resolve_device(device)
-    config, files = _offloadable(name, offload, target)
-    number = resolve_dtype(dtype, target) or getattr(config, "dtype", None) or torch.float32
+    config, files = _check_offloadable(name, offload, target)
+    torch_dtype = resolve_dtype(dtype, target) or getattr(config, "dtype", None) or torch.float32
     with torch.device("meta"):
         kind: Any = causal_class(config)
-        skeleton = kind(config).to(number)
+        skeleton = kind(config).to(torch_dtype)
     skeleton.tie_weights()
     layers = dict(decoder_layers(skeleton))
-    within = tuple(f"{layer}." for layer in layers)
-    rest = {
-        owner: module
-        for owner, module in skeleton.named_modules()
-        if (module._parameters or module._buffers) and not f"{owner}.".startswith(within)
+    prefixes = tuple(f"{layer}." for layer in layers)
+    others = {
+        name: module
+        for name, module in skeleton.named_modules()
+        if (module._parameters or module._buffers) and not f"{name}.".startswith(prefixes)
     }
-    shared = {id(p): p.nbytes for m in rest.values() for p in m.parameters(recurse=False)}
-    resident = sum(shared.values())
-    left = (free_memory(target) // 2 if memory is None else memory) - resident
-    device_map = dict.fromkeys(rest, str(target))
-    sizes = {owner: sum(p.nbytes for p in layer.parameters()) for owner, layer in layers.items()}
-    away: list[str] = []
-    for owner, size in sizes.items():
-        if away or size > left:
-            away.append(owner)
+    parameters = {id(p): p.nbytes for m in others.values() for p in m.parameters(recurse=False)}
+    resident = sum(parameters.values())
+    free = (free_memory(target) // 2 if memory is None else memory) - resident
+    device_map = dict.fromkeys(others, str(target))
+    sizes = {name: sum(p.nbytes for p in layer.parameters()) for name, layer in layers.items()}
+    offloaded: list[str] = []
+    for layer, size in sizes.items():
+        if offloaded or size > free:
+            offloaded.append(layer)
         else:
-            left, resident = left - size, resident + size
-        device_map[owner] = offload if away else str(target)
-    moved = sum(sizes[owner] for owner in away)
+            free, resident = free - size, resident + size
+        device_map[layer] = offload if offloaded else str(target)
+    moved, largest = sum(sizes[layer] for layer in offloaded), max(sizes.values())
     if offload == "disk":
-        moved = _stored(files, away) or moved
-    return OffloadPlan(device_map, len(layers), len(away), resident, max(sizes.values()), moved)
+        moved = _stored_bytes(files, offloaded) or moved
+    return OffloadPlan(device_map, len(layers), len(offloaded), resident, largest, moved)
 
 
-def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, list[Path]]:
+def _check_offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, list[Path]]:
+    """The config and weight files of a model. Raises ConfigError or ModelLoadError if its layers
+    cannot be offloaded."""
     asked = f"offload={offload!r}"
     if offload == "cpu" and device.type == "cpu":
         raise ConfigError(
@@ -140,16 +142,17 @@ def _offloadable(name: str, offload: str, device: torch.device) -> tuple[Any, li
 
 
 def decoder_layers(skeleton: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The decoder layers by name: the longest outer list of modules. Raises ConfigError."""
+    """The decoder layers with their names: the longest of the outermost lists of modules. Raises
+    ConfigError if there is no list of modules."""
     lists = [(name, m) for name, m in skeleton.named_modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ConfigError(f"{type(skeleton).__name__} has no list of layers")
-    owner, longest = min(lists, key=lambda item: (item[0].count("."), -len(item[1])))
-    return ((f"{owner}.{index}", layer) for index, layer in enumerate(longest))
+    name, longest = min(lists, key=lambda item: (item[0].count("."), -len(item[1])))
+    return ((f"{name}.{index}", layer) for index, layer in enumerate(longest))
 
 
-def _stored(files: list[Path], away: list[str]) -> int:
-    """Bytes of layers in a checkpoint; 0 if its names are not the module's."""
+def _stored_bytes(files: list[Path], layers: list[str]) -> int:
+    """Bytes of ``layers`` in a checkpoint; 0 if it names its tensors unlike the module."""
     entries = {key: e for file in files for key, e in read_table(file).entries.items()}
-    within = tuple(f"{layer}." for layer in away)
-    return sum(e.end - e.start for key, e in entries.items() if key.startswith(within))
+    prefixes = tuple(f"{layer}." for layer in layers)
+    return sum(e.end - e.start for key, e in entries.items() if key.startswith(prefixes))

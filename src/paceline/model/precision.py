@@ -65,10 +65,10 @@ def restore_quantised(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]
     for stated, weight in weights.items():
         layer = stated if stated in modules else plain_name(stated)
         module = modules.get(layer)
-        if type(module) is not nn.Linear or not weight.fits:
+        if type(module) is not nn.Linear or not weight.has_supported_groups:
             left += 1
             continue
-        hf.set_submodule(layer, QuantisedLinear(weight.of_layer(layer), module.bias))
+        hf.set_submodule(layer, QuantisedLinear(weight.for_layer(layer), module.bias))
     if left:
         info(
             f"{name}: {left} of {len(weights)} quantised layers are dequantised, as their shapes "

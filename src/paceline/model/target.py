@@ -1,4 +1,5 @@
-"""Any causal language model of transformers, called on ragged batches over a paged cache."""
+"""``CausalModel``: a causal language model of transformers that runs ragged batches over a paged KV
+cache."""
 
 from __future__ import annotations
 
@@ -35,31 +36,37 @@ from paceline.model.loading import (
     weight_files,
 )
 from paceline.model.names import first_line, model_path, stamps_of
-from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
+from paceline.model.offload import (
+    OffloadPlan,
+    load_offloaded,
+    plan_offload,
+    refuse_with_offload,
+)
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.states import StateStore, bytes_per_state
 from paceline.model.precision import dequantise, is_quantised, quantise_loaded, quantization_of
 from paceline.model.probe import ATTENTION, probe, verify
 from paceline.model.tensorfile import check_finite
 
-UNLIMITED_POSITIONS = 1 << 20  # for models without a stated limit
+UNLIMITED_POSITIONS = 1 << 20  # ``max_positions`` of models whose config states no limit
 
 
 class CausalModel:
-    """A transformers model whose keys and values live in the engine's paged cache. ``vocab_size``:
-    width of logits; ``max_positions``: tokens of a sequence; ``hf``: transformers' module;
-    ``backend`` runs the forwards. By layer: ``cache_shapes`` (kv heads, key width, value width),
-    ``patterns`` (what rows see), ``state_parts`` (of a recurrent layer's state, none for
-    others)."""
+    """A transformers model whose keys and values live in the engine's paged cache.
+
+    ``hf``: the module of transformers; ``backend`` runs the forwards. ``vocab_size``: width of the
+    logits; ``max_positions``: most tokens of a sequence. By layer: ``cache_shapes`` (KV heads, key
+    width, value width), ``patterns`` (which keys a row attends to), ``state_parts`` (shapes and
+    dtypes of a recurrent layer's state, empty for other layers)."""
 
     def __init__(self, hf: Any, name: str) -> None:
         """Adapt a module with ``attn_implementation="paceline"``. Raises UnsupportedModelError if a
-        probe shows state beside our keys and values."""
+        trial shows that it keeps state outside the cache's keys and values."""
         self.hf = hf.eval()
         self.name = name
         self.device: torch.device = hf.device
         self.dtype: torch.dtype = hf.dtype
-        self.cache_dtype = self.dtype  # or INT8: keys and values in 8 bits
+        self.cache_dtype = self.dtype  # of keys and values; INT8: quantised to 8 bits
         config = hf.config.get_text_config(decoder=True)
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
@@ -68,22 +75,23 @@ class CausalModel:
         self.eos_token_ids = _eos_ids(hf, config)
         self.reference = TorchBackend(hf, self.max_positions)
         self.backend: Backend = self.reference
-        self.rope_switch = self.reference.rows.switch  # longer sequences are rotated otherwise
-        self.quantize: str | None = None  # as asked for
-        self.asked = AUTO  # the backend that was asked for
-        self.refused: str | None = None  # why that does not run the model
-        self.offload: str | None = None  # "cpu" or "disk": layers stay there
-        self.note = ""  # what the user should know about how it was loaded
-        self.checkpoint: tuple[FileStamp, ...] = ()  # files that it was loaded from, as of then
-        self.ranks: Ranks | None = None  # processes that share the weights
-        with _naming_the_cause(hf, name):
+        # With longrope, longer sequences use the long RoPE factors; None: there is one set of them.
+        self.rope_switch = self.reference.rows.switch
+        self.quantize: str | None = None  # the precision that the user asked for
+        self.asked = AUTO  # the backend that the user asked for
+        self.refused: str | None = None  # why that backend does not run the model
+        self.offload: str | None = None  # "cpu" or "disk" if some layers are offloaded there
+        self.note = ""  # what the user should know about how the model was loaded
+        self.checkpoint: tuple[FileStamp, ...] = ()  # its files, as they were when it was loaded
+        self.ranks: Ranks | None = None  # tensor-parallel processes that share the weights
+        with _explaining_failure(hf, name):
             self.vocab_size, self.state_parts = probe(self.reference, self.num_layers)
         self.cache_shapes, self.patterns = self.reference.shapes, self.reference.patterns
         verify(self, exact=self.dtype == torch.float32 and not is_quantised(hf))
 
     @property
     def state_bytes(self) -> int:
-        """Of a sequence's state."""
+        """Bytes of the recurrent state of one sequence; 0 without recurrent layers."""
         return bytes_per_state(self.state_parts)
 
     @classmethod
@@ -100,12 +108,12 @@ class CausalModel:
     ) -> CausalModel:
         """Load a built-in model, a local folder or a hub name.
 
-        dtype "auto": bfloat16 where the native kernels run and on CPUs with bf16 instructions,
-        float32 on others, the checkpoint's own on CUDA. ``check_values`` refuses weights that are
-        NaN or infinite, but for offloaded ones. ``quantize`` "int8" or "int4" rounds the weights on
-        a CPU; "none" dequantises a quantised file, which else stays quantised where the kernels
-        run. ``backend``: see backends/base.py. ``offload`` "cpu" or "disk" leaves layers there that
-        do not fit into ``weights_memory`` bytes.
+        ``dtype`` "auto": bfloat16 where the native kernels run and on CPUs with bf16 instructions,
+        float32 on other CPUs, the checkpoint's dtype on CUDA. ``check_values``: refuse weights that
+        are NaN or infinite (offloaded weights are not checked). ``quantize`` "int8" or "int4"
+        rounds the weights, on a CPU; "none" dequantises a quantised checkpoint; None keeps it
+        quantised where the kernels run. ``backend``: a name of backends/base.py. ``offload`` "cpu"
+        or "disk": where the layers go that do not fit into ``weights_memory`` bytes of the device.
 
         Raises ModelLoadError, UnsupportedModelError, ConfigError."""
         limit_threads()
@@ -113,22 +121,20 @@ class CausalModel:
         if offload is not None:
             refuse_with_offload(offload, quantize, backend)
             plan = plan_offload(name_or_path, dtype, device, offload, weights_memory)
-            if plan.away:
+            if plan.offloaded:
                 model = cls(load_offloaded(name_or_path, dtype, device, plan), name_or_path)
-                model.asked, model.offload = backend, offload
-                model.refused = f"layers stay on {offload}"
-                model.note = (
-                    f"{plan.away} of {plan.layers} layers stay on {offload}: "
-                    f"a step moves {plan.moved / 1e6:,.0f} MB"
-                )
-                return model
-        on = resolve_device(device)
-        asked, number = resolve_dtype(dtype, on), dtype_to_load(dtype, on, backend)
+                model.asked = backend
+                return model._with_offload(offload, plan)
+        target = resolve_device(device)
+        torch_dtype = resolve_dtype(dtype, target)  # the best one for the reference backend
+        native_dtype = dtype_to_load(dtype, target, backend)
         checkpoint = stamps_of(model_path(name_or_path), weight_files)
 
-        def load(number: torch.dtype | None, backend: str) -> CausalModel:
-            packed = quantize is None and backend != REFERENCE
-            module = load_module(name_or_path, number or dtype, on, packed=packed)
+        def load(loaded_dtype: torch.dtype | None, backend: str) -> CausalModel:
+            keep_quantised = quantize is None and backend != REFERENCE
+            module = load_module(
+                name_or_path, loaded_dtype or dtype, target, keep_quantised=keep_quantised
+            )
             if check_values:
                 check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
             if quantize is not None:
@@ -137,17 +143,28 @@ class CausalModel:
             model.asked, model.checkpoint = backend, checkpoint
             return model.optimised()
 
-        model = load(number, backend)
-        if model.backend.runs_torch and number != asked and asked is not None:
+        model = load(native_dtype, backend)
+        if model.backend.runs_torch and native_dtype != torch_dtype and torch_dtype is not None:
+            # The kernels cannot run it, and torch is faster with the other dtype: load it again.
             refused = model.refused
-            del model  # never two at a time; torch is fast with another dtype
-            model = load(asked, REFERENCE)
+            del model  # never two models in memory
+            model = load(torch_dtype, REFERENCE)
             model.asked, model.refused = backend, refused
         return model
 
+    def _with_offload(self, offload: str, plan: OffloadPlan) -> CausalModel:
+        """Note that layers are offloaded according to ``plan``; returns ``self``."""
+        self.offload, self.refused = offload, f"layers stay on {offload}"
+        self.note = (
+            f"{plan.offloaded} of {plan.layers} layers stay on {offload}: "
+            f"a step moves {plan.moved_bytes / 1e6:,.0f} MB"
+        )
+        return self
+
     @classmethod
     def around(cls, module: Any, name: str, backend: str = AUTO) -> CausalModel:
-        """A module of transformers that is loaded: modules of its own around the same weights."""
+        """Adapt a module of transformers that is already loaded: copies its modules and shares its
+        weights, so the caller's module stays usable."""
         weights: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
         copied = copy.deepcopy(module, weights)
         copied.set_attn_implementation(ATTENTION)
@@ -156,7 +173,7 @@ class CausalModel:
         return model.optimised()
 
     def optimised(self) -> CausalModel:
-        """Itself, on the backend that was asked for."""
+        """Switch to the backend that was asked for, if it can run the model; returns ``self``."""
         name = NATIVE if self.asked == AUTO else self.asked
         if name == REFERENCE:
             self.refused = "asked for"
@@ -170,35 +187,37 @@ class CausalModel:
 
     @torch.inference_mode()
     def use(self, name: str) -> bool:
-        """Run on another backend. If that cannot run the model, the reference does, ``refused`` and
-        a warning say why. Raises ConfigError for a name that is not known."""
+        """Switch to the backend ``name``; returns whether it can run the model. If not, the
+        reference backend runs it, and ``refused`` and a warning say why. Raises ConfigError if no
+        backend has this name."""
         self.backend, self.refused = self.reference, None
         if name != REFERENCE:
             stateful = any(self.state_parts)
-            made = "its layers have states" if stateful else make_backend(name, self)
-            if isinstance(made, str):
-                self.refused = made
+            backend = "its layers have states" if stateful else make_backend(name, self)
+            if isinstance(backend, str):
+                self.refused = backend
                 if name != NATIVE or not is_off():
-                    warn(f"{self.name} runs on the reference backend: {made}")
+                    warn(f"{self.name} runs on the reference backend: {backend}")
             else:
-                self.backend = made
+                self.backend = backend
         return self.refused is None
 
     @property
     def backend_reason(self) -> str:
-        """The backend's description, or why it is not the one that was asked for."""
+        """The backend's description; for the reference backend also why no other one is used."""
         return f"{REFERENCE} ({self.refused})" if self.refused else self.backend.description
 
     @property
     def numbers(self) -> str:
-        """The dtype in words, and that of the cache if it is another."""
+        """The dtype as text, with the cache's dtype if that differs: "bfloat16, cache int8"."""
         weights = str(self.dtype).removeprefix("torch.")
         cached = str(self.cache_dtype).removeprefix("torch.")
         return weights if weights == cached else f"{weights}, cache {cached}"
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
-        """One forward: ``logits`` of ``batch.logit_rows``, keys and values into ``batch.slots``.
-        Raises ConfigError for ``batch.features`` of layers that the model does not have."""
+        """One forward: returns the logits of ``batch.logit_rows``, and writes keys and values into
+        the cache at ``batch.slots``. Raises ConfigError if ``batch.features`` names a layer that
+        does not exist."""
         for layer in batch.features:
             if not 0 <= layer <= self.num_layers:
                 raise ConfigError(
@@ -208,11 +227,12 @@ class CausalModel:
         return self.backend(batch, cache)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[..., vocab]`` of final-norm outputs ``[..., hidden]``."""
+        """The logits ``[..., vocab]`` for final-norm outputs ``[..., hidden]``."""
         return self.backend.head(hidden)
 
     def embedding(self, side: Literal["input", "output"]) -> Any:
-        """The embedding ("input") or the language-model head; whole, also on several ranks."""
+        """The embedding ("input") or the language-model head ("output"). With tensor parallelism
+        the whole layer is gathered from all ranks."""
         if self.ranks is not None:
             return self.ranks.whole(side)
         return getattr(self.hf, f"get_{side}_embeddings")()
@@ -220,26 +240,27 @@ class CausalModel:
     def new_cache(
         self, num_blocks: int, block_size: int, share: bool = True, slots: int = 1
     ) -> PagedCache:
-        """An empty cache of its keys and values, and with ``slots`` of recurrent states."""
+        """An empty cache for this model. ``share``: find full blocks again by their content;
+        ``slots``: recurrent states that it can hold."""
         return PagedCache(
             *(self.cache_shapes, num_blocks, block_size, self.cache_dtype, self.device),
             *(share, self.rope_switch, self.new_states(slots)),
         )
 
     def new_states(self, slots: int = 1) -> StateStore | None:
-        """Slots of its recurrent layers' states; None without such layers."""
+        """An empty store for ``slots`` recurrent states; None without recurrent layers."""
         parts = self.state_parts
         return StateStore(parts, slots, self.device) if any(parts) else None
 
     def free_memory(self) -> int:
-        """Bytes free for caches on the model's device; with ranks, on the one with the least."""
+        """Bytes free for caches on the model's device; with ranks, on the one with the fewest."""
         return free_memory(self.device) if self.ranks is None else self.ranks.free_memory()
 
 
 @contextmanager
-def _naming_the_cause(hf: Any, name: str) -> Iterator[None]:
-    """What the modules of a library raise in the first forward becomes an UnsupportedModelError.
-    Errors that no other architecture would avoid (memory, files, our own code) stay as they are."""
+def _explaining_failure(hf: Any, name: str) -> Iterator[None]:
+    """Turns an error that library modules raise in the first forward into an UnsupportedModelError.
+    Errors that another architecture would not avoid (memory, files, our own code) pass through."""
     options = quantization_of(hf.config)
     try:
         yield
@@ -263,16 +284,17 @@ def _naming_the_cause(hf: Any, name: str) -> Iterator[None]:
 
 
 def _eos_ids(hf: Any, config: Any) -> frozenset[int]:
-    """End-of-sequence ids of the generation config, else of the model's. Raises ModelLoadError."""
+    """The end-of-sequence ids of the generation config, or else of the model's config. Raises
+    ModelLoadError if they are not token ids."""
     generation = getattr(hf, "generation_config", None)
     for source in (generation, config):
         ids = getattr(source, "eos_token_id", None)
-        listed = [ids] if isinstance(ids, int) else ids or []
-        if not isinstance(listed, list) or not all(isinstance(token, int) for token in listed):
+        id_list = [ids] if isinstance(ids, int) else ids or []
+        if not isinstance(id_list, list) or not all(isinstance(token, int) for token in id_list):
             raise ModelLoadError(
                 f"the eos_token_id of {hf.name_or_path} is {ids!r}; it must be a token's id or a "
                 "list of ids: correct its generation_config.json"
             )
-        if listed:
-            return frozenset(listed)
+        if id_list:
+            return frozenset(id_list)
     return frozenset()

@@ -119,7 +119,7 @@ class SharedForward(Backend):
             self.ranks.group.broadcast("drop", self._dropped.pop())
         if cache not in self._numbers:
             number = self._numbers[cache] = next(self._count)
-            cache.moved = partial(_move, weakref.ref(self), weakref.ref(cache))
+            cache.on_move = partial(_move, weakref.ref(self), weakref.ref(cache))
             weakref.finalize(cache, self._dropped.append, number).atexit = False
             self.ranks.group.broadcast(
                 "make", number, cache.num_blocks, cache.block_size, cache.dtype

@@ -156,14 +156,14 @@ def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_kernels
 def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of theirs that end early, as if what is tried when it is loaded had not seen it."""
-    made = handle.Ropes._table
+    made = handle.RopeTables._table
 
     def clamped(self: Any, length: int, kind: str | None) -> torch.Tensor:
         table = made(self, length, kind)
         table[5:] = table[5].clone()
         return table
 
-    monkeypatch.setattr(handle.Ropes, "_table", clamped)
+    monkeypatch.setattr(handle.RopeTables, "_table", clamped)
     monkeypatch.setattr("paceline.model.backends.native.model._limit", lambda *_: math.inf)
     noticed = check_logits("paceline/tiny")
     assert noticed.code == "logits-differ", noticed.text

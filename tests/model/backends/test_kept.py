@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.kernels.compile import NativeUnavailableError
 from paceline.kernels.library import library
 from paceline.model.backends.native import copies
-from paceline.model.backends.native.packing import Packed, PackedLinear
+from paceline.model.backends.native.packing import PackedLinear, PackedMatrix
 from paceline.model.copies import quantised_copy
 from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.quantised.weights import QuantisedLinear
@@ -220,10 +220,12 @@ def test_forms_that_were_not_used_for_longest_go_first(
 def test_two_at_once_never_see_half_a_form(cache: Path) -> None:
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     linear = QuantisedLinear(round_to_nearest(weight, 4, 32, "free"), None)
-    made = Packed.of([linear], torch.bfloat16)
+    made = PackedMatrix.pack([linear], torch.bfloat16)
     cache.mkdir(parents=True)
 
-    matrix = SimpleNamespace(blank=lambda form: Packed.blank([linear], torch.bfloat16, False, form))
+    matrix = SimpleNamespace(
+        empty=lambda form: PackedMatrix.empty([linear], torch.bfloat16, False, form)
+    )
     file = cache / "k.forms"
     writers = [
         threading.Thread(target=lambda: [copies.write(file, [made]) for _ in range(20)])
@@ -247,7 +249,7 @@ def test_numbers_and_layout_are_those_of_this_version() -> None:
     digests = []
     for bits, group, zero in ((4, 32, "free"), (8, 64, "none")):
         made = round_to_nearest(weight, bits, group, zero)  # type: ignore[arg-type]
-        packed = Packed.of([QuantisedLinear(made, None)], torch.bfloat16)
+        packed = PackedMatrix.pack([QuantisedLinear(made, None)], torch.bfloat16)
         digests.append(hashlib.sha256(packed.data.numpy().data).hexdigest()[:16])
     assert copies._MAGIC.endswith(b" 5\n")
     assert digests == ["6c95fe762b97b829", "0c566f75e74d4f24"]

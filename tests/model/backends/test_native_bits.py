@@ -25,7 +25,7 @@ from paceline.kernels.library import (
 )
 from paceline.model.backends.base import relative_error
 from paceline.model.backends.native.model import unpack_modules
-from paceline.model.backends.native.packing import PLAIN, Packed
+from paceline.model.backends.native.packing import PLAIN, PackedMatrix
 from paceline.model.paged.int8 import INT8
 from paceline.model.target import CausalModel
 
@@ -263,12 +263,12 @@ def test_products(kernels: str, dtype: str, sizes: tuple[int, int]) -> None:
     outputs, inputs = sizes
     torch.manual_seed(0)
     linear = nn.Linear(inputs, outputs).to(DTYPES[dtype])
-    packed = Packed.of([linear], linear.weight.dtype)
+    packed = PackedMatrix.pack([linear], linear.weight.dtype)
     assert torch.equal(packed.dense(PLAIN, 0, outputs), linear.weight)
     x = torch.randn(100, inputs).to(DTYPES[dtype])
-    alone = torch.cat([packed.product(row[None]) for row in x])
+    alone = torch.cat([packed.multiply(row[None]) for row in x])
     for rows in (*range(1, 41), 48, 49, 100):
-        assert torch.equal(packed.product(x[:rows]), alone[:rows]), rows
+        assert torch.equal(packed.multiply(x[:rows]), alone[:rows]), rows
     wanted = in_stripes(x, linear.weight.detach()) + linear.bias.detach().float()
     if (
         dtype == "bfloat16" and kernels in SAME_BITS

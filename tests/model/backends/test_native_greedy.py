@@ -18,7 +18,7 @@ from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.kernels.library import INSTRUCTIONS, choose, instructions
 from paceline.model.backends.native.model import NativeModel
-from paceline.model.backends.native.recognise import DecoderShape, describe
+from paceline.model.backends.native.recognise import DecoderShape, describe_decoder
 from paceline.model.probe import register
 from paceline.model.target import CausalModel
 from paceline.verify.verifier import Verifier
@@ -61,7 +61,7 @@ def model_of(dtype: torch.dtype, change: Callable[[torch.Tensor], None]) -> Caus
     config = LlamaConfig(**{**COMMON, "vocab_size": WIDTH})
     hf: Any = AutoModelForCausalLM.from_config(config, attn_implementation="paceline").to(dtype)
     model = CausalModel(hf, "llama")
-    shape = describe(hf, model.cache_shapes, model.patterns)
+    shape = describe_decoder(hf, model.cache_shapes, model.patterns)
     change(hf.lm_head.weight.data)
     assert isinstance(shape, DecoderShape)
     model.backend = NativeModel(hf, shape)  # unasked: some of these are not finite

@@ -14,7 +14,7 @@ import torch
 
 from paceline.core.memory import processors
 from paceline.kernels.library import choose, library
-from paceline.model.backends.native.handle import Ropes
+from paceline.model.backends.native.handle import RopeTables
 
 
 class Slow:
@@ -27,10 +27,10 @@ class Slow:
 
 def test_tables_are_there_for_whoever_comes_second() -> None:
     """Two engines over one model, on two threads: the first sets nothing before it has made it."""
-    ropes, seen = Ropes(Slow(), [None]), dict[int, int]()
+    ropes, seen = RopeTables(Slow(), [None]), dict[int, int]()
 
     def reach(length: int) -> None:
-        seen[length] = min((len(table) for table in ropes.reach(length).tables), default=0)
+        seen[length] = min((len(table) for table in ropes.covering(length).tables), default=0)
 
     threads = [threading.Thread(target=reach, args=(length,)) for length in (300, 200, 700, 50)]
     for thread in threads:

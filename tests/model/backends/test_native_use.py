@@ -106,14 +106,14 @@ def test_what_disagrees_with_the_reference_is_not_used(
     model, _ = tiny_pair(name)
     before = {name: tensor.clone() for name, tensor in model.hf.state_dict().items()}
     wanted = logits(model)
-    right = using.describe
+    right = using.describe_decoder
 
     def wrong(*arguments: Any) -> Any:
         shape: Any = right(*arguments)
         other = {"scaling": 0.1, "windows": (1, 1), "norms": shape.norms[::-1]}[change]
         return replace(shape, **{change: other})
 
-    monkeypatch.setattr(using, "describe", wrong)
+    monkeypatch.setattr(using, "describe_decoder", wrong)
     assert not model.use("native") and model.backend.name == "reference"
     assert "the kernels' logits are" in said[0] and len(said) == 1
     assert torch.equal(logits(model), wanted)

@@ -13,7 +13,11 @@ from random_models import COMMON
 from paceline.core.batch import Batch, ModelOutput
 from paceline.model.backends.base import trial_logits
 from paceline.model.backends.native import model as using
-from paceline.model.backends.native.recognise import as_rms_norm, describe, unsupported_option
+from paceline.model.backends.native.recognise import (
+    as_rms_norm,
+    describe_decoder,
+    unsupported_option,
+)
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import FULL
 from paceline.model.probe import register
@@ -70,7 +74,7 @@ def test_rotary_embeddings_that_the_kernels_do_not_have(rope: dict[str, Any], re
     config.rope_parameters = {"rope_theta": 1e4, **rope}
     hf.model.rotary_emb = type(hf.model.rotary_emb)(config)
     shape = (hf.config.num_key_value_heads, 8, 8)
-    assert reason in str(describe(hf, [shape], [FULL] * len(hf.model.layers)))
+    assert reason in str(describe_decoder(hf, [shape], [FULL] * len(hf.model.layers)))
 
 
 def test_a_class_of_that_name_from_elsewhere() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.kernels.library import INSTRUCTIONS, choose, instructions
 from paceline.model.backends.reference import recurrences
-from paceline.model.backends.reference.recurrences import _STEPS, at_once
+from paceline.model.backends.reference.recurrences import _STEP_FUNCTIONS, batched_steps
 from paceline.model.paged.states import StateLevel, StateStep
 
 ROWS = 8
@@ -24,7 +24,7 @@ def _numbers(*shape: int) -> Tensor:
 
 def _convolution(wide: int, dtype: torch.dtype) -> tuple[Tensor, Step]:
     x, weight = _numbers(ROWS, wide, 1).to(dtype), _numbers(wide, 4).to(dtype)
-    step = _STEPS["causal_conv1d_update"]
+    step = _STEP_FUNCTIONS["causal_conv1d_update"]
     return _numbers(ROWS + 1, wide, 4).to(dtype), lambda rows, slots: step(
         x[rows], slots, weight, None, "silu"
     )
@@ -33,7 +33,7 @@ def _convolution(wide: int, dtype: torch.dtype) -> tuple[Tensor, Step]:
 def _mamba(wide: int, dtype: torch.dtype) -> tuple[Tensor, Step]:
     x, dt, z = _numbers(3, ROWS, wide).to(dtype)
     a, (b, c), d = -_numbers(wide, 16).exp(), _numbers(2, ROWS, 16).to(dtype), _numbers(wide)
-    step = _STEPS["mamba_selective_state_update"]
+    step = _STEP_FUNCTIONS["mamba_selective_state_update"]
     return _numbers(ROWS + 1, wide, 16), lambda rows, slots: step(
         *(slots, x[rows], dt[rows], a, b[rows], c[rows], d), dt_bias=d, z=z[rows]
     )
@@ -43,7 +43,7 @@ def _mamba2(wide: int, dtype: torch.dtype) -> tuple[Tensor, Step]:
     heads, width, n = wide // 64, 64, 128
     x, dt = _numbers(ROWS, heads, width).to(dtype), _numbers(ROWS, heads).to(dtype)
     (b, c), (a, bias, d) = _numbers(2, ROWS, 1, n).to(dtype), _numbers(3, heads)[..., None]
-    step = _STEPS["mamba2_selective_state_update"]
+    step = _STEP_FUNCTIONS["mamba2_selective_state_update"]
     return _numbers(ROWS + 1, heads, width, n), lambda rows, slots: step(
         *(slots, x[rows], dt[rows, :, None].expand(-1, -1, width)),
         *(-a.exp()[..., None].expand(-1, width, n), b[rows], c[rows], d),
@@ -55,7 +55,7 @@ def _delta_rule(wide: int, dtype: torch.dtype) -> tuple[Tensor, Step]:
     heads, n = wide // 64, 64
     q, k = _numbers(2, ROWS, 1, heads // 2, n).to(dtype)
     v, (g, beta) = _numbers(ROWS, 1, heads, n).to(dtype), _numbers(2, ROWS, 1, heads)
-    step = _STEPS["torch_recurrent_gated_delta_rule"]
+    step = _STEP_FUNCTIONS["torch_recurrent_gated_delta_rule"]
     return _numbers(ROWS + 1, heads, n, n), lambda rows, slots: step(
         *(q[rows], k[rows], v[rows]),
         **{"g": -g[rows].exp(), "beta": beta[rows].sigmoid(), "initial_state": slots},
@@ -83,15 +83,15 @@ def test_a_row_has_the_same_bits_beside_any_others(
     slots = [1, 1, 3, 4, 5, 6, 7, 8]
     before = [slots[parent] if parent >= 0 else 0 for parent in parents]
     together, apart = begin.clone(), begin.clone()
-    with at_once(StateStep((), tuple(_level(rows, before, slots) for rows in levels))):
+    with batched_steps(StateStep((), tuple(_level(rows, before, slots) for rows in levels))):
         outputs = step(torch.arange(ROWS), together)
     for row, parent in enumerate(parents):
         level = StateLevel(torch.arange(1), slice(0, 1), *_slots(parent + 1, row + 1))
-        with at_once(StateStep((), (level,))):
+        with batched_steps(StateStep((), (level,))):
             assert torch.equal(step(torch.tensor([row]), apart)[0], outputs[row])
     assert torch.equal(apart[2:], together[slots[1:]])
     monkeypatch.setattr(recurrences, "kernels", lambda: None)
-    with at_once(StateStep((), tuple(_level(rows, before, slots) for rows in levels))):
+    with batched_steps(StateStep((), tuple(_level(rows, before, slots) for rows in levels))):
         again = step(torch.arange(ROWS), begin)
     assert torch.allclose(
         again.float(), outputs.float(), 1e-2 if dtype.itemsize == 2 else 1e-5, 1e-5
@@ -110,7 +110,7 @@ def test_every_instruction_set_has_the_same_bits(
     chain = [list(range(ROWS)), list(range(1, ROWS + 1))]
     levels = StateStep((), tuple(_level([row], *chain) for row in range(ROWS)))
     for name in filter(choose, INSTRUCTIONS):
-        with at_once(levels):
+        with batched_steps(levels):
             made.append((name, step(torch.arange(ROWS), states := begin.clone()), states))
     choose(best)
     for name, outputs, states in made:

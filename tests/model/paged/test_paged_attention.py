@@ -85,7 +85,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_piece(kind, scattered, pattern, monkeypatch):
     """With others' leavings that are not numbers wherever nothing was written."""
-    monkeypatch.setattr(segments, "ALONE", 256)
+    monkeypatch.setattr(segments, "MAX_PADDED_KEYS", 256)
     generator = torch.Generator().manual_seed(0)
     feeds = feeds_of(KINDS[kind])
     cache = made(feeds, scattered, generator)
@@ -149,7 +149,7 @@ def test_what_is_not_finite_is_not_hidden():
 
 def test_long_contexts_are_read_in_place():
     """No copies of a context for a step's sake, as long as its blocks lie in one run."""
-    long = segments.ALONE + 1
+    long = segments.MAX_PADDED_KEYS + 1
     feeds = feeds_of([(long, (), 1), (long + 40, TREE, 1), (50, (), 1), (60, (), 1)])
     cache = made(feeds, False, torch.Generator().manual_seed(0))
     step = AttentionStep.of(cache.batch_of(feeds), cache, (FULL,))

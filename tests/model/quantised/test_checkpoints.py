@@ -47,7 +47,7 @@ def layers(hf: Any) -> dict[str, QuantisedLinear]:
 
 def wide(kept: dict[str, QuantisedLinear]) -> set[str]:
     """Layers beside which activations have 16 bits; those of ``down`` do not divide into 64."""
-    return {name.rpartition(".")[2] for name, m in kept.items() if m.quantised.wide}
+    return {name.rpartition(".")[2] for name, m in kept.items() if m.quantised.int16_activations}
 
 
 def test_packing_four_bits_is_undone_by_unpacking() -> None:
@@ -98,7 +98,7 @@ def test_int4_is_one_model_written_or_made_when_loaded(
     assert len(read) == len(made) - 1  # the head is left as it is
     for name, module in read.items():
         one, other = module.quantised, made[name].quantised
-        assert (one.bits, one.from_zero) == (other.bits, other.from_zero) == (4, True)
+        assert (one.bits, one.unsigned) == (other.bits, other.unsigned) == (4, True)
         assert one.offsets is not None and other.offsets is not None
         assert torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales), name
         assert torch.equal(one.offsets, other.offsets), name

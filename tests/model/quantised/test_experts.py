@@ -57,7 +57,7 @@ def test_they_compute_what_they_were_made_from(folder: Path) -> None:
     mlp = model.hf.model.layers[1].mlp
     assert isinstance(mlp.experts, Experts)
     assert torch.allclose(logits(model), wanted, atol=1e-4)
-    mlp.experts = mlp.experts.whole()
+    mlp.experts = mlp.experts.merged()
     assert torch.equal(logits(model), wanted)
 
 

@@ -42,7 +42,7 @@ def test_numbers_are_those_of_the_gguf_package(kind: str) -> None:
     assert weight.shape == (12, 512)
     wanted = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     assert torch.equal(weight.dense(), torch.from_numpy(wanted))
-    assert weight.fits
+    assert weight.has_supported_groups
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +65,7 @@ def test_all_layers_are_kept(kind: str, architecture: str, tmp_path: Path) -> No
     path = tmp_path / "model.gguf"
     write_gguf(path, architecture, quantisation=kind)
     plain = load_module(str(path), "float32", "cpu")
-    layers = kept(load_module(str(path), "float32", "cpu", packed=True))
+    layers = kept(load_module(str(path), "float32", "cpu", keep_quantised=True))
     assert len(layers) == 15
     for name, layer in layers.items():
         assert layer.quantised.bits == int(kind[1])
@@ -110,6 +110,6 @@ def test_types_that_cannot_be_kept_are_said(
     path = tmp_path / "model.gguf"
     write_gguf(path, quantisation="Q5_0")
     with showing():
-        module = load_module(str(path), "float32", "cpu", packed=True)
+        module = load_module(str(path), "float32", "cpu", keep_quantised=True)
     assert not kept(module)
     assert "15 of 15 layers are dequantised: Q5_0 (15)" in capsys.readouterr().err

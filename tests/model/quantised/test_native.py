@@ -13,11 +13,11 @@ import torch
 from paceline.kernels.compile import NativeUnavailableError
 from paceline.kernels.library import INSTRUCTIONS, choose, instructions
 from paceline.lab.perplexity import perplexity
-from paceline.model.backends.native.packing import Form, Packed
-from paceline.model.quantised.rounding import Zero, nearest, round_to_nearest
+from paceline.model.backends.native.packing import PackedFormat, PackedMatrix
+from paceline.model.quantised.rounding import ZeroPoint, nearest, round_to_nearest
 from paceline.model.quantised.weights import (
     QuantisedLinear,
-    common_form,
+    in_common_format,
     quantised_product,
 )
 from paceline.model.target import CausalModel
@@ -41,9 +41,9 @@ def linear_of(bits: int, group: int, zero: str, rows: int = 70) -> QuantisedLine
     weight = torch.randn(rows, 192, generator=generator) * 0.05 + 0.01
     # "least": codes of 0 to 15, as in GGUF's Q4_1
     grid = {"least": "free", "narrow": "none"}.get(zero, zero)
-    rounded = nearest(weight, bits, group, cast(Zero, grid))
-    rounded = replace(rounded, narrow=zero == "narrow")
-    assert rounded.from_zero == (zero == "least")
+    rounded = nearest(weight, bits, group, cast(ZeroPoint, grid))
+    rounded = replace(rounded, int8_activations=zero == "narrow")
+    assert rounded.unsigned == (zero == "least")
     return QuantisedLinear(rounded, torch.randn(rows))
 
 
@@ -67,10 +67,10 @@ def test_products_are_those_of_the_readable_truth(
     kernels: str, bits: int, group: int, zero: str
 ) -> None:
     linear = linear_of(bits, group, zero)
-    packed = Packed.of([linear], torch.float32)
+    packed = PackedMatrix.pack([linear], torch.float32)
     x = torch.randn(13, 192, generator=torch.Generator().manual_seed(1))
     wanted = quantised_product(x, linear.quantised) + linear.bias
-    result = packed.product(x)
+    result = packed.multiply(x)
     assert float((result - wanted).abs().max() / wanted.abs().max()) < 1e-6
 
 
@@ -78,29 +78,29 @@ def test_products_are_those_of_the_readable_truth(
 def test_a_row_has_the_same_bits_alone_and_in_every_instruction_set(
     kernels: str, bits: int, group: int, zero: str
 ) -> None:
-    packed = Packed.of([linear_of(bits, group, zero)], torch.bfloat16)
+    packed = PackedMatrix.pack([linear_of(bits, group, zero)], torch.bfloat16)
     x = torch.randn(100, 192, generator=torch.Generator().manual_seed(2)).bfloat16()
-    every = packed.product(x)
-    alone = torch.cat([packed.product(row[None]) for row in x])
+    every = packed.multiply(x)
+    alone = torch.cat([packed.multiply(row[None]) for row in x])
     assert torch.equal(alone, every)
     for rows in (*range(2, 20), 33, 47, 48, 49, 97):  # tiles of every size, and passes of 48
-        assert torch.equal(packed.product(x[:rows]), every[:rows])
+        assert torch.equal(packed.multiply(x[:rows]), every[:rows])
     choose(BEST)
-    assert torch.equal(packed.product(x), every)
+    assert torch.equal(packed.multiply(x), every)
 
 
 @pytest.mark.parametrize(("bits", "group", "zero"), FORMS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_what_was_packed_is_had_back(bits: int, group: int, zero: str, gated: bool) -> None:
     linears = [linear_of(bits, group, zero), linear_of(bits, group, zero)]
-    packed = Packed.of(linears, torch.float32, gated)
+    packed = PackedMatrix.pack(linears, torch.float32, gated)
     for index, linear in enumerate(linears):
         place, first = (1 + index, 0) if gated else (0, 70 * index)
         unpacked = packed.quantised(place, first, 70)
         assert torch.equal(unpacked.codes, linear.quantised.codes)
         assert torch.equal(unpacked.scales, linear.quantised.scales)
-        assert unpacked.from_zero == linear.quantised.from_zero
-        assert unpacked.wide == linear.quantised.wide
+        assert unpacked.unsigned == linear.quantised.unsigned
+        assert unpacked.int16_activations == linear.quantised.int16_activations
         if unpacked.offsets is not None:
             assert torch.equal(unpacked.offsets, linear.quantised.offsets)
 
@@ -118,21 +118,21 @@ def test_matrices_of_several_forms_are_packed_in_one_without_loss(
     forms: list[tuple[int, int, str]], bits: int, group: int
 ) -> None:
     linears = [linear_of(*form) for form in forms]
-    weights = common_form([linear.quantised for linear in linears])
+    weights = in_common_format([linear.quantised for linear in linears])
     assert {(w.bits, w.group) for w in weights} == {(bits, group)}
     for weight, linear in zip(weights, linears, strict=True):
         assert torch.equal(weight.dense(), linear.weight)
-    packed = Packed.of(linears, torch.float32)
+    packed = PackedMatrix.pack(linears, torch.float32)
     x = torch.randn(9, 192, generator=torch.Generator().manual_seed(3))
     both = zip(weights, linears, strict=True)
     wanted = torch.cat([quantised_product(x, weight) + m.bias for weight, m in both], 1)
-    assert float((packed.product(x) - wanted).abs().max() / wanted.abs().max()) < 1e-6
+    assert float((packed.multiply(x) - wanted).abs().max() / wanted.abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("zero", ["none", "whole", "free"])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 64), (8, 576)])
 def test_rounding_has_the_bits_of_the_readable_truth(
-    kernels: str, bits: int, group: int, zero: Zero
+    kernels: str, bits: int, group: int, zero: ZeroPoint
 ) -> None:
     """Also where halves do not hold the scales of some rows, and in groups without a range."""
     weight = 0.03 * torch.randn(150, 576, generator=torch.Generator().manual_seed(bits))
@@ -146,26 +146,26 @@ def test_rounding_has_the_bits_of_the_readable_truth(
         assert (rounded.offsets is None) == (wanted.offsets is None) == (zero == "none")
         if rounded.offsets is not None and wanted.offsets is not None:
             assert torch.equal(rounded.offsets, wanted.offsets)
-        assert rounded.from_zero == wanted.from_zero
+        assert rounded.unsigned == wanted.unsigned
 
 
 def test_scales_are_stored_in_the_fewest_bytes_that_hold_them() -> None:
     linear = linear_of(4, 32, "none")
-    assert Form.of([linear.quantised]).scale_kind == 1  # bf16
+    assert PackedFormat.of([linear.quantised]).scale_kind == 1  # bf16
     linear.quantised.scales.copy_(torch.rand(70, 6).half().float() * 0.01)
     linear.quantised.scales.copy_(linear.quantised.scales.half().float())
-    assert Form.of([linear.quantised]).scale_kind == 2  # half
-    packed = Packed.of([linear], torch.float32)
+    assert PackedFormat.of([linear.quantised]).scale_kind == 2  # half
+    packed = PackedMatrix.pack([linear], torch.float32)
     assert torch.equal(packed.quantised(0, 0, 70).scales, linear.quantised.scales)
     linear.quantised.scales[0, 0] = 1 / 3
-    assert Form.of([linear.quantised]).scale_kind == 0
+    assert PackedFormat.of([linear.quantised]).scale_kind == 0
 
 
 def test_what_is_rounded_to_a_free_grid_has_scales_of_two_bytes() -> None:
     linear = linear_of(4, 32, "least")
-    assert Form.of([linear.quantised]).scale_kind == 2
+    assert PackedFormat.of([linear.quantised]).scale_kind == 2
     tiny = QuantisedLinear(nearest(linear.weight * 1e-5, 4, 32, "free"), None)
-    assert Form.of([tiny.quantised]).scale_kind == 0  # half would lose digits of these
+    assert PackedFormat.of([tiny.quantised]).scale_kind == 0  # half would lose digits of these
     error = (tiny.weight - linear.weight * 1e-5).norm() / (linear.weight * 1e-5).norm()
     assert float(error) < 0.01
 

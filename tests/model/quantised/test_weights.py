@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.model.quantised.rounding import Zero, gptq, nearest
+from paceline.model.quantised.rounding import ZeroPoint, gptq, nearest
 from paceline.model.quantised.weights import (
     QuantisedLinear,
     QuantisedWeight,
@@ -19,7 +19,7 @@ from paceline.model.quantised.weights import (
 )
 
 
-def weight_of(bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
+def weight_of(bits: int, group: int, zero: ZeroPoint = "none") -> QuantisedWeight:
     weight = torch.randn(24, 128, generator=torch.Generator().manual_seed(bits)) + 0.3
     return nearest(weight, bits, group, zero)
 
@@ -27,9 +27,11 @@ def weight_of(bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
 def by_hand(x: torch.Tensor, weight: QuantisedWeight, row: int, out: int) -> float:
     """The formulas of weights.py, with Python's whole numbers and one rounding to float32 each."""
     total = torch.tensor(0.0)
-    most = 127 * 256 if weight.wide else 127
+    most = 127 * 256 if weight.int16_activations else 127
     for start in range(0, x.shape[1], weight.span):
-        part = x[row] if weight.wide else x[row, start // 32 * 32 : start // 32 * 32 + 32]
+        part = (
+            x[row] if weight.int16_activations else x[row, start // 32 * 32 : start // 32 * 32 + 32]
+        )
         scale = part.abs().max() / most
         codes = (x[row, start : start + weight.span] * (1 / scale)).round().clamp(-most, most)
         group = start // weight.group
@@ -38,15 +40,17 @@ def by_hand(x: torch.Tensor, weight: QuantisedWeight, row: int, out: int) -> flo
         term = torch.tensor(float(exact)) * weight.scales[out, group]
         if weight.offsets is not None:
             term = term + torch.tensor(float(sum(whole))) * weight.offsets[out, group]
-        total = total + (term if weight.wide else term * scale)
-    return float(total * scale if weight.wide else total)
+        total = total + (term if weight.int16_activations else term * scale)
+    return float(total * scale if weight.int16_activations else total)
 
 
 @pytest.mark.parametrize("zero", ["none", "whole", "free"])
 @pytest.mark.parametrize(
     ("bits", "group", "span"), [(8, 128, 64), (8, 32, 32), (8, 16, 16), (4, 32, 32), (4, 64, 32)]
 )
-def test_a_product_is_what_the_formulas_say(bits: int, group: int, span: int, zero: Zero) -> None:
+def test_a_product_is_what_the_formulas_say(
+    bits: int, group: int, span: int, zero: ZeroPoint
+) -> None:
     weight = weight_of(bits, group, zero)
     assert weight.span == span
     assert (weight.offsets is None) == (zero == "none")
@@ -55,11 +59,11 @@ def test_a_product_is_what_the_formulas_say(bits: int, group: int, span: int, ze
 
 def test_gates_and_heads_have_activations_of_8_bits() -> None:
     weight = weight_of(8, 128)
-    assert weight.of_layer("model.layers.0.mlp.down_proj").wide
+    assert weight.for_layer("model.layers.0.mlp.down_proj").int16_activations
     for name in ("model.layers.0.mlp.gate_proj", "lm_head"):
-        narrow = weight.of_layer(name)
-        assert (narrow.wide, narrow.span) == (False, 32)
-        assert not narrow.rows(slice(3)).wide
+        narrow = weight.for_layer(name)
+        assert (narrow.int16_activations, narrow.span) == (False, 32)
+        assert not narrow.rows(slice(3)).int16_activations
         is_what_the_formulas_say(narrow)
 
 
@@ -95,7 +99,7 @@ def test_beside_eight_bits_activations_lose_next_to_nothing() -> None:
     """Not even where one of them is a thousand times the others, as models' are."""
     x = torch.randn(4, 128, generator=torch.Generator().manual_seed(2))
     x[:, 5] = 1000
-    codes, scales = quantise_rows(x, wide=True)
+    codes, scales = quantise_rows(x, int16=True)
     assert codes.abs().max() == 127 * 256
     assert float((codes * scales - x)[:, 6:].norm() / x[:, 6:].norm()) < 0.01
     weight = weight_of(8, 128)
@@ -104,8 +108,8 @@ def test_beside_eight_bits_activations_lose_next_to_nothing() -> None:
 
 
 def test_a_row_of_zeros_is_zero() -> None:
-    for wide in (False, True):
-        codes, scales = quantise_rows(torch.zeros(2, 64), wide)
+    for int16 in (False, True):
+        codes, scales = quantise_rows(torch.zeros(2, 64), int16)
         assert not codes.any()
         assert not scales.any()
     assert not quantised_product(torch.zeros(2, 128), weight_of(4, 32)).any()
@@ -154,7 +158,7 @@ def test_a_free_offset_finds_back_the_numbers_of_sixteen_steps() -> None:
 def test_whole_zero_points_fit_a_shifted_group_better_than_none() -> None:
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(5)) + 1
 
-    def error(zero: Zero) -> float:
+    def error(zero: ZeroPoint) -> float:
         return float((nearest(weight, 4, 32, zero).dense() - weight).norm())
 
     assert error("free") <= error("whole") < 0.8 * error("none")

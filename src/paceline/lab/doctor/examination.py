@@ -78,7 +78,7 @@ def examine(
         away = options.offload, options.weights_memory
         plan = plan_offload(target, options.dtype, options.device, *away)
         findings.append(machine.check_offload(plan, options.offload))
-        needs = replace(needs, weights=plan.peak, loading=0)
+        needs = replace(needs, weights=plan.peak_bytes, loading=0)
         kernels = machine.has_kernels(setting.device, options.backend)  # for its 4-bit form
         beside = replace(setting, kernels=kernels)
     for name, folder in (lora or {}).items():

@@ -281,10 +281,10 @@ def check_memory(setting: Setting, needs: Needs, context: int) -> Finding:
 
 
 def check_offload(plan: OffloadPlan, offload: str) -> Finding:
-    if not plan.away:
+    if not plan.offloaded:
         return finding("offload-idle", layers=plan.layers, offload=offload)
-    layers: Any = {"away": plan.away, "layers": plan.layers, "offload": offload}
-    moved, seconds = size(plan.moved), plan.moved / 2**30
+    layers: Any = {"away": plan.offloaded, "layers": plan.layers, "offload": offload}
+    moved, seconds = size(plan.moved_bytes), plan.moved_bytes / 2**30
     return finding("weights-offloaded", **layers, moved=moved, seconds=seconds)
 
 

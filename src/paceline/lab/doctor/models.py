@@ -22,7 +22,7 @@ from paceline.lab.doctor.findings import ERROR, NOTE, Finding, finding, refusal
 from paceline.model import loading
 from paceline.model.backends.reference.recurrent import adapt_mixers
 from paceline.model.gguf import GgufFile, gguf_file, read_gguf
-from paceline.model.gguf_weights import check_taken
+from paceline.model.gguf_weights import check_all_tensors_used
 from paceline.model.names import SMALL, check_hub_name, hub_message, is_path, located
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.paged.states import bytes_per_state
@@ -217,7 +217,7 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
         loading.check_architecture(config)
         text_config = config.get_text_config(decoder=True)
         if files.gguf is not None:
-            check_taken(files.gguf, skeleton_of(config))
+            check_all_tensors_used(files.gguf, skeleton_of(config))
     except (ModelLoadError, UnsupportedModelError) as error:
         return None, [refusal("remote-code" if foreign else "architecture-refused", error)]
     if foreign:

@@ -1,4 +1,5 @@
-"""Backends, which run all forwards: protocol (whose defaults use torch's modules) and names."""
+"""The backend interface. A backend runs all forwards of a model and of its draft heads; the default
+methods use torch modules. Backends are looked up by name."""
 
 from __future__ import annotations
 
@@ -28,9 +29,10 @@ NATIVE, REFERENCE = "native", "reference"
 
 
 class Adapted(Protocol):
-    """A model as ``CausalModel`` adapts it: what backends read of it. ``hf`` is the module of
-    transformers, whose attention goes through our paged cache; ``cache_shapes`` and ``patterns``
-    (windows, chunks) are by layer; ``checkpoint``: the files that it was loaded from."""
+    """What a backend may read of the model that it runs; ``CausalModel`` fulfils it. ``hf``: the
+    module of transformers, whose attention goes through our paged cache. ``cache_shapes`` and
+    ``patterns`` (what a row attends to) are by layer. ``checkpoint``: the files it was loaded from,
+    none for a module of the caller's."""
 
     hf: Any
     name: str
@@ -52,32 +54,32 @@ class Adapted(Protocol):
 
 
 class Ending(NamedTuple):
-    """Where a tree ends. A path of probability p counts for a chance of p ** ``power``; behind a
-    level whose expanded nodes have less than ``stop`` together there is no other, and nodes less
-    probable than ``least`` are left out of a dynamic tree (but for one)."""
+    """Where the growth of a tree ends. A path of draft probability p counts as accepted with
+    probability p ** ``power``. Growth stops after a level whose expanded nodes have less than
+    ``stop`` in total. A dynamic tree drops nodes below ``least``, but keeps at least one."""
 
     power: float = 1.0
     stop: float = 0.0
     least: float = 0.0
 
 
-WHOLE = Ending()  # it ends with its depth
+WHOLE = Ending()  # the tree always grows to its depth
 
 
 @dataclass(frozen=True)
 class WantedTree:
-    """A tree below a committed token; the cache has ``base`` rows before its nodes. ``width``:
-    candidates after an expanded node, and expanded nodes of a level; the ``nodes`` likeliest stay.
-    A width of 1 is a chain: what was drawn may say where a chain ends, but not drop what it ends
-    with.
-    ``position``: index of its first token, on which seeded noise depends. ``drawn``: the seed of a
-    chain's draws, where the request has none (Draw.IID)."""
+    """A tree to be grown below a committed token. ``width``: candidates after each expanded node,
+    and expanded nodes in each level; the ``nodes`` most probable nodes stay. ``base``: cache rows
+    in front of the tree's nodes. A width of 1 is a chain; ``ending`` may stop a chain early, but
+    never drops its last token, as pruning a sampled token by its own probability biases the output.
+    ``position``: index of its first token in the text, on which seeded noise depends. ``drawn``:
+    the seed with which a chain is sampled (Draw.IID) if the request has no seed."""
 
     depth: int
     width: int
     nodes: int
     base: int
-    table: Sequence[int]  # the sequence's blocks, with room for what is expanded
+    table: Sequence[int]  # the sequence's block table, with room for the expanded nodes
     params: SamplingParams
     position: int
     ending: Ending = WHOLE
@@ -87,8 +89,9 @@ class WantedTree:
 
 @dataclass(frozen=True)
 class GrownTree:
-    """A tree, and by node its index among the expanded ones (-1: not expanded) and the
-    log-probability of its path (0 in chains that do not end early; () if not known)."""
+    """A grown tree. ``slots``: each node's index among the expanded nodes, -1 if not expanded.
+    ``scores``: the log-probability of each node's path; 0 in chains without an early end, () if
+    unknown."""
 
     tree: TokenTree
     slots: tuple[int, ...]
@@ -96,7 +99,7 @@ class GrownTree:
 
 
 class Growth(Protocol):
-    """Grows drafts with a model or a head, as draft/trees/grow.py does by levels."""
+    """Grows whole draft trees with a model or head, as draft/trees/grow.py does level by level."""
 
     def __call__(
         self,
@@ -107,25 +110,27 @@ class Growth(Protocol):
         outputs: torch.Tensor | None = None,
         first: Batch | None = None,
     ) -> list[GrownTree]:
-        """From ``logits [trees, columns]`` after the committed tokens, and an EAGLE head's
-        ``outputs [trees, hidden]`` there, both of the model's dtype. ``ids`` int64 ``[columns]``,
-        ascending: the columns' tokens, if not their numbers. ``first``: a forward that writes the
-        logits in the same call. Raises IndexError if a table has no room for a tree, or a token or
-        a position of ``first`` is out of range."""
+        """Grow a tree for each of ``wanted``. ``logits [trees, columns]`` in the model's dtype: the
+        logits after the committed tokens; ``outputs [trees, hidden]``: an EAGLE head's outputs
+        there. ``ids`` int64 ``[columns]``, ascending: the columns' token ids; None: column n is
+        token n. ``first``: a forward that the same call runs before, and that writes ``logits``.
+        Raises IndexError if a block table has no room for its tree, or a token or position of
+        ``first`` is out of range."""
 
 
 # -- heads on a target's features --------------------------------------------------------------
 
-# Logits ``[B, count, vocab]`` of the first ``count`` Medusa heads, from features ``[B, width]``.
+# (features ``[B, width]``, count) to the logits ``[B, count, vocab]`` of the first Medusa heads.
 DraftingHeads = Callable[[torch.Tensor, int], torch.Tensor]
-# ``attend(query [1, heads, T, d], key and value [1, kv_heads, T, d], layer=, scaling=)`` of a
-# head's layers stores keys and values after rotary embedding; ``[1, T, heads, d]``.
+# Attention of a head's layer: ``attend(query [1, heads, T, d], key, value, layer=, scaling=)``
+# stores key and value, ``[1, kv_heads, T, d]`` after rotary embedding, and returns ``[1, T, heads,
+# d]``.
 Attend = Callable[..., torch.Tensor]
 
 
 class EagleStep:
-    """Runs the EAGLE head ``head`` by its modules; ``embed`` maps the target's token ids to ``[T,
-    H]``. ``growth`` grows whole trees with it; None: drafters do by levels."""
+    """Runs the modules of the EAGLE head ``head``; ``embed`` maps the target's token ids to ``[T,
+    H]``. ``growth`` grows whole trees with the head; None: drafters grow level by level."""
 
     growth: Growth | None = None
 
@@ -135,8 +140,9 @@ class EagleStep:
     def __call__(
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs ``[R, H]`` and logits ``[R, draft_vocab]`` of ``batch.logit_rows``, from features
-        ``[T, layers * target_hidden]`` or, if ``fused``, earlier outputs ``[T, H]``."""
+        """Outputs ``[R, H]`` and logits ``[R, draft_vocab]`` of ``batch.logit_rows``, from the
+        target's features ``[T, layers * target_hidden]`` or, if ``fused``, the head's own earlier
+        outputs ``[T, H]``."""
         head, layers = self.head, (FULL,) * self.head.config.layers
         step = AttentionStep.of(batch, cache, layers, device=cache.device)
         attend, rows = partial(paged_attention, step=step), step.batch
@@ -148,8 +154,8 @@ class EagleStep:
 
 
 class BlockStep:
-    """Runs a block drafter's ``head`` by its modules; ``embed`` maps the target's token ids to
-    ``[T, H]``, ``lm_head`` outputs to logits."""
+    """Runs the modules of a block drafter's ``head``; ``embed`` maps the target's token ids to
+    ``[T, H]``, ``lm_head`` maps outputs to logits."""
 
     def __init__(
         self,
@@ -160,14 +166,14 @@ class BlockStep:
         self.head, self._embed, self.logits = head, embed, lm_head
 
     def read(self, batch: Batch, cache: PagedCache, features: torch.Tensor) -> None:
-        """Store the keys and values of ``features [T, layers * H]`` at the batch's rows."""
+        """Write the keys and values of ``features [T, layers * H]`` into the batch's slots."""
         positions, slots = to_device((batch.positions, batch.slots), cache.device)
         for layer, new in enumerate(self.head.context(features, positions)):
-            for stored, part in zip(cache.kv(layer), new, strict=True):
-                stored.index_copy_(0, slots, part[0].transpose(0, 1))
+            for cached, part in zip(cache.kv(layer), new, strict=True):
+                cached.index_copy_(0, slots, part[0].transpose(0, 1))
 
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
-        """Outputs ``[T, H]`` of the rows of blocks, whose keys and values the cache gets, too."""
+        """Outputs ``[T, H]`` of the rows of the blocks; their keys and values go into the cache."""
         layers = (FULL,) * self.head.config.layers
         step = AttentionStep.of(batch, cache, layers, device=cache.device)
         attend, rows = partial(paged_attention, step=step), step.batch
@@ -179,57 +185,58 @@ class Backend(ABC):
     """Runs a model's forward over a packed batch."""
 
     name: str
-    runs_torch = True  # forwards run operators of torch
-    same_bits = False  # a row's results do not depend on the other rows of a batch
-    runs_quantised = False  # weights in 8 and 4 bits are multiplied without unpacking
-    head_share = 0.0  # of the bytes of all matrices, the language-model head's
+    runs_torch = True  # whether forwards run torch operators
+    same_bits = False  # whether a row has the same bits whatever other rows are in the batch
+    runs_quantised = False  # whether 8- and 4-bit weights are multiplied without dequantising them
+    head_share = 0.0  # the language-model head's share of the bytes of all matrices
 
     @property
     def description(self) -> str:
-        """The name, and what it computes with."""
+        """The name, with the instruction set or library that it computes with."""
         return self.name
 
     @abstractmethod
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
-        """One forward: ``logits [R, vocab]`` of ``batch.logit_rows``, keys and values of all rows
-        into ``batch.slots`` of the cache, and ``batch.features``, which are known to exist."""
+        """One forward. Returns ``logits [R, vocab]`` of ``batch.logit_rows`` and features of the
+        layers ``batch.features``, which all exist; writes the keys and values of all rows into the
+        cache at ``batch.slots``."""
 
     @abstractmethod
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[..., vocab]`` of final-norm outputs ``[..., hidden]``."""
+        """The logits ``[..., vocab]`` for final-norm outputs ``[..., hidden]``."""
 
     @abstractmethod
     def without(self, skipped: frozenset[int]) -> Backend:
-        """The same without some layers; the others keep their numbers, and so their cache. Raises
-        ConfigError or UnsupportedModelError."""
+        """A backend that shares the weights but skips these layers; the others keep their indices,
+        and so their part of the cache. Raises ConfigError or UnsupportedModelError."""
 
     def check_adapter(self, adapter: Adapter) -> None:
-        """Raises ConfigError if rows of a batch with this adapter would not get what it adds."""
+        """Raises ConfigError if this backend cannot apply the adapter to rows of a batch."""
         raise ConfigError(
             f"the adapter {adapter.name}: the backend {self.description} runs no adapters; use "
             "--backend reference"
         )
 
     def scratch_bytes(self, rows: int) -> int:
-        """Bytes of a forward over so many rows beside weights, cache and torch's memory."""
+        """Bytes that a forward over ``rows`` rows allocates outside torch, weights and cache."""
         return 0
 
     @property
     def growth(self) -> Growth | None:
-        """Grows whole drafts with this model; None: drafters do by levels."""
+        """Grows whole draft trees with this model; None: drafters grow level by level."""
         return None
 
     def eagle(self, head: Any, model: Adapted) -> EagleStep:
-        """A step of an EAGLE ``head`` on features of ``model``; may change its weights' layout."""
+        """Runs an EAGLE ``head`` on features of ``model``; may change the layout of its weights."""
         return EagleStep(head, head.embed_tokens or model.embedding("input"))
 
     def block(self, head: Any, model: Adapted) -> BlockStep:
-        """A step of a block drafter's ``head`` on features of ``model``."""
+        """Runs a block drafter's ``head`` on features of ``model``."""
         embed = head.embed_tokens or model.embedding("input")
         return BlockStep(head, embed, head.lm_head or self.head)
 
     def medusa(self, heads: Any) -> DraftingHeads:
-        """All Medusa ``heads`` in one call; may change their weights' layout."""
+        """Runs Medusa ``heads`` in one call; may change the layout of their weights."""
 
         def run(features: torch.Tensor, count: int) -> torch.Tensor:
             logits = [heads.logits(head, features, self.head) for head in range(count)]
@@ -238,13 +245,13 @@ class Backend(ABC):
         return run
 
     def quantised(self, model: Adapted, precision: str) -> tuple[Any, Backend] | None:
-        """Modules like ``model``'s with matrices in ``precision``, sharing all else, and their
-        backend. None: the library's modules are rounded and given to this backend."""
+        """Modules like ``model``'s with matrices in ``precision`` that share all else, and their
+        backend. None: the caller quantises modules of transformers for this backend."""
         return None
 
 
 class Ranks(Protocol):
-    """The processes that share a model's weights, seen from the one that decodes."""
+    """The tensor-parallel processes of a model, as seen from the process that decodes."""
 
     size: int
 
@@ -252,10 +259,11 @@ class Ranks(Protocol):
         """The embedding or the language-model head, gathered on this process's device."""
 
     def free_memory(self) -> int:
-        """Bytes that every rank has free."""
+        """Free bytes of the rank that has the fewest."""
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
-        """Call once, on any thread, with the reason why the model cannot run any more."""
+        """Register a callback that is called once, on any thread, with the reason why the model
+        cannot run any more."""
 
     def close(self) -> None:
         """End the other processes."""
@@ -263,16 +271,16 @@ class Ranks(Protocol):
 
 # -- the batch on which a backend is compared with the reference before it is used --------------
 
-_ROWS = 8  # of each sequence, a block
-# Positions of the trial, as rows read all keys before them.
-_LONGEST = 4096
+_ROWS = 8  # rows of each sequence, and tokens of a block
+_LONGEST = 4096  # longest context of the trial: a row attends to all keys before it
 
 
 def trial_logits(model: Adapted, backend: Backend | None = None) -> tuple[torch.Tensor, ...]:
-    """Logits ``[8, vocab]`` of ``backend`` (or the model's) for three sequences at the beginning,
-    middle and end of the context, of at most 4,096 positions, over the same keys."""
+    """Logits ``[8, vocab]`` of three sequences, computed by ``backend`` (None: the model's own).
+    They have rows at the beginning, in the middle and at the end of the model's context (of at most
+    4,096 positions); their contexts repeat the block that the first sequence writes."""
     blocks = max(1, min(model.max_positions, _LONGEST) // _ROWS)
-    before = [0, (blocks - 1) // 2, blocks - 1]  # blocks of each sequence
+    before = [0, (blocks - 1) // 2, blocks - 1]  # blocks in front of each sequence's rows
     rows = range(3 * _ROWS)
     batch = Batch(
         [(row * 7919 + 1) % model.vocab_size for row in rows],
@@ -285,46 +293,47 @@ def trial_logits(model: Adapted, backend: Backend | None = None) -> tuple[torch.
     return torch.split((backend or model)(batch, cache).logits, _ROWS)
 
 
-def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference over the norm of ``wanted``, whose rows are centred first."""
-    got, wanted = got.float(), wanted.float()
-    spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
-    return float((got - wanted).norm() / spread.clamp_min(1e-12))
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of ``expected`` with each row's mean subtracted."""
+    actual, expected = actual.float(), expected.float()
+    spread = (expected - expected.mean(-1, keepdim=True)).norm()
+    return float((actual - expected).norm() / spread.clamp_min(1e-12))
 
 
 # -- by name -----------------------------------------------------------------------------------
-# Functions ``make(model) -> Backend | str``, the string why it cannot run a model. Packages offer
-# more by entry points of the group ``paceline.backends``, programs by ``register_backend``.
+# Packages add backends by entry points of the group ``paceline.backends``, programs by
+# ``register_backend``.
 
 AUTO = "auto"
-MakeBackend = Callable[[Adapted], Backend | str]
+MakeBackend = Callable[[Adapted], Backend | str]  # the string says why it cannot run the model
 
 _registered: dict[str, MakeBackend] = {}
 
 
 def register_backend(name: str, make: MakeBackend) -> None:
-    """Let ``backend=name`` run models by ``make``. Raises ConfigError for names of our own."""
+    """Make ``backend=name`` known; ``make`` creates it for a model. Raises ConfigError if ``name``
+    is that of a built-in backend."""
     if name in (AUTO, NATIVE, REFERENCE):
         raise ConfigError(f"there is a backend {name!r} already; use another name")
     _registered[name] = make
 
 
 def backend_names() -> tuple[str, ...]:
-    """What ``backend=`` may be."""
+    """The values that ``backend=`` may have."""
     offered = {point.name for point in entry_points(group="paceline.backends")}
     more = sorted({*_registered, *offered} - {AUTO, NATIVE, REFERENCE})
     return (AUTO, NATIVE, REFERENCE, *more)
 
 
 def make_backend(name: str, model: Adapted) -> Backend | str:
-    """The backend of a model, or why it cannot run it. Raises ConfigError for an unknown name, one
-    that cannot be imported, and whatever a backend of others raises."""
+    """Create the backend ``name`` for a model, or say why it cannot run the model. Raises
+    ConfigError if the name is unknown, or the backend cannot be imported or fails."""
     if name == NATIVE:
         native: MakeBackend = import_module("paceline.model.backends.native.model").native_backend
         return native(model)
     check_backend(name)
     try:
-        make = _registered.get(name) or _imported(name)
+        make = _registered.get(name) or _load_entry_point(name)
         return make(model)
     except PacelineError:
         raise
@@ -336,7 +345,7 @@ def make_backend(name: str, model: Adapted) -> Backend | str:
         ) from error
 
 
-def _imported(name: str) -> MakeBackend:
+def _load_entry_point(name: str) -> MakeBackend:
     point = next(iter(entry_points(group="paceline.backends", name=name)), None)
     if point is None:
         raise ConfigError(
@@ -350,7 +359,7 @@ def _imported(name: str) -> MakeBackend:
 
 
 def check_backend(name: str) -> None:
-    """Raises ConfigError for a name that is not known."""
+    """Raises ConfigError if no backend has this name."""
     if name not in backend_names():
         known = ", ".join(backend_names())
         raise ConfigError(f"backend {name!r} is not known; use one of {known}")

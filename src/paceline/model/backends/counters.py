@@ -1,5 +1,5 @@
-"""What a call of the kernels reads and computes, for listeners that count work: unlike operators of
-torch it cannot be watched from outside."""
+"""Reports what each kernel call reads and computes to listeners such as the profiler's: unlike
+torch's operators, kernel calls cannot be observed from outside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 @dataclass(frozen=True)
 class WeightRead:
-    """A packed matrix that ``rows`` rows were multiplied with, read once."""
+    """A packed matrix that a product with ``rows`` rows reads once; ``key`` identifies it."""
 
     key: object
     elements: int
@@ -24,21 +24,21 @@ class WeightRead:
 
 @dataclass(frozen=True)
 class NativeWork:
-    """One call: its products, and bytes of keys and values that its attention read."""
+    """The work of one kernel call. ``cache_bytes``: keys and values that its attention reads."""
 
     products: tuple[WeightRead, ...]
     cache_bytes: int = 0
     attention_flops: int = 0
 
 
-OPERATOR = "paceline_native::"  # and its name, in traces
+OPERATOR = "paceline_native::"  # prefix of the calls' names in profiler traces
 WorkListener = Callable[[NativeWork], None]
 _listeners: list[WorkListener] = []
 
 
 @contextmanager
 def counted(by: WorkListener) -> Iterator[None]:
-    """Call ``by`` with every call of the kernels in the block."""
+    """Call ``by`` with the work of every kernel call within the context."""
     _listeners.append(by)
     try:
         yield
@@ -47,14 +47,14 @@ def counted(by: WorkListener) -> Iterator[None]:
 
 
 def traced(name: str) -> AbstractContextManager[Any]:
-    """Record a call as an operator of torch's profiler."""
-    recorded = profiler._is_profiler_enabled
-    return record_function(f"{OPERATOR}{name}") if recorded else nullcontext()
+    """A context that records a kernel call as an operator, if torch's profiler runs."""
+    profiling = profiler._is_profiler_enabled
+    return record_function(f"{OPERATOR}{name}") if profiling else nullcontext()
 
 
-def count_work(work: Callable[[], Iterable[NativeWork]]) -> None:
-    """Report calls; ``work`` is called only if there are listeners."""
+def report_work(work: Callable[[], Iterable[NativeWork]]) -> None:
+    """Report the calls in ``work()`` to all listeners; without listeners it is not evaluated."""
     if _listeners:
-        for done in work():
+        for call in work():
             for listener in _listeners:
-                listener(done)
+                listener(call)

@@ -1,9 +1,9 @@
-"""Allocation of cache blocks: reference counts, and prefix sharing by content.
+"""Allocation of cache blocks, with reference counts and prefix sharing by content.
 
     free + reusable + used == total
 
-``used`` blocks belong to sequences; ``reusable`` ones belong to none but have the keys and values
-of a known prefix, and are overwritten oldest first; ``free`` ones are empty.
+Used blocks belong to sequences. Reusable blocks belong to none but hold the keys and values of a
+known prefix; they are evicted oldest first. Free blocks are empty.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from paceline.errors import PacelineError
 
 
 class OutOfBlocksError(PacelineError):
-    """No block is free or reusable; the scheduler answers by preempting a sequence."""
+    """Fewer blocks are free or reusable than needed; the scheduler then preempts a sequence."""
 
 
 def prefix_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest of a full block and all before it; cryptographic, as a collision changes answers."""
+    """Digest of a full block and all blocks before it. The hash is cryptographic, as a collision
+    would change answers."""
     digest = blake2b(parent, digest_size=16)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()
@@ -40,16 +41,16 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that an allocation could take."""
+        """How many blocks can be allocated."""
         return len(self._free) + len(self._reusable)
 
     def in_use(self, block: int) -> bool:
-        """Whether a sequence has it, so that sharing it leaves ``available`` unchanged."""
+        """Whether a sequence uses the block, so that sharing it leaves ``available`` unchanged."""
         return self._refs[block] > 0
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """``count`` blocks, if possible in a run behind block ``after``. Raises OutOfBlocksError
-        and takes nothing if fewer are available."""
+        """Allocate ``count`` blocks, if possible consecutive ones that follow block ``after``.
+        Raises OutOfBlocksError, and then allocates nothing."""
         if count > self.available:
             raise OutOfBlocksError(f"{count} cache blocks wanted, {self.available} available")
         blocks: list[int] = []
@@ -64,13 +65,14 @@ class BlockPool:
         return blocks
 
     def grow(self, count: int) -> None:
-        """So many blocks more."""
+        """Add ``count`` free blocks."""
         self._free |= dict.fromkeys(range(self.total, self.total + count))
         self._refs += [0] * count
         self.total += count
 
     def _start(self) -> int:
-        """The first block of a new sequence, spread over the pool so that it grows in a run."""
+        """The first block of a new sequence. Sequences start spread over the pool, so that each can
+        grow in consecutive blocks."""
         self._starts += 1
         # Bit-reversed counting: 0, 1/2, 1/4, 3/4, 1/8, ... of the pool.
         reverse = int(f"{self._starts % 64:06b}"[::-1], 2)
@@ -83,12 +85,12 @@ class BlockPool:
         return block
 
     def retain(self, block: int) -> None:
-        """One more owner of a registered block."""
+        """Count one more owner of a registered block."""
         self._reusable.pop(block, None)
         self._refs[block] += 1
 
     def release(self, block: int) -> None:
-        """One owner less; at none the block is free, or reusable if its content is registered."""
+        """Count one owner less. Without owners a block is free, or reusable if it is registered."""
         self._refs[block] -= 1
         assert self._refs[block] >= 0, f"block {block} released too often"
         if self._refs[block] == 0:
@@ -98,10 +100,11 @@ class BlockPool:
                 self._free[block] = None
 
     def register(self, block: int, digest: bytes) -> None:
-        """Let ``find`` return a full, committed block; the first with a content counts."""
+        """Make a full, committed block known to ``find``; the first block with a content counts."""
         if digest not in self._by_digest and block not in self._digest:
             self._by_digest[digest] = block
             self._digest[block] = digest
 
     def find(self, digest: bytes) -> int | None:
+        """The registered block with this content, if any."""
         return self._by_digest.get(digest)

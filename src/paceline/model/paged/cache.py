@@ -1,12 +1,12 @@
-"""The paged key/value cache: block tables per sequence, commit and rollback, prefix sharing.
+"""The paged KV cache: a block table per sequence, commit and rollback, prefix sharing.
 
-A sequence's cache is addressed by logical index, ``slot = table[i // size] * size + i % size``::
+A sequence's entries have logical indices, ``slot = table[index // size] * size + index % size``::
 
     | committed, cached | scheduled (pending) | tree nodes, one index each |
     0 ............ context .......... context + pending ......................
 
-A commit moves the nodes of the accepted path to the indices behind the pending tokens (a chain's
-are there already) and frees everything beyond.
+A commit moves the nodes of the accepted path to the indices after the pending tokens (the nodes of
+a chain are already there) and frees everything after them.
 """
 
 from __future__ import annotations
@@ -25,52 +25,55 @@ from paceline.model.paged.blocks import BlockPool, prefix_digest
 from paceline.model.paged.int8 import stored_width
 from paceline.model.paged.states import StateStore
 
-LayerShape = tuple[int, int, int]  # kv heads, key width, value width
+LayerShape = tuple[int, int, int]  # KV heads, key width, value width
 
 
 @dataclass
 class _Table:
+    """A sequence's blocks; ``digests`` are those of its full committed blocks, in order."""
+
     blocks: list[int]
-    digests: list[bytes]  # of the full committed blocks, in order
-    long: bool = False  # rotated with the long factors, see PagedCache
-    adapter: int = 0  # its number; 0: none
+    digests: list[bytes]
+    long: bool = False  # RoPE uses the long factors, see PagedCache
+    adapter: int = 0  # number of the LoRA adapter, 0 for none
 
 
 def _parent(table: _Table) -> bytes:
-    """The digest before that of the next block; at first, the root of what is computed alike."""
+    """The parent digest for the table's next block. For the first block it is made of what changes
+    keys and values besides the tokens: the RoPE factors and the adapter."""
     if table.digests:
         return table.digests[-1]
     return f"{table.long} {table.adapter}".encode()
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Bytes of one token over all layers; ``dtype`` is the cache's."""
+    """Bytes of one token's keys and values in all layers of a cache in ``dtype``."""
     widths = sum(heads * sum(stored_width(w, dtype) for w in (k, v)) for heads, k, v in shapes)
     return widths * dtype.itemsize
 
 
 def blocks_within(memory: int, per_token: int, per_feature: int, kept: int, block_size: int) -> int:
-    """Blocks of a cache that takes ``memory`` bytes: ``per_token`` bytes for a token and
-    ``per_feature`` for its features, which drafters keep of at most ``kept`` cached tokens."""
+    """How many blocks fit into ``memory`` bytes: a cached token takes ``per_token`` bytes, and its
+    features ``per_feature`` bytes more; drafters keep features of at most ``kept`` tokens."""
     all_kept = memory // (block_size * (per_token + per_feature))
     few_kept = (memory - kept * per_feature) // (block_size * per_token)
     return max(all_kept, few_kept)
 
 
 def path_moves(seq_id: int, base: int, path: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Moves (see PagedCache.move) of a path's nodes to ``base, base + 1, ...``."""
+    """The arguments of ``PagedCache.move`` that move a path's nodes to ``base, base + 1, ...``."""
     return [(seq_id, base + node, base + rank) for rank, node in enumerate(path) if node != rank]
 
 
 class PagedCache:
-    """Keys and values of all layers in fixed blocks of ``block_size`` tokens.
+    """The keys and values of all layers, in blocks of ``block_size`` tokens.
 
-    ``dtype`` int8 keeps them in 8 bits (int8.py). With ``share`` full blocks are found again by
-    their content, by any sequence that begins alike. ``rope_switch``: keys of a sequence with more
-    tokens are rotated otherwise (longrope). A sequence is admitted as short or as long and stays
-    so. Short and long ones share no blocks, nor do those with different adapters. ``states`` of
-    recurrent layers go the same way; a prefix is shared up to a block whose state is kept. Raises
-    CacheMemoryError if the device has no memory for it."""
+    ``dtype`` int8 stores them in 8 bits (int8.py). With ``share``, sequences with the same prefix
+    share full blocks, which are found by a hash of their content. ``rope_switch``: sequences of
+    more tokens use the long RoPE factors (longrope). A sequence is admitted as short or long and
+    stays so; short and long ones share no blocks, nor do sequences with different adapters.
+    ``states``: the states of recurrent layers; a prefix is shared up to a block whose state is
+    kept. Raises CacheMemoryError if the device has too little memory."""
 
     def __init__(
         self,
@@ -90,14 +93,14 @@ class PagedCache:
         self._separate = transfer.has_separate_memory(self.device)
         slots = num_blocks * block_size
         parts = [(heads, stored_width(w, dtype)) for heads, *widths in shapes for w in widths]
-        # Layers of one size in one tensor: rows of all are copied at once. Zeros, not empty: padded
-        # gathers read unwritten slots, and NaN * 0 is NaN.
+        # Layers of one size are stacked in one tensor, so that one call copies rows in all of them.
+        # Zeros, not empty: padded gathers read unwritten slots, and NaN * 0 is NaN.
         try:
             self._stacks = {
                 size: torch.zeros(count, slots, *size, dtype=dtype, device=device)
                 for size, count in Counter(parts).items()
             }
-        except RuntimeError as error:  # of torch's allocators
+        except RuntimeError as error:  # torch's allocators raise it
             taken = slots * bytes_per_token(shapes, dtype)
             raise CacheMemoryError(
                 f"no memory on {device} for a cache of {taken:,} bytes; lower kv_cache_memory"
@@ -107,11 +110,12 @@ class PagedCache:
         self._layers = list(zip(tensors[::2], tensors[1::2], strict=True))
         self.pool = BlockPool(num_blocks)
         self._tables: dict[int, _Table] = {}
-        # Called with the slots of every move, for other processes that have a part of the cache.
-        self.moved: Callable[[Sequence[tuple[int, int]]], None] | None = None
+        # Called with the slots of every move; ranks with a part of the cache repeat it.
+        self.on_move: Callable[[Sequence[tuple[int, int]]], None] | None = None
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, ``[num_slots, kv_heads, width]``, in 8 bits ``width + 4``."""
+        """Keys and values of a layer, ``[slots, kv_heads, width]``; in an int8 cache ``width`` is 4
+        larger."""
         return self._layers[layer]
 
     def __contains__(self, seq_id: int) -> bool:
@@ -120,8 +124,8 @@ class PagedCache:
     def admit(
         self, seq_id: int, tokens: Sequence[int], share: bool = True, adapter: int = 0
     ) -> int:
-        """Start a sequence; returns how many leading tokens are cached already: whole blocks, and
-        never the last token, whose logits are wanted. 0 without ``share``."""
+        """Start a sequence; returns how many of its first tokens are already cached. These are
+        whole blocks, never with the last token, whose logits are needed. 0 without ``share``."""
         assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
         table = _Table([], [], self._is_long(len(tokens)), adapter)
         if share:
@@ -135,7 +139,7 @@ class PagedCache:
         return length
 
     def shared_blocks(self, tokens: Sequence[int], adapter: int = 0) -> list[int]:
-        """Blocks that ``admit`` would share with a sequence of these tokens."""
+        """The blocks that ``admit`` would share with a sequence of these tokens."""
         table = _Table([], [], self._is_long(len(tokens)), adapter)
         self._add_prefix(table, tokens)
         return table.blocks
@@ -144,11 +148,12 @@ class PagedCache:
         return self.rope_switch is not None and length > self.rope_switch
 
     def outgrown(self, seq_id: int, length: int) -> bool:
-        """Whether a sequence has become long, so that its keys must be computed again."""
+        """Whether a sequence of ``length`` tokens needs the long RoPE factors but was admitted as
+        short: all its keys must be computed again."""
         return self._is_long(length) and not self._tables[seq_id].long
 
     def _add_prefix(self, table: _Table, tokens: Sequence[int]) -> None:
-        """Give an empty table the cached blocks of a prefix of these tokens."""
+        """Add to an empty table the cached blocks of the longest known prefix of ``tokens``."""
         size = self.block_size
         for start in range(0, len(tokens) - size, size) if self.shares else ():
             parent = _parent(table)
@@ -165,13 +170,13 @@ class PagedCache:
         return self._tables[seq_id].blocks
 
     def blocks_missing(self, seq_id: int, length: int) -> int:
-        """Blocks to be allocated before ``length`` logical indices can be written."""
+        """How many blocks must be allocated before ``length`` logical indices can be written."""
         have = len(self._tables[seq_id].blocks) if seq_id in self._tables else 0
         return max(0, -(-length // self.block_size) - have)
 
     def reserve(self, seq_id: int, length: int, nodes: int = 0) -> None:
-        """Make ``length`` logical indices writable, the last for a draft's ``nodes``. Raises
-        OutOfBlocksError, taking nothing."""
+        """Allocate blocks for ``length`` logical indices, the last for a draft's ``nodes``. Raises
+        OutOfBlocksError, and then allocates nothing."""
         if self.states is not None:
             self.states.reserve(seq_id, nodes)
         missing = self.blocks_missing(seq_id, length)
@@ -180,7 +185,7 @@ class PagedCache:
             blocks.extend(self.pool.allocate(missing, blocks[-1] if blocks else None))
 
     def commit(self, seq_id: int, tokens: Sequence[int], length: int) -> None:
-        """Keep the first ``length`` indices, which hold ``tokens[:length]``; free the rest."""
+        """Keep the first ``length`` indices, which hold ``tokens[:length]``, and free the rest."""
         table = self._tables[seq_id]
         size = self.block_size
         keep = -(-length // size)
@@ -201,26 +206,28 @@ class PagedCache:
         """Give back all blocks of a sequence, if it was admitted."""
         table = self._tables.pop(seq_id, None)
         if table is not None:
-            # Last block first: the end of a prefix is worth less than its beginning.
+            # Last block first: the oldest released is evicted first, and a prefix is useless
+            # without its beginning.
             for block in reversed(table.blocks):
                 self.pool.release(block)
         if self.states is not None:
             self.states.free(seq_id)
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy rows ``(seq_id, from index, to index)`` in all layers, reading before writing."""
+        """Copy entries ``(seq_id, from index, to index)`` in all layers; all are read before any is
+        written."""
         if not moves:
             return
         slots = [(self._slot(seq, src), self._slot(seq, dst)) for seq, src, dst in moves]
-        if self.moved is not None:
-            self.moved(slots)
+        if self.on_move is not None:
+            self.on_move(slots)
         self.copy(slots)
         if self.states is not None:
             self.states.move(moves)
 
     @torch.inference_mode()
     def copy(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Copy rows from slots to slots in all layers, reading before writing."""
+        """Like ``move``, with entries ``(from slot, to slot)``."""
         source, target = to_device(slots, self.device).unbind(1)
         for stack in self._stacks.values():
             stack.index_copy_(1, target, stack.index_select(1, source))
@@ -232,40 +239,40 @@ class PagedCache:
     def batch_of(
         self, spans: Sequence[Span], features: Sequence[int] = (), choices_only: bool = False
     ) -> Batch:
-        """One ragged batch of the spans, whose indices must have been reserved."""
+        """Pack the spans into one ragged batch; their logical indices must be reserved."""
         batched: list[Span] = []
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        wanted: list[int] = []
+        logit_rows: list[int] = []
         on_device: list[tuple[int, torch.Tensor]] = []
-        size, separate = self.block_size, self._separate
-        for part in spans:
-            row, table = len(ids), self._tables[part.seq_id]
-            span = part.at(row, len(wanted) + part.scored, table.long)
+        size = self.block_size
+        for unplaced in spans:
+            row, table = len(ids), self._tables[unplaced.seq_id]
+            span = unplaced.at(row, len(logit_rows) + unplaced.scored, table.long)
             batched.append(span)
             ids.extend(span.tokens)
             nodes = span.nodes
             if not isinstance(nodes, torch.Tensor):
                 ids.extend(nodes)
-            elif separate:
+            elif self._separate:
                 on_device.append((len(ids), nodes))
-                ids.extend([0] * len(nodes))
+                ids.extend([0] * len(nodes))  # placeholders: only the device knows these tokens
             else:
                 ids.extend(nodes.tolist())
             positions.extend(span.positions)
             blocks = table.blocks
             slots.extend([blocks[i // size] * size + i % size for i in span.indices])
-            wanted.extend(range(row, row + span.scored))
+            logit_rows.extend(range(row, row + span.scored))
             if span.wants_logits:
-                wanted.extend(range(row + max(0, span.pending - 1), len(ids)))
+                logit_rows.extend(range(row + max(0, span.pending - 1), len(ids)))
         return Batch(
             ids,
             positions,
             slots,
             spans=tuple(batched),
             tables=tuple([tuple(self._tables[span.seq_id].blocks) for span in spans]),
-            logit_rows=wanted if len(wanted) < len(ids) else None,
+            logit_rows=logit_rows if len(logit_rows) < len(ids) else None,
             nodes=tuple(on_device),
             features=features,
             choices_only=choices_only,

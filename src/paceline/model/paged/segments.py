@@ -1,11 +1,13 @@
-"""How the spans of a step become calls of attention: one layout for layers of one pattern, which
-says which cached keys a row may see (full, sliding-window and chunked layers, chains and trees)."""
+"""How the spans of a step become attention calls. Layers with the same ``Pattern`` (full attention,
+sliding window or chunks) share a layout, which says which cached keys each row attends to, also in
+chains and trees."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,56 +17,67 @@ from paceline.core.transfer import Staging
 from paceline.core.tree import ancestor_mask, depths_of
 from paceline.model.paged.cache import PagedCache
 
-_KEPT_ROWS, _KEPT_COLUMNS = 64, 4096  # masks are kept up to this size, 256 KB each
+_MAX_CACHED_ROWS, _MAX_CACHED_COLUMNS = 64, 4096  # larger masks are not cached; 256 KB each
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a layer sees of the past, in positions: everything, a window, or its own chunk.
+    """Which positions before a row a layer attends to: all of them, a window, or the row's chunk.
     ``window`` W: keys with ``q_pos - k_pos < W``. ``chunk`` C: keys with ``k_pos // C == q_pos //
-    C`` (Llama 4). At most one of them is set."""
+    C`` (Llama 4). At most one of the two is set."""
 
     window: int | None = None
     chunk: int | None = None
 
     def first_key(self, span: Span) -> int:
-        """The smallest cache index that a row of the span sees."""
+        """The smallest cache index that any row of the span attends to."""
         base = span.context + span.pending
         if span.pending:
             lowest = span.context
         else:
             lowest = base - 1 + min(depths_of(span.parents)[span.first_new :])
         if self.window is not None:
-            # Node indices are not positions, but every index below base is.
+            # Below base an index is a position; indices of nodes are not.
             return min(max(0, lowest - self.window + 1), base)
         if self.chunk is not None:
             return min(lowest // self.chunk * self.chunk, base)
         return 0
 
     def phase(self, span: Span) -> int:
-        """The span's position in its chunk, on which a mask depends beside the span's shape."""
+        """The span's offset within its chunk; a mask depends on it and on the span's shape."""
         return (span.context + span.pending) % self.chunk if self.chunk is not None else 0
 
 
 FULL = Pattern()
-# Of a span: pending, parents, first_new; its pattern and phase, and whether ancestors are known.
-MaskShape = tuple[int, tuple[int, ...], int, Pattern, int, bool]
+
+
+class MaskKey(NamedTuple):
+    """All that a span's mask depends on, besides its width."""
+
+    pending: int
+    parents: tuple[int, ...]
+    first_new: int
+    pattern: Pattern
+    phase: int
+    ancestors: bool  # False: nodes attend to all nodes that the pattern allows
 
 
 def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) -> torch.Tensor:
-    """bool ``[rows, columns]`` on the host: which of its last ``columns`` keys each row sees.
-    Without ``ancestors`` a node sees all that the pattern allows; the caller masks the rest.
-    Columns are right-aligned: the last is the last tree node (or pending token). But for chunks the
-    result does not depend on the span's context, so masks are cached in a few widths."""
-    shape = span.pending, span.parents, span.first_new, pattern, pattern.phase(span), ancestors
-    if span.rows > _KEPT_ROWS or columns > _KEPT_COLUMNS:
-        return _visible(shape, columns)
+    """bool ``[rows, columns]`` on the host: which of the span's last ``columns`` keys each row
+    attends to. The last column is the last tree node or, without a tree, the last pending token.
+    With ``ancestors`` False a node attends to all nodes that the pattern allows, and the caller
+    masks the others. Except for chunks a mask does not depend on the length of the context, so
+    masks are cached, in a few widths."""
+    phase = pattern.phase(span)
+    key = MaskKey(span.pending, span.parents, span.first_new, pattern, phase, ancestors)
+    if span.rows > _MAX_CACHED_ROWS or columns > _MAX_CACHED_COLUMNS:
+        return _visible(key, columns)
     width = max(256, 1 << (columns - 1).bit_length())
-    return _kept(shape, width)[:, width - columns :]
+    return _cached_visible(key, width)[:, width - columns :]
 
 
-def _visible(shape: MaskShape, columns: int) -> torch.Tensor:
-    pending, parents, first_new, pattern, phase, ancestors = shape
+def _visible(key: MaskKey, columns: int) -> torch.Tensor:
+    pending, parents, first_new, pattern, phase, ancestors = key
     # Positions are counted from the first index after the pending tokens ("base").
     nodes = len(parents)
     depths = torch.tensor(depths_of(parents), dtype=torch.int64)
@@ -73,34 +86,35 @@ def _visible(shape: MaskShape, columns: int) -> torch.Tensor:
     if nodes:
         key_pos[max(0, columns - nodes) :] = (depths - 1)[max(0, nodes - columns) :]
     row_pos = torch.cat([torch.arange(-pending, 0), depths[first_new:] - 1])
-    # Committed and pending keys: everything up to the row itself.
+    # Of the committed and pending keys, a row attends to those up to its own.
     mask = (key_index < 0) & (key_index <= row_pos[:, None])
     if nodes:
-        shown = ancestor_mask(parents)[first_new:, max(0, nodes - columns) :]
-        mask[pending:, max(0, columns - nodes) :] = shown if ancestors else True
+        on_path = ancestor_mask(parents)[first_new:, max(0, nodes - columns) :]
+        mask[pending:, max(0, columns - nodes) :] = on_path if ancestors else True
     if pattern.window is not None:
         mask &= row_pos[:, None] - key_pos < pattern.window
     if pattern.chunk is not None:
-        same = torch.div(row_pos + phase, pattern.chunk, rounding_mode="floor")[:, None]
-        mask &= same == torch.div(key_pos + phase, pattern.chunk, rounding_mode="floor")
+        row_chunk = torch.div(row_pos + phase, pattern.chunk, rounding_mode="floor")[:, None]
+        mask &= row_chunk == torch.div(key_pos + phase, pattern.chunk, rounding_mode="floor")
     return mask
 
 
-_kept = lru_cache(maxsize=128)(_visible)
+_cached_visible = lru_cache(maxsize=128)(_visible)
 
 
-SHORT = 64  # spans of at most this many rows are folded; longer ones are prefill chunks
-ALONE = 1024  # spans with more keys are attended one by one, in place and without padding
+MAX_FOLDED_ROWS = 64  # spans with more rows are prefill chunks, and are not folded
+MAX_PADDED_KEYS = 1024  # spans with more keys get a call of their own, without padding
 
 
 @dataclass
 class AttentionSegment:
-    """Spans attended by one call: ``batch`` sequences of ``rows`` query rows and ``keys`` keys.
+    """One attention call: ``batch`` spans, padded to ``rows`` query rows and ``keys`` keys each.
 
-    Rows: ``start .. start + batch * rows`` of the ragged batch, or those of ``pick`` if padded.
-    Keys: the slots ``slot .. slot + keys`` or those of ``gather``. ``causal``: as many rows as
-    keys, lower triangle. ``folded``: few rows, which share their KV heads. ``gather``, ``pick``,
-    ``allowed`` (a mask): indices in the staging."""
+    Query rows: ``start .. start + batch * rows`` of the ragged batch, or with padding those listed
+    in ``pick``. Keys: the slots ``slot .. slot + keys``, or those listed in ``gather``. ``causal``:
+    there are as many rows as keys, and the mask is the lower triangle. ``folded``: the few rows of
+    the query heads that share a KV head are one matrix. ``gather``, ``pick`` and ``allowed`` (a
+    mask) are indices of staged tensors."""
 
     staging: Staging
     start: int
@@ -112,14 +126,15 @@ class AttentionSegment:
     gather: int | None = None
     pick: int | None = None
     allowed: int | None = None
-    # Of trees that only the device knows: index in the segment, which nodes the rows see.
+    # For trees that only the device knows: index in the segment, bool ``[rows, nodes]``.
     ancestors: list[tuple[int, Tensor]] = field(default_factory=list)
     causal: bool = False
     scratch: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # gathered keys, values
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     def mask(self, group: int, dtype: torch.dtype) -> Tensor | None:
-        """Additive ``[batch, 1, group * rows, keys]``; not folded, ``[batch, 1, rows, keys]``."""
+        """The additive mask ``[batch, 1, group * rows, keys]`` for ``group`` query heads per KV
+        head, or ``[batch, 1, rows, keys]`` if not folded. None: nothing is masked."""
         if self.allowed is None:
             return None
         if group not in self._masks:
@@ -136,7 +151,7 @@ class AttentionSegment:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """A batch's numbers on a device: int64 ``[T]``, and ``[R]`` or None."""
+    """A batch's numbers on a device: int64 ``[T]``; ``logit_rows`` int64 ``[R]``, None for all."""
 
     input_ids: Tensor
     positions: Tensor
@@ -146,7 +161,7 @@ class DeviceBatch:
 
     @classmethod
     def of(cls, batch: Batch, staging: Staging) -> DeviceBatch:
-        """Copied together with everything staged."""
+        """Copy a batch to the device, in one transfer with everything that is staged."""
         rows = staging.add(torch.tensor((batch.input_ids, batch.positions, batch.slots)))
         wanted = None if batch.logit_rows is None else staging.add(batch.logit_rows)
         staging.send()
@@ -159,7 +174,7 @@ class DeviceBatch:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """One forward's spans over one cache. ``batch`` is on the device, ``layouts`` are by layer."""
+    """All that the attention of one forward needs. ``layouts`` are by layer."""
 
     batch: DeviceBatch
     cache: PagedCache
@@ -174,29 +189,29 @@ class AttentionStep:
         patterns: tuple[Pattern, ...],
         device: torch.device | None = None,
     ) -> AttentionStep:
-        """``patterns[layer]`` says what a layer sees. ``device``: None is the host."""
+        """``patterns`` are by layer; equal ones must be one object. ``device`` None: the CPU."""
         size, first_slot = cache.block_size, None
         if len(batch.spans) == 1:
             indices = batch.spans[0].indices
             first_slot = _run_start(batch.tables[0], indices.start, indices.stop, size)
         staging = Staging(device or torch.device("cpu"))
-        made: dict[int, AttentionLayout] = {}  # a model's equal patterns are one object
+        by_pattern: dict[int, AttentionLayout] = {}
         for pattern in patterns:
-            if id(pattern) not in made:
-                made[id(pattern)] = AttentionLayout(batch, size, pattern, staging)
-        layouts = tuple([made[id(pattern)] for pattern in patterns])
+            if id(pattern) not in by_pattern:
+                by_pattern[id(pattern)] = AttentionLayout(batch, size, pattern, staging)
+        layouts = tuple([by_pattern[id(pattern)] for pattern in patterns])
         return cls(DeviceBatch.of(batch, staging), cache, first_slot, layouts)
 
 
 class AttentionLayout:
-    """The ``segments`` of one step for one pattern, laid out on the host."""
+    """The ``segments`` of one step for layers of one pattern, planned on the host."""
 
-    def __init__(self, batch: Batch, size: int, pattern: Pattern, staging: Staging) -> None:
-        self._spans, self._tables, self._size = batch.spans, batch.tables, size
+    def __init__(self, batch: Batch, block_size: int, pattern: Pattern, staging: Staging) -> None:
+        self._spans, self._tables, self._block_size = batch.spans, batch.tables, block_size
         self._pattern, self._staging = pattern, staging
-        self._firsts = [pattern.first_key(span) for span in batch.spans]
+        self._first_keys = [pattern.first_key(span) for span in batch.spans]
         self._lengths = [
-            s.kv_length - first for s, first in zip(batch.spans, self._firsts, strict=True)
+            s.kv_length - first for s, first in zip(batch.spans, self._first_keys, strict=True)
         ]
         self.segments: list[AttentionSegment] = []
         order: list[int] = []
@@ -204,7 +219,7 @@ class AttentionLayout:
             order.extend(self._segment(members))
         self._order: int | None = None
         if order != list(range(len(order))):
-            # Packed row to row among the segments; -1 marks padding.
+            # Invert the order: from rows of the segments (-1: padding) to rows of the batch.
             inverse = [0] * sum(span.rows for span in self._spans)
             for index, row in enumerate(order):
                 if row >= 0:
@@ -213,19 +228,22 @@ class AttentionLayout:
 
     @property
     def order(self) -> Tensor | None:
-        """int64 ``[T]``: each row's index among the segments' rows; None: the same order."""
+        """int64 ``[T]``: the index of each row of the batch among the rows of all segments; None:
+        the order is the same."""
         return None if self._order is None else self._staging.numbers[self._order]
 
     def _groups(self) -> list[list[int]]:
-        """Short spans of similar numbers of keys share a call, padded to the longest, also on a
-        CPU, which could read runs in place: 8 sequences of 300 keys, 4 heads over 2, 12 layers take
-        4.3 ms padded and 6.7 one by one in bf16, 4.7 and 6.3 in float32. Not so with many keys, see
-        ALONE."""
+        """Group the spans that share a call: those with few rows and similar numbers of keys, which
+        are padded to the most keys. That pays even on a CPU, which could read consecutive blocks in
+        place: 8 sequences of 300 keys (4 heads over 2, 12 layers) take 4.3 ms padded and 6.7 ms one
+        by one in bf16, 4.7 and 6.3 ms in float32. With more than MAX_PADDED_KEYS it does not."""
         spans, keys = self._spans, self._lengths
         if len(spans) == 1:
             return [[0]]
-        most = ALONE if self._staging.direct else max(keys)
-        short = {i for i, span in enumerate(spans) if span.rows <= SHORT and keys[i] <= most}
+        limit = MAX_PADDED_KEYS if self._staging.direct else max(keys)
+        short = {
+            i for i, span in enumerate(spans) if span.rows <= MAX_FOLDED_ROWS and keys[i] <= limit
+        }
         groups = [[i] for i in range(len(spans)) if i not in short]
         shortest = -1
         for i in sorted(short, key=keys.__getitem__):
@@ -236,30 +254,31 @@ class AttentionLayout:
         return [sorted(group) for group in groups]
 
     def _segment(self, members: list[int]) -> list[int]:
-        """Spans in one call: keys right-aligned, absent rows and keys masked. A single span's keys
-        are read in place where its blocks lie in one run. Returns the rows in the order of the
-        segment, -1 for absent ones."""
+        """Add the segment of these spans: keys are right-aligned, padding is masked. The keys of a
+        single span are read in place if its blocks are consecutive. Returns the batch's rows in the
+        order of the segment, -1 for padding."""
         spans, lengths = [self._spans[i] for i in members], [self._lengths[i] for i in members]
         keys, rows, staging = max(lengths), max(span.rows for span in spans), self._staging
-        segment = AttentionSegment(staging, spans[0].start, len(members), rows, keys, rows <= SHORT)
+        folded = rows <= MAX_FOLDED_ROWS
+        segment = AttentionSegment(staging, spans[0].start, len(members), rows, keys, folded)
         self.segments.append(segment)
         gather: list[Tensor] = []
         pick: list[int] = []
         order: list[int] = []
         mask = torch.zeros(len(spans), rows, keys, dtype=torch.bool)
-        plain = min(lengths) == keys  # every row sees every gathered key
+        unmasked = min(lengths) == keys  # every row attends to every key
         for index, (i, span, length) in enumerate(zip(members, spans, lengths, strict=True)):
-            table, first = self._tables[i], self._firsts[i]
+            table, first = self._tables[i], self._first_keys[i]
             if len(spans) == 1:
-                segment.slot = _run_start(table, first, span.kv_length, self._size)
+                segment.slot = _run_start(table, first, span.kv_length, self._block_size)
             if segment.slot is None:
-                slots = _slots(table, first, span.kv_length, self._size)
+                slots = _slots(table, first, span.kv_length, self._block_size)
                 gather.extend((slots[:1].expand(keys - length), slots))
-            absent = rows - span.rows
-            here = list(range(span.start, span.start + span.rows))
-            pick.extend(here + [here[0]] * absent)
-            order.extend(here + [-1] * absent)
-            # An absent row sees something: its softmax must be a number.
+            padding = rows - span.rows
+            span_rows = list(range(span.start, span.start + span.rows))
+            pick.extend(span_rows + [span_rows[0]] * padding)
+            order.extend(span_rows + [-1] * padding)
+            # A padding row attends to all keys: with none its softmax would be NaN.
             mask[index, :, keys - length :] = True
             if not segment.folded and self._pattern == FULL and not (span.context or span.parents):
                 segment.causal = True
@@ -268,17 +287,17 @@ class AttentionLayout:
                 mask[index, : span.rows, keys - length :] = allowed
                 if span.ancestors is not None:
                     segment.ancestors.append((index, span.ancestors[span.first_new :]))
-                plain = False
+                unmasked = False
         if gather:
             segment.gather = staging.add(torch.cat(gather))
         if pick != list(range(pick[0], pick[0] + len(pick))):
             segment.pick = staging.add(pick)
-        if not plain:
+        if not unmasked:
             segment.allowed = staging.add_mask(mask)
         return order
 
     def _sees_all(self, span: Span) -> bool:
-        """Whether a single row sees every key from first_key on."""
+        """Whether the only row of a span attends to every key from the first on."""
         if span.pending == 1:
             return True
         nodes = len(span.parents)
@@ -287,7 +306,7 @@ class AttentionLayout:
 
 
 def _run_start(table: Sequence[int], start: int, stop: int, size: int) -> int | None:
-    """First slot of logical indices ``start .. stop`` if their blocks are consecutive."""
+    """The slot of logical index ``start``, if the blocks of ``start .. stop`` are consecutive."""
     first, last = start // size, (stop - 1) // size
     block = table[first]
     if list(table[first : last + 1]) != list(range(block, block + last - first + 1)):
@@ -296,7 +315,7 @@ def _run_start(table: Sequence[int], start: int, stop: int, size: int) -> int | 
 
 
 def _slots(table: Sequence[int], start: int, stop: int, size: int) -> Tensor:
-    """int64 on the host: slots of the logical indices ``start .. stop``."""
+    """int64 on the host: the slots of the logical indices ``start .. stop``."""
     first = start // size
     blocks = torch.tensor(table[first : -(-stop // size)], dtype=torch.int64)
     slots = (blocks[:, None] * size + torch.arange(size)).flatten()

@@ -1,12 +1,12 @@
-"""States of recurrent layers beside the paged keys and values: one slot for a state of all layers.
+"""States of recurrent layers, beside the paged KV cache. A slot holds one state of all layers.
 
-A state belongs to the token that made it, as a key does, so a sequence's states are known by its
-logical indices (see cache.py). A forward writes new slots and never one that another row reads:
-rejected drafts and undone steps need nothing put back, samples of a prompt share a slot, and a slot
-at the end of a full block can be found again by the block's content. In a step::
+A state belongs to the token after which it was computed, as a key does, so a sequence's states are
+addressed by logical index (see cache.py). A forward writes into new slots, never into one that
+another row reads. So rejected drafts and undone steps need no restoring, samples of one prompt
+share a slot, and the state at the end of a full block is found again by the block's content::
 
-    pending tokens  a chunk, from the state before it to that after its last token
-    a tree's nodes  one row each, from the parent's state; the rows of a level together
+    pending tokens  a chunk: from the state before it to the state after its last token
+    tree nodes      one row each, from the parent's state; the rows of a level run together
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.core.tree import parents_of
 from paceline.model.paged.blocks import BlockPool, OutOfBlocksError
 
 StatePart = tuple[tuple[int, ...], torch.dtype]  # shape without the batch, and dtype
-PENDING_SLOTS = 2  # that a step's pending tokens write: behind their last full block, and the last
-_STEPPED = 8  # so few pending tokens go row by row: chunks are padded to 64 or 256 tokens
+PENDING_SLOTS = 2  # pending tokens write two states: after their last full block, and at their end
+_MAX_STEPPED = 8  # so few pending tokens go row by row: chunks are padded to 64 or 256 tokens
 
 
 def bytes_per_state(parts: Sequence[Sequence[StatePart]]) -> int:
@@ -38,66 +38,68 @@ def bytes_per_state(parts: Sequence[Sequence[StatePart]]) -> int:
 
 @dataclass(frozen=True)
 class StateLevel:
-    """Rows that step together: their numbers in the batch ``rows [n]`` int64, their ``span`` among
-    the rows of all levels, and the slots of the states ``before`` and ``behind`` them, as int64
-    ``[n]`` or as a slice of one."""
+    """Rows that advance together by one token. ``rows`` int64 ``[n]``: their indices in the batch;
+    ``span``: their part of the rows of all levels; ``before`` and ``after``: the slots that they
+    read and write, int64 ``[n]`` or a slice of one slot."""
 
     rows: Tensor
     span: slice
     before: Tensor | slice
-    behind: Tensor | slice
+    after: Tensor | slice
 
 
 @dataclass(frozen=True)
 class StateStep:
-    """How a batch's rows go through a recurrent layer: the ``chunks``, in order, as (first row, end
-    row, slot before, slot behind), then the ``levels``, whose rows are ``stepped`` together."""
+    """How the rows of a batch go through a recurrent layer: first the ``chunks``, in order, as
+    (first row, end row, slot before, slot after), then the ``levels``."""
 
     chunks: tuple[tuple[int, int, int, int], ...]
     levels: tuple[StateLevel, ...]
 
     @cached_property
     def stepped(self) -> Tensor:
+        """The rows of all levels, int64."""
         return torch.cat([level.rows for level in self.levels])
 
     @cached_property
     def slots(self) -> tuple[Tensor, Tensor]:
-        """Those before and behind the stepped rows, int64."""
+        """The slots before and after the rows of all levels, int64."""
 
         def numbers(slots: Tensor | slice) -> Tensor:
             return torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
 
         before = [numbers(level.before) for level in self.levels]
-        return torch.cat(before), torch.cat([numbers(level.behind) for level in self.levels])
+        return torch.cat(before), torch.cat([numbers(level.after) for level in self.levels])
 
 
 class StateStore:
-    """Slots of states, and whose they are. It starts with ``slots`` of them, and grows if a caller
-    without a scheduler takes more. ``parts``: a state's tensors, by layer."""
+    """Allocates slots of states, and knows which sequence and index each belongs to. It starts with
+    ``slots`` slots, and grows if a caller without a scheduler takes more. ``parts``: the tensors of
+    a state, by layer."""
 
     def __init__(
         self, parts: Sequence[Sequence[StatePart]], slots: int, device: torch.device
     ) -> None:
         self.pool = BlockPool(slots + 1)
-        self.zero = self.pool.allocate(1)[0]  # before a text's first token
+        self.zero = self.pool.allocate(1)[0]  # the state before the first token of a text
         self._device = device
         self._layers = [
             [torch.zeros(slots + 1, *shape, dtype=dtype, device=device) for shape, dtype in layer]
             for layer in parts
         ]
         self._slots: dict[int, dict[int, int]] = {}  # by sequence and logical index
-        self._promised: dict[int, int] = {}
+        self._reserved: dict[int, int] = {}  # slots that each sequence may take in this step
 
     def layer(self, layer: int) -> list[Tensor]:
-        """A layer's tensors, ``[slots, ...]``."""
+        """A layer's state tensors, each ``[slots, ...]``."""
         return self._layers[layer]
 
     def has(self, digest: bytes) -> bool:
-        """Whether the state behind a block is kept."""
+        """Whether the state at the end of the block with this digest is kept."""
         return self.pool.find(digest) is not None
 
     def admit(self, seq_id: int, length: int, digest: bytes | None) -> None:
-        """Start a sequence behind ``length`` tokens that it shares, in blocks up to ``digest``."""
+        """Start a sequence that shares its first ``length`` tokens, in blocks up to ``digest``."""
         self._slots[seq_id] = {}
         if digest is not None:
             slot = self.pool.find(digest)
@@ -106,55 +108,56 @@ class StateStore:
             self._slots[seq_id][length - 1] = slot
 
     def reserve(self, seq_id: int, nodes: int) -> None:
-        """Promise a step's slots. Raises OutOfBlocksError if there are none for its ``nodes``."""
-        before = sum(count for other, count in self._promised.items() if other != seq_id)
-        if nodes and before + PENDING_SLOTS + nodes > self.pool.available:
+        """Reserve a step's slots. Raises OutOfBlocksError if too few are left for ``nodes``."""
+        others = sum(count for other, count in self._reserved.items() if other != seq_id)
+        if nodes and others + PENDING_SLOTS + nodes > self.pool.available:
             raise OutOfBlocksError(f"{nodes} states wanted, {self.pool.available} available")
-        self._promised[seq_id] = PENDING_SLOTS + nodes
+        self._reserved[seq_id] = PENDING_SLOTS + nodes
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """As PagedCache.move."""
-        taken = [(seq, target, self._slots[seq][source]) for seq, source, target in moves]
-        for _, _, slot in taken:
+        """Give logical indices the states of others; ``moves`` as in ``PagedCache.move``."""
+        moved = [(seq, target, self._slots[seq][source]) for seq, source, target in moves]
+        for _, _, slot in moved:
             self.pool.retain(slot)
-        for seq, target, slot in taken:
+        for seq, target, slot in moved:
             self._drop(seq, target)
             self._slots[seq][target] = slot
 
     def register(self, seq_id: int, index: int, digest: bytes) -> None:
-        """Let a full block's state be found, if the step has made it."""
+        """Make the state at the end of a full block known to ``has``, if the step computed it."""
         slot = self._slots[seq_id].get(index)
         if slot is not None:
             self.pool.register(slot, digest)
 
     def commit(self, seq_id: int, length: int) -> None:
-        """Keep the state behind the first ``length`` tokens."""
-        self._promised.pop(seq_id, None)
+        """Keep the state after the first ``length`` tokens, and free the sequence's others."""
+        self._reserved.pop(seq_id, None)
         slots = self._slots[seq_id]
         for index in [index for index in slots if index != length - 1]:
             self.pool.release(slots.pop(index))
 
     def free(self, seq_id: int) -> None:
-        """Give back all slots of a sequence."""
-        self._promised.pop(seq_id, None)
+        """Free all slots of a sequence."""
+        self._reserved.pop(seq_id, None)
         for slot in self._slots.pop(seq_id, {}).values():
             self.pool.release(slot)
 
     def route(self, batch: Batch, block_size: int) -> StateStep:
-        """Take the slots that a forward writes."""
+        """Allocate the slots that a forward over ``batch`` writes, and plan its step."""
         chunks: list[tuple[int, int, int, int]] = []
+        # By level: (row, slot before, slot after).
         levels: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for span in batch.spans:
-            self._promised.pop(span.seq_id, None)
+            self._reserved.pop(span.seq_id, None)
             self._route(span, block_size, chunks, levels)
-        made, start = [], 0
+        state_levels, start = [], 0
         for _, level in sorted(levels.items()):
             rows, *slots = to_device(list(zip(*level, strict=True)), self._device)
-            if len(level) == 1:  # then a view will do
+            if len(level) == 1:  # a slice indexes without a copy
                 slots = [slice(slot, slot + 1) for slot in level[0][1:]]
-            made.append(StateLevel(rows, slice(start, start + len(level)), *slots))
+            state_levels.append(StateLevel(rows, slice(start, start + len(level)), *slots))
             start += len(level)
-        return StateStep(tuple(chunks), tuple(made))
+        return StateStep(tuple(chunks), tuple(state_levels))
 
     def _route(
         self,
@@ -163,10 +166,12 @@ class StateStore:
         chunks: list[tuple[int, int, int, int]],
         levels: defaultdict[int, list[tuple[int, int, int]]],
     ) -> None:
+        """Add a span's rows to ``chunks`` and ``levels``. Its pending tokens are split at the end
+        of their last full block, whose state is kept for sharing."""
         base, level = span.context + span.pending, 0
         if span.pending:
             source, begin = self._slot(span.seq_id, span.context - 1), span.context
-            stepped = begin > 0 and span.pending <= _STEPPED
+            stepped = begin > 0 and span.pending <= _MAX_STEPPED
             for end in (base - 1) // size * size, base:
                 if end <= begin:
                     continue
@@ -178,25 +183,27 @@ class StateStore:
                     level += 1
                 source, begin = slot, end
         row = span.start + span.pending
-        made: dict[int, int] = {}  # levels of this forward's nodes
+        node_levels: dict[int, int] = {}  # of the nodes in this forward
         parents = span.parents if span.ancestors is None else parents_of(span.ancestors)
         for node in range(span.first_new, len(parents)):
             parent = parents[node]
             source = self._slot(span.seq_id, base + parent)
-            made[node] = made[parent] + 1 if parent in made else level
+            node_levels[node] = node_levels[parent] + 1 if parent in node_levels else level
             slot = self._new(span.seq_id, base + node)
-            levels[made[node]].append((row + node - span.first_new, source, slot))
+            levels[node_levels[node]].append((row + node - span.first_new, source, slot))
 
     def _slot(self, seq_id: int, index: int) -> int:
+        """The slot with the state after the token at ``index``."""
         slots = self._slots.get(seq_id, {})
         if index in slots:
             return slots[index]
-        # Start-up measures behind tokens that were never read.
-        assert index < 0 or seq_id < 0, f"sequence {seq_id} has no state behind token {index}"
+        # Negative ids: start-up measures forwards after tokens that never were prefilled.
+        assert index < 0 or seq_id < 0, f"sequence {seq_id} has no state after token {index}"
         return self.zero
 
     def _new(self, seq_id: int, index: int) -> int:
-        self._drop(seq_id, index)  # of a draft by the target, or of a step that was undone
+        """Allocate a slot for the state after the token at ``index``."""
+        self._drop(seq_id, index)  # left by a draft of the target itself, or by an undone step
         if not self.pool.available:
             self._grow()
         slot = self._slots[seq_id][index] = self.pool.allocate(1)[0]

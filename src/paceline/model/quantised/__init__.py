@@ -1,1 +1,1 @@
-"""Weights of eight and four bits: what they are, how they are rounded, read and written."""
+"""Weights in 8 and 4 bits: their arithmetic, how they are rounded, read and written."""

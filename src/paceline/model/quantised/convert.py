@@ -1,7 +1,7 @@
 """Quantise the linear layers of a loaded model, in place or in a copy that shares the rest.
 
-transformers holds a layer's experts in two tensors; checkpoints name every matrix by itself, so
-they are made linear modules first, one by one."""
+transformers keeps a layer's experts in two stacked tensors, but checkpoints name each expert's
+matrices. So experts become separate linear modules before they are quantised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
-from paceline.model.quantised.rounding import Zero, gptq, round_to_nearest
+from paceline.model.quantised.rounding import ZeroPoint, gptq, round_to_nearest
 from paceline.model.quantised.weights import (
     BITS,
     ROW_GROUP,
@@ -25,12 +25,12 @@ from paceline.model.quantised.weights import (
     plain_linear,
 )
 
-# Modules of transformers that compute what Experts does, and whose checkpoints have its names.
-_NAMED = {"Qwen3MoeExperts"}
+# Classes of transformers that compute what Experts does, and whose checkpoints use its names.
+_EXPERT_CLASSES = {"Qwen3MoeExperts"}
 
 
 class Expert(nn.Module):
-    """``down(activation(gate(x)) * up(x))``."""
+    """One expert's MLP: ``down(activation(gate(x)) * up(x))``."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, act_fn: Any) -> None:
         """``gate_up [2 width, hidden]`` and ``down [hidden, width]`` are shared, not copied."""
@@ -44,35 +44,38 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """The experts of a layer, from a module with ``gate_up_proj [experts, 2 width, hidden]`` and
-    ``down_proj [experts, hidden, width]``, which is emptied."""
+    """The experts of a layer as separate modules. They take the weights of ``fused``, a module with
+    ``gate_up_proj [experts, 2 width, hidden]`` and ``down_proj [experts, hidden, width]``, which is
+    left without weights."""
 
-    _emptied: Any
+    _fused: Any
 
-    def __init__(self, whole: Any) -> None:
-        pairs = zip(whole.gate_up_proj.detach(), whole.down_proj.detach(), strict=True)
-        super().__init__(Expert(*pair, whole.act_fn) for pair in pairs)
-        self.__dict__["_emptied"] = whole  # not a submodule: it has no weights
-        whole.gate_up_proj = whole.down_proj = None
+    def __init__(self, fused: Any) -> None:
+        pairs = zip(fused.gate_up_proj.detach(), fused.down_proj.detach(), strict=True)
+        super().__init__(Expert(*pair, fused.act_fn) for pair in pairs)
+        self.__dict__["_fused"] = fused  # not registered as a submodule: it has no weights
+        fused.gate_up_proj = fused.down_proj = None
 
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Of ``hidden [T, hidden]``; ``chosen [T, n]`` are indexes of experts."""
+        """The weighted sum of the experts' outputs ``[T, hidden]``. ``chosen [T, n]``: each row's
+        experts, by index; ``weights [T, n]``: their weights."""
         total = torch.zeros_like(hidden)
         for index in sorted(set(chosen.flatten().tolist())):
-            rows, places = torch.where(chosen == index)
-            part = self[index](hidden[rows]) * weights[rows, places, None]
+            rows, ranks = torch.where(chosen == index)
+            part = self[index](hidden[rows]) * weights[rows, ranks, None]
             total.index_add_(0, rows, part.to(total.dtype))
         return total
 
-    def whole(self) -> Any:
-        """The module it was made from, with its weights; itself if they are quantised."""
+    def merged(self) -> Any:
+        """The module that the experts were taken from, with its weights again; ``self`` if a matrix
+        is quantised, as that module takes dense tensors only."""
         matrices: list[list[Any]] = [[e.gate_proj, e.up_proj, e.down_proj] for e in self]
         if any(type(linear) is not nn.Linear for expert in matrices for linear in expert):
             return self
         weights = [[linear.weight for linear in expert] for expert in matrices]
-        module = copy.copy(self._emptied)
+        module = copy.copy(self._fused)
         tensors = {
             "gate_up_proj": torch.stack([torch.cat((gate, up)) for gate, up, _ in weights]),
             "down_proj": torch.stack([down for _, _, down in weights]),
@@ -84,41 +87,43 @@ class Experts(nn.ModuleList):
 
 
 def split_experts(hf: Any) -> Any:
-    """``hf`` itself, with the experts that are known by name as linear modules."""
+    """Make the experts of ``hf`` separate linear modules, in place, where their class is known;
+    returns ``hf``."""
     for parent in list(hf.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__ in _NAMED:
+            if type(child).__name__ in _EXPERT_CLASSES:
                 setattr(parent, name, Experts(child))
     return hf
 
 
-_HESSIAN_BYTES = 2 << 30  # in memory at once; each such part takes a pass over the calibration text
-GROUP = 32  # inputs of a four-bit weight that share a scale
-EIGHT_BIT_GROUP = 64  # inputs of an eight-bit weight that share one, if only the kernels read it
+_HESSIAN_BYTES = 2 << 30  # Hessians in memory at once; more take further passes over the texts
+GROUP = 32  # inputs of a 4-bit weight that share a scale
+EIGHT_BIT_GROUP = 64  # inputs of an 8-bit weight that share a scale, in the ``finer`` form
 
 
-class Code(NamedTuple):
-    """What a matrix is rounded to: ``group`` inputs share a scale, ``zero`` as in rounding.py."""
+class Rounding(NamedTuple):
+    """How a matrix is rounded: bits of a code, inputs that share a scale, and the zero points."""
 
     bits: int
     group: int
-    zero: Zero
+    zero: ZeroPoint
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """``precision`` "int8" has a scale per output channel, "int4" one per ``group`` inputs.
+    """How a model is quantised. ``precision`` "int8": one scale per output channel; "int4": one
+    scale per ``group`` inputs.
 
-    ``finer``: in eight bits a scale per 64 inputs where these divide a layer's inputs, which halves
-    the error for 3 % more bytes; no other engine reads it. ``zero``: the zero points of four bits
-    (see rounding.py). ``head``: the precision of the language-model head; None leaves it as it is.
-    Its errors move every logit, and every step reads it whole; docs/guides/quantise.md has
-    figures."""
+    ``finer``: 8-bit weights get a scale per 64 inputs where 64 divides a layer's inputs. That
+    halves the error for 3 % more bytes; no other engine reads it. ``zero``: the zero points of
+    4-bit weights (see rounding.py). ``head``: the precision of the language-model head; None leaves
+    it unquantised. Errors of the head move every logit, but every step reads all of it;
+    docs/guides/quantise.md has figures."""
 
     precision: str
     group: int = GROUP
     head: str | None = None
-    zero: Zero = "free"
+    zero: ZeroPoint = "free"
     finer: bool = False
 
     def __post_init__(self) -> None:
@@ -131,8 +136,8 @@ class Scheme:
                 f"rounded; use {ROW_GROUP}, 64 or 128"
             )
 
-    def code_of(self, inputs: int, is_head: bool) -> Code | None:
-        """For a matrix of so many inputs; None if it is not quantised."""
+    def rounding_of(self, inputs: int, is_head: bool) -> Rounding | None:
+        """The rounding of a matrix with ``inputs`` inputs; None if it stays unquantised."""
         precision = self.head if is_head else self.precision
         if precision is None:
             return None
@@ -141,11 +146,12 @@ class Scheme:
         group = self.group if bits == 4 else EIGHT_BIT_GROUP if finer else inputs
         if inputs % ROW_GROUP or inputs % group:
             return None
-        return Code(bits, group, self.zero if bits == 4 else "none")
+        return Rounding(bits, group, self.zero if bits == 4 else "none")
 
 
 def scheme_named(name: str, group: int = GROUP, head: str | None = None) -> Scheme:
-    """For "int8", "int4" or vLLM's "w4a16", with whole zero points. Raises ConfigError."""
+    """The scheme "int8", "int4" or "w4a16"; the last has integer zero points, which vLLM reads.
+    Raises ConfigError for another name."""
     if name == "w4a16":
         return Scheme("int4", group, head, "whole")
     if name not in BITS:
@@ -155,7 +161,8 @@ def scheme_named(name: str, group: int = GROUP, head: str | None = None) -> Sche
 
 @dataclass
 class Quantised:
-    """What became of the linear layers: bytes before and after, and the names of those ``left``."""
+    """What ``quantise_module`` did: ``layers`` quantised, their bytes ``before`` and ``after``, and
+    the names of the linear layers ``left`` as they were."""
 
     before: int = 0
     after: int = 0
@@ -167,43 +174,43 @@ def quantise_module(
     hf: Any, scheme: Scheme, calibration: Sequence[Sequence[int]] | None = None
 ) -> Quantised:
     """Replace the linear modules of ``hf`` by ``QuantisedLinear``. ``calibration``: token ids of
-    texts, which GPTQ needs; without them rounding is to the nearest code. Layers that do not divide
-    into groups stay and are named in ``left``."""
+    texts, for rounding by GPTQ; None: round to the nearest code. Layers that do not divide into
+    groups stay as they are, and are named in the result's ``left``."""
     result = Quantised()
     split_experts(hf)
     head = hf.get_output_embeddings() if hasattr(hf, "get_output_embeddings") else None
-    codes: dict[str, Code] = {}
+    roundings: dict[str, Rounding] = {}
     for name, module in hf.named_modules():
-        # A linear layer with a forward of its own is none: routers of Llama 4 and PhiMoE.
+        # A subclass with its own forward is no linear layer: the routers of Llama 4 and PhiMoE.
         plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
         if not plain and not isinstance(module, LinearBase):
             continue
-        code = scheme.code_of(module.in_features, module is head)
-        if code is not None:
-            codes[name] = code
+        rounding = scheme.rounding_of(module.in_features, module is head)
+        if rounding is not None:
+            roundings[name] = rounding
         elif module is not head or scheme.head is not None:
             result.left.append(name)
-    with stage("quantising", total=len(codes), unit="layers") as progress:
-        for part in _parts(hf, list(codes), calibration is not None):
-            hessians = {} if calibration is None else observe(hf, part, calibration)
+    with stage("quantising", total=len(roundings), unit="layers") as progress:
+        for part in _parts(hf, list(roundings), calibration is not None):
+            hessians = {} if calibration is None else collect_hessians(hf, part, calibration)
             for name in part:
-                module, code = hf.get_submodule(name), codes[name]
+                module, rounding = hf.get_submodule(name), roundings[name]
                 dense = resident_parameter(module, "weight").detach()
                 bias = resident_parameter(module, "bias")
-                if name in hessians:  # else no calibration text reached it: an expert
-                    weight = gptq(dense, hessians[name], *code)
-                else:
-                    weight = round_to_nearest(dense, *code)
+                if name in hessians:
+                    weight = gptq(dense, hessians[name], *rounding)
+                else:  # without calibration, or an expert that no calibration text was routed to
+                    weight = round_to_nearest(dense, *rounding)
                 result.before += dense.nbytes
                 result.after += weight.nbytes
                 result.layers += 1
-                hf.set_submodule(name, QuantisedLinear(weight.of_layer(name), bias))
+                hf.set_submodule(name, QuantisedLinear(weight.for_layer(name), bias))
                 progress.advance()
     return result
 
 
 def _parts(hf: Any, names: Sequence[str], calibrated: bool) -> Iterator[list[str]]:
-    """The names in order, in parts whose Hessians fit into memory together."""
+    """Split ``names``, in order, into parts whose Hessians fit into memory together."""
     part: list[str] = []
     total = 0
     for name in names:
@@ -218,17 +225,17 @@ def _parts(hf: Any, names: Sequence[str], calibrated: bool) -> Iterator[list[str
 
 
 @torch.inference_mode()
-def observe(
+def collect_hessians(
     hf: Any, names: Sequence[str], texts: Sequence[Sequence[int]]
 ) -> dict[str, torch.Tensor]:
-    """``X^T X`` of the inputs of the named linear modules over the texts, ``[in, in]`` float32.
-    Modules with the same input tensor share one matrix; those that no text reaches have none."""
+    """``X^T X`` of each named linear module's inputs over the texts, float32 ``[in, in]``. Modules
+    that read the same tensor share one matrix; modules that no text reaches are left out."""
     sums: dict[str, torch.Tensor] = {}
-    shared: dict[str, str] = {}
-    last: list[Any] = [None, ""]
+    shared: dict[str, str] = {}  # module: the module before it that read the same tensor
+    last: list[Any] = [None, ""]  # the last input, and the module that read it first
 
-    def watch(name: str) -> Callable[[Any, Any], None]:
-        def seen(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+    def accumulate(name: str) -> Callable[[Any, Any], None]:
+        def hook(_: Any, args: tuple[torch.Tensor, ...]) -> None:
             if args[0] is last[0]:
                 shared[name] = last[1]
                 return
@@ -237,11 +244,11 @@ def observe(
             sums[name] = sums[name].add_(product) if name in sums else product
             last[:] = args[0], name
 
-        return seen
+        return hook
 
     with ExitStack() as hooks:
         for name in names:
-            hook = hf.get_submodule(name).register_forward_pre_hook(watch(name))
+            hook = hf.get_submodule(name).register_forward_pre_hook(accumulate(name))
             hooks.enter_context(hook)
         with stage("reading calibration text", total=len(texts), unit="texts") as progress:
             for ids in texts:
@@ -251,30 +258,30 @@ def observe(
     return {name: sums[owner] for name, owner in owners.items() if owner in sums}
 
 
-def copy_beside(
+def copy_sharing_parameters(
     module: Any,
-    stand_in: Callable[[Any], nn.Module | None],
+    replacement_of: Callable[[Any], nn.Module | None],
     finish: Callable[[nn.Module], None] = lambda _: None,
 ) -> Any:
-    """A copy that shares all parameters. A module with a ``stand_in`` is replaced by that;
-    ``finish`` is called with each module that was copied."""
-    other = stand_in(module)
-    if other is not None:
-        return other
+    """A copy of a module tree that shares all parameters. ``replacement_of(module)`` is used in
+    place of a copy where it is not None; ``finish`` is called with each copied module."""
+    replacement = replacement_of(module)
+    if replacement is not None:
+        return replacement
     copied = copy.copy(module)
-    # Parameters, hooks and children are entries of these tables.
+    # Parameters, hooks and children are in dictionaries, which a shallow copy would share.
     vars(copied).update(
         {key: copy.copy(v) for key, v in vars(module).items() if isinstance(v, dict)}
     )
     copied._modules = {
-        name: None if child is None else copy_beside(child, stand_in, finish)
+        name: None if child is None else copy_sharing_parameters(child, replacement_of, finish)
         for name, child in module._modules.items()
     }
     finish(copied)
     return copied
 
 
-def children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def walk_children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """All descendants with their parents and names; they may be replaced during the iteration."""
     for parent in list(module.modules()):
         for key, child in list(parent.named_children()):
@@ -282,7 +289,7 @@ def children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 
 def resident_parameter(module: Any, name: str) -> Any:
-    """A parameter of a module; one that is offloaded is read from its hook of accelerate's."""
+    """A parameter of a module; an offloaded one is loaded from accelerate's hook."""
     parameter = getattr(module, name)
     if parameter is None or parameter.device.type != "meta":
         return parameter

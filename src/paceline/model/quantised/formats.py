@@ -1,23 +1,24 @@
-"""Quantised checkpoints: GPTQ, AWQ and compressed-tensors are read into ``QuantisedWeight``;
-compressed-tensors, which vLLM and transformers load, is written. Tensors of a layer ``L``:
+"""Quantised checkpoints. GPTQ, AWQ and compressed-tensors are read into ``QuantisedWeight``;
+compressed-tensors, which vLLM and transformers load, is also written. Tensors of a layer ``L``:
 
 ===============  ======================================================================
 compressed-tensors
 int-quantized    ``L.weight`` int8 ``[out, in]``, ``L.weight_scale`` ``[out, 1]``
-pack-quantized   ``L.weight_packed`` int32 ``[out, in / 8]``: element k in bits 4 (k % 8) of
-                 word k // 8, plus 8; ``L.weight_scale`` ``[out, in / group]``;
+pack-quantized   ``L.weight_packed`` int32 ``[out, in / 8]``: code k, plus 8, from bit 4 (k % 8)
+                 of word k // 8 on; ``L.weight_scale`` ``[out, in / group]``;
                  ``L.weight_shape`` int64 ``[2]``; ``L.weight_zero_point`` packed along out
-the same, of     ``L.weight_zero_point`` float32 ``[out, in / group]``, any number;
-tensor groups    ``L.weight_global_scale`` 1
-GPTQ             ``qweight`` int32 ``[in / 8, out]``, element k of a column in word k // 8;
+pack-quantized,  ``L.weight_zero_point`` float32 ``[out, in / group]``, not only integers;
+tensor_group     ``L.weight_global_scale`` 1
+GPTQ             ``qweight`` int32 ``[in / 8, out]``, code k of a column in word k // 8;
                  ``scales`` ``[groups, out]``; ``qzeros`` int32 ``[groups, out / 8]``, one less
-                 than the zero point (not so in ``gptq_v2``); ``g_idx``: the group of an input
+                 than the zero point (except in ``gptq_v2``); ``g_idx``: the group of each input
 AWQ (gemm)       ``qweight`` int32 ``[in, out / 8]``, the outputs of a word in the order 0 2 4 6
-                 1 3 5 7; ``scales`` ``[groups, out]``; ``qzeros`` like the weights
+                 1 3 5 7; ``scales`` ``[groups, out]``; ``qzeros`` packed like ``qweight``
 ===============  ======================================================================
 
-Zero points of tensor groups are unpacked floats, so offsets need be no multiple of the scale; vLLM
-reads whole ones only. ``quantization_config`` in config.json names the quantised layers.
+With the strategy tensor_group zero points are unpacked floats, so an offset need not be a multiple
+of the scale; vLLM reads integer zero points only. ``quantization_config`` in config.json says which
+layers are quantised.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from paceline.model.quantised.weights import QuantisedLinear, QuantisedWeight
 
 METHOD = "compressed-tensors"
 _FORMATS = {8: "int-quantized", 4: "pack-quantized"}
-FROM_ZERO = 8  # between codes 0 to 15 and those that are stored
-_PER_WORD = 8  # four-bit codes in an int32
+_UNSIGNED_SHIFT = 8  # from codes -8 to 7 to codes 0 to 15
+_PER_WORD = 8  # 4-bit codes in an int32
 Tensors = Mapping[str, torch.Tensor]
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of outputs 0 to 7 in a word
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where outputs 0 to 7 are in a word
 
 
 # -- reading -----------------------------------------------------------------------------------
 
 
 def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str, QuantisedWeight]:
-    """Quantised weights of a checkpoint by layer. ``options``: its ``quantization_config``. Raises
-    ModelLoadError (naming a tensor), UnsupportedModelError (a feature that is not read here)."""
+    """The quantised weights in a checkpoint's ``tensors``, by layer. ``options``: its
+    ``quantization_config``. Raises ModelLoadError for damaged tensors (naming one), and
+    UnsupportedModelError for features of a format that are not implemented."""
     method = str(options.get("quant_method"))
     reader, suffix = _READERS[method]
     weights: dict[str, QuantisedWeight] = {}
@@ -73,7 +75,7 @@ def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str,
 
 
 def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError where config.json states another group size than the scales have."""
+    """Raises ModelLoadError if config.json states another group size than the scales have."""
     groups = options.get("config_groups") or {}
     stated = [(group.get("weights") or {}).get("group_size") for group in groups.values()]
     stated = stated or [options.get("group_size", options.get("q_group_size"))]
@@ -88,8 +90,8 @@ def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any])
 
 
 _LAYOUTS = {None, "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
-# Known fields of a compressed-tensors config, its groups and their weights. Those not read here
-# describe how the checkpoint was made, or how an engine may round activations and caches.
+# Known fields of a compressed-tensors config, of its groups and of their weights. Those that are
+# ignored say how the checkpoint was made, or how an engine may round activations and caches.
 _FIELDS = {
     *("quant_method", "format", "quantization_status", "config_groups", "ignore", "version"),
     *("global_compression_ratio", "kv_cache_scheme", "run_compressed", "dequantize"),
@@ -100,9 +102,8 @@ _FIELDS = {
 
 
 def check_fields(name: str, options: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError that names a field of a compressed-tensors config that is not
-    known, such as ``transform_config``: it may change what the weights mean, and transformers 5.23
-    ignores it."""
+    """Raises UnsupportedModelError for an unknown field of a compressed-tensors config, such as
+    ``transform_config``: it may change what the weights mean, and transformers 5.23 ignores it."""
     if options.get("quant_method") != METHOD:
         return
     groups = [g for g in (options.get("config_groups") or {}).values() if isinstance(g, Mapping)]
@@ -116,20 +117,20 @@ def check_fields(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _is_neutral(value: Any) -> bool:
-    """Whether it is empty, or describes sparse weights that are stored densely."""
+    """Whether a field's value is empty, or says that sparse weights are stored densely."""
     if isinstance(value, Mapping):
         return value.get("format") == "dense" or not any(value.values())
     return not value
 
 
 def is_supported(options: Mapping[str, Any]) -> bool:
-    """Whether weights of this ``quantization_config`` are read here, not by transformers."""
+    """Whether a checkpoint with this ``quantization_config`` is read here, not by transformers."""
     method = options.get("quant_method")
     if method in ("gptq", "awq"):
         return True
     groups = list((options.get("config_groups") or {}).values())
     if method != METHOD or not all(isinstance(group, Mapping) for group in groups):
-        return False  # a list is layers of a scheme that the library knows by name
+        return False  # a list names the layers of a preset scheme of the compressed-tensors library
     if not {options.get("format"), *(group.get("format") for group in groups)} <= _LAYOUTS:
         return False
     weights = [group.get("weights") or {} for group in groups]
@@ -143,7 +144,7 @@ def is_supported(options: Mapping[str, Any]) -> bool:
 
 
 def tensor_suffixes(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Endings of the names of a quantised layer's tensors, without its bias."""
+    """How the names of a quantised layer's tensors end; its bias is not among them."""
     if options.get("quant_method") == METHOD:
         names = ("packed", "scale", "shape", "zero_point", "global_scale", "g_idx")
         return (".weight", *(f".weight_{name}" for name in names))
@@ -151,10 +152,11 @@ def tensor_suffixes(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
+    """Reads compressed-tensors."""
     scales = tensors[f"{name}.weight_scale"].float()
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
-    whole = tensors.get(f"{name}.weight_global_scale")
-    scales = scales if whole is None else scales / whole.float()
+    global_scale = tensors.get(f"{name}.weight_global_scale")
+    scales = scales if global_scale is None else scales / global_scale.float()
     packed = tensors.get(f"{name}.weight_packed")
     zeros = tensors.get(f"{name}.weight_zero_point")
     if packed is None:
@@ -173,17 +175,17 @@ def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> Quan
             "the files do not belong together"
         )
     _check_order(name, tensors.get(f"{name}.weight_g_idx"), codes.shape[1], scales.shape[1])
-    scales = scales.expand(len(codes), -1).contiguous()  # a tensor's one scale is every row's
+    scales = scales.expand(len(codes), -1).contiguous()  # one scale per tensor applies to all rows
     if bits == 4 and zeros is not None and zeros.is_floating_point():
-        offsets = -(zeros.double() + FROM_ZERO) * scales
-        halves = tensors[f"{name}.weight_scale"].dtype == torch.float16
-        offsets = (offsets.half() if halves else offsets).float()  # as they were rounded
-        return QuantisedWeight((codes + FROM_ZERO).contiguous(), scales, bits, offsets, True)
+        offsets = -(zeros.double() + _UNSIGNED_SHIFT) * scales
+        in_half = tensors[f"{name}.weight_scale"].dtype == torch.float16
+        offsets = (offsets.half() if in_half else offsets).float()  # as when they were quantised
+        return QuantisedWeight((codes + _UNSIGNED_SHIFT).contiguous(), scales, bits, offsets, True)
     return QuantisedWeight(codes.contiguous(), scales, bits, _offsets(zeros, scales))
 
 
 def _packed_bits(name: str, words: int, columns: int) -> int:
-    """Bits of a code, told by the words of a row: a checkpoint may mix 4 and 8."""
+    """Bits of a code, from the number of words in a row: a checkpoint may mix 4 and 8 bits."""
     bits = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words), None)
     if bits is None:
         raise UnsupportedModelError(
@@ -194,7 +196,7 @@ def _packed_bits(name: str, words: int, columns: int) -> int:
 
 
 def _by_columns(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
-    """GPTQ and AWQ, which store matrices ``[in, out]``."""
+    """Reads GPTQ and AWQ, which store matrices ``[in, out]``."""
     bits, awq = options.get("bits", options.get("w_bit")), options["quant_method"] == "awq"
     version = str(options.get("version", "gemm")).lower()
     if bits not in (4, 8):
@@ -218,14 +220,15 @@ def _by_columns(name: str, tensors: Tensors, options: Mapping[str, Any]) -> Quan
 
 
 def _awq_outputs(unpacked: torch.Tensor) -> torch.Tensor:
-    """``[rows, out]`` in the order of AWQ's words to ``[out, rows]``."""
+    """``[out, rows]`` in the order of the outputs, from ``[rows, out]`` in the order of AWQ."""
     return unpacked.reshape(len(unpacked), -1, 8)[..., list(_AWQ_ORDER)].flatten(1).t()
 
 
 def _check_order(name: str, order: torch.Tensor | None, columns: int, groups: int) -> None:
-    """Raises UnsupportedModelError where a group is not a run of neighbouring inputs."""
+    """Raises UnsupportedModelError if a group's inputs are not neighbours. ``order``: the group of
+    each input; only -1 means that there is no order."""
     group, rest = divmod(columns, max(1, groups))
-    if order is None or rest or bool((order < 0).all()):  # -1: none is meant
+    if order is None or rest or bool((order < 0).all()):
         return
     if not torch.equal(order.long(), torch.arange(len(order)) // group):
         raise UnsupportedModelError(
@@ -235,10 +238,10 @@ def _check_order(name: str, order: torch.Tensor | None, columns: int, groups: in
 
 
 def _offsets(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor | None:
-    """Offsets of whole zero points ``[out, groups]``; None if all are 0."""
+    """The offsets for integer zero points ``[out, groups]``; None if all are 0."""
     if zeros is None or not zeros.any():
         return None
-    zeros = zeros.float().contiguous()  # as the kernels read them
+    zeros = zeros.float().contiguous()  # the kernels need contiguous offsets
     return -zeros * scales if zeros.shape == scales.shape else zeros
 
 
@@ -254,7 +257,8 @@ _READERS: dict[str, tuple[_Reader, str]] = {
 
 
 def tensors_of(hf: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All tensors of a model as the format names them, unquantised ones in ``dtype``."""
+    """All tensors of a model under their names in compressed-tensors; unquantised ones in
+    ``dtype``."""
     quantised = {n: m for n, m in hf.named_modules() if isinstance(m, QuantisedLinear)}
     tensors = {name: t.to(dtype).contiguous() for name, t in hf.state_dict().items()}
     if hf.config.get_text_config(decoder=True).tie_word_embeddings:
@@ -268,10 +272,10 @@ def tensors_of(hf: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         if weight.bits == 8:
             tensors[f"{name}.weight"] = weight.codes.contiguous()
         else:
-            codes = weight.codes - FROM_ZERO if weight.from_zero else weight.codes
+            codes = weight.codes - _UNSIGNED_SHIFT if weight.unsigned else weight.codes
             tensors[f"{name}.weight_packed"] = pack(codes).contiguous()
-            if weight.from_zero and weight.offsets is not None:
-                points = -weight.offsets.double() / weight.scales - FROM_ZERO
+            if weight.unsigned and weight.offsets is not None:
+                points = -weight.offsets.double() / weight.scales - _UNSIGNED_SHIFT
                 tensors[f"{name}.weight_zero_point"] = points.float().contiguous()
                 tensors[f"{name}.weight_global_scale"] = torch.ones(1)
             elif weight.offsets is not None:
@@ -282,8 +286,8 @@ def tensors_of(hf: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _scale_dtype(weight: QuantisedWeight) -> torch.dtype:
-    """The dtype in which the scales are stored without loss (see rounding.py)."""
-    if not weight.from_zero:
+    """The smallest dtype that stores the scales of rounding.py without loss."""
+    if not weight.unsigned:
         return torch.bfloat16
     exact = torch.equal(weight.scales.half().float(), weight.scales)
     return torch.float16 if exact else torch.float32
@@ -295,7 +299,7 @@ def quantization_config(hf: Any, scheme: Scheme) -> dict[str, Any]:
     head = hf.get_output_embeddings()
     if scheme.head not in (None, scheme.precision) and isinstance(head, QuantisedLinear):
         name = next(name for name, module in hf.named_modules() if module is head)
-        groups["group_1"] = _group(name, scheme.head, scheme)  # a name goes before a class
+        groups["group_1"] = _group(name, scheme.head, scheme)  # a layer's name wins over its class
     kinds = {group["format"] for group in groups.values()}
     return {
         "quant_method": METHOD,
@@ -307,6 +311,7 @@ def quantization_config(hf: Any, scheme: Scheme) -> dict[str, Any]:
 
 
 def _group(target: str, precision: str | None, scheme: Scheme) -> dict[str, Any]:
+    """An entry of ``config_groups``: how the layers that ``target`` names are quantised."""
     four = precision == "int4"
     free = four and scheme.zero == "free"
     weights = {
@@ -319,7 +324,7 @@ def _group(target: str, precision: str | None, scheme: Scheme) -> dict[str, Any]
         "observer": "minmax",
         **({"zp_dtype": "torch.float32"} if free else {}),
     }
-    # Engines with products of 8 by 8 bits round activations per token, ours per group of it.
+    # Engines that multiply 8 by 8 bits round activations per token; ours does per group of inputs.
     activations = {
         "num_bits": 8,
         "type": "int",
@@ -337,7 +342,7 @@ def _group(target: str, precision: str | None, scheme: Scheme) -> dict[str, Any]
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """int32 ``[rows, ceil(columns / 8)]`` of four-bit codes -8 to 7, padded with 0."""
+    """Pack 4-bit codes -8 to 7 into int32 ``[rows, ceil(columns / 8)]``, padded with code 0."""
     rows, columns = codes.shape
     padded = nn.functional.pad(codes.long() + 8, (0, -columns % _PER_WORD))
     shifts = 4 * torch.arange(_PER_WORD)
@@ -347,7 +352,7 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, bits: int = 4) -> torch.Tensor:
-    """Codes int8 ``[rows, columns]`` of int32 words, ``bits`` each, lowest bits first."""
+    """Unpack int32 words into int8 codes ``[rows, columns]`` of ``bits`` bits, low bits first."""
     shifts = bits * torch.arange(32 // bits)
     codes = (words.long()[..., None] >> shifts) & (2**bits - 1)
     signed: torch.Tensor = codes.flatten(1) - 2 ** (bits - 1)

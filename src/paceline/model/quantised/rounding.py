@@ -1,7 +1,9 @@
-"""Round a weight to codes: to the nearest, on the grid of least error, or by GPTQ.
+"""Quantise a weight: round to the nearest code, or by GPTQ.
 
-GPTQ (Frantar et al. 2023, arXiv:2210.17323, algorithm 1) rounds the inputs of a layer in order and
-corrects the later ones for the error, by ``H = X^T X`` of the layer's inputs over calibration text.
+Each group's grid (scale and offset) is the one of least squared error among several that cut off
+more or less of the group's range. GPTQ (Frantar et al. 2023, arXiv:2210.17323, algorithm 1) rounds
+the columns in order and corrects the later ones for the error, by ``H = X^T X`` of the layer's
+inputs over calibration texts.
 """
 
 from __future__ import annotations
@@ -16,24 +18,27 @@ from paceline.kernels.compile import NativeUnavailableError
 from paceline.kernels.library import DTYPES, check, library, pointer
 from paceline.model.quantised.weights import QuantisedWeight
 
-# A group's zero point: 0, a whole multiple of the scale (as in most formats), or any number.
-Zero = Literal["none", "whole", "free"]
-_IN_KERNELS: dict[Zero, int] = {"none": 0, "whole": 1, "free": 2}
+# A group's zero point: "none" is 0, "whole" an integer (as in most formats), "free" any offset.
+ZeroPoint = Literal["none", "whole", "free"]
+_KERNEL_ZERO_POINTS: dict[ZeroPoint, int] = {"none": 0, "whole": 1, "free": 2}
 
-_SHRINKS = {  # of the group's range; 256 codes gain nothing where much is cut off
+# Fractions of a group's range that are tried. With 256 codes, cutting off much gains nothing.
+_SHRINKS = {
     4: tuple(1 - 0.025 * step for step in range(17)),
     8: tuple(1 - 0.025 * step for step in range(5)),
 }
-_CACHED = 1 << 16  # numbers
-_DAMPING = 0.01  # of the mean of H's diagonal, as in the paper
+_CHUNK_NUMBERS = 1 << 16  # weights processed at once, so that they stay in the processor's cache
+_DAMPING = 0.01  # times the mean of H's diagonal, as in the paper
 _BLOCK = 128  # columns after which the later columns are corrected
-_LEAST_HALF = 2**-14  # of normal numbers: smaller ones lose digits
+_SMALLEST_NORMAL_HALF = 2**-14  # below it float16 loses digits
 
 
-def nearest(weight: torch.Tensor, bits: int, group: int, zero: Zero = "none") -> QuantisedWeight:
-    """The nearest codes of ``weight [out, in]`` on the grid of least squared error; ``group``
-    inputs share a scale. Scales are numbers of bf16, as checkpoints store them, unless the zero is
-    "free". Raises ConfigError where ``group`` does not divide the inputs."""
+def nearest(
+    weight: torch.Tensor, bits: int, group: int, zero: ZeroPoint = "none"
+) -> QuantisedWeight:
+    """Round ``weight [out, in]`` to the nearest codes; ``group`` inputs share a scale. Scales are
+    rounded to bf16, as checkpoints store them, unless ``zero`` is "free". Raises ConfigError if
+    ``group`` does not divide the inputs."""
     if weight.shape[1] % group:
         raise ConfigError(
             f"a weight of {weight.shape[1]} inputs does not divide into groups of {group}; "
@@ -41,40 +46,41 @@ def nearest(weight: torch.Tensor, bits: int, group: int, zero: Zero = "none") ->
         )
     parts = weight.reshape(len(weight), -1, group)
     codes, grids = [], []
-    for rows in torch.split(parts, max(1, _CACHED // weight.shape[1])):
+    for rows in torch.split(parts, max(1, _CHUNK_NUMBERS // weight.shape[1])):
         numbers = rows.float()
         scales, offsets = grid = _best_grid(numbers, bits, zero)
-        wide = None if offsets is None else offsets[..., None]
-        codes.append(_codes(numbers, scales[..., None], wide, bits, zero).flatten(1))
+        offsets = None if offsets is None else offsets[..., None]
+        codes.append(_codes(numbers, scales[..., None], offsets, bits, zero).flatten(1))
         grids.append(grid)
     return _joined(torch.cat(codes), grids, 0, bits, zero)
 
 
 def gptq(
-    weight: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, zero: Zero = "none"
+    weight: torch.Tensor, hessian: torch.Tensor, bits: int, group: int, zero: ZeroPoint = "none"
 ) -> QuantisedWeight:
-    """As ``nearest``, with later inputs corrected for earlier errors. ``hessian`` ``[in, in]``
-    float32: ``X^T X`` of calibration rows. A group's grid is chosen at its first column."""
-    left = weight.float().clone()
+    """As ``nearest``, but later columns are corrected for the error of earlier ones. ``hessian``:
+    float32 ``[in, in]``, ``X^T X`` over calibration rows. A group's grid is chosen when its first
+    column is reached."""
+    corrected = weight.float().clone()
     factor = _inverse_factor(hessian)
-    left[:, hessian.diagonal() == 0] = 0  # the weight of an input that is always 0
-    columns = left.shape[1]
-    codes = torch.empty_like(left)
+    corrected[:, hessian.diagonal() == 0] = 0  # an input that is always 0 needs no weight
+    columns = corrected.shape[1]
+    codes = torch.empty_like(corrected)
     grids: list[_Grid] = []
     for start in range(0, columns, _BLOCK):
         end = min(start + _BLOCK, columns)
-        errors = torch.empty(len(left), end - start)
+        errors = torch.empty(len(corrected), end - start)
         for column in range(start, end):
             if column % group == 0:
-                grids.append(_best_grid(left[:, None, column : column + group], bits, zero))
+                grids.append(_best_grid(corrected[:, None, column : column + group], bits, zero))
             scales, offsets = grids[-1]  # [out, 1]
-            values = left[:, column : column + 1]
+            values = corrected[:, column : column + 1]
             codes[:, column : column + 1] = code = _codes(values, scales, offsets, bits, zero)
             numbers = code * scales if offsets is None else code * scales + offsets
             error = (values - numbers)[:, 0] / factor[column, column]
-            left[:, column:end] -= error[:, None] * factor[column, column:end]
+            corrected[:, column:end] -= error[:, None] * factor[column, column:end]
             errors[:, column - start] = error
-        left[:, end:] -= errors @ factor[start:end, end:]
+        corrected[:, end:] -= errors @ factor[start:end, end:]
     return _joined(codes, grids, 1, bits, zero)
 
 
@@ -82,41 +88,48 @@ _Grid = tuple[torch.Tensor, torch.Tensor | None]  # scales and offsets, [out, gr
 
 
 def _joined(
-    codes: torch.Tensor, grids: Sequence[_Grid], dim: int, bits: int, zero: Zero
+    codes: torch.Tensor, grids: Sequence[_Grid], dim: int, bits: int, zero: ZeroPoint
 ) -> QuantisedWeight:
+    """A weight from its codes and the grids of its parts, which are concatenated along ``dim``."""
     scales = torch.cat([scales for scales, _ in grids], dim)
-    offsets = [offsets for _, offsets in grids if offsets is not None]
-    whole = torch.cat(offsets, dim) if offsets else None
-    return QuantisedWeight(codes.to(torch.int8), scales, bits, whole, _limits(bits, zero)[0] == 0)
+    parts = [offsets for _, offsets in grids if offsets is not None]
+    offsets = torch.cat(parts, dim) if parts else None
+    return QuantisedWeight(codes.to(torch.int8), scales, bits, offsets, _limits(bits, zero)[0] == 0)
 
 
-def _limits(bits: int, zero: Zero) -> tuple[int, int]:
-    """The least and the largest code: without -128, whose sums overflow in some instructions."""
+def _limits(bits: int, zero: ZeroPoint) -> tuple[int, int]:
+    """The smallest and the largest code. -128 is not used: sums with it overflow in some
+    instructions."""
     if bits == 8:
         return -127, 127
     return (0, 15) if zero == "free" else (-8, 7)
 
 
 def _codes(
-    values: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, bits: int, zero: Zero
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bits: int,
+    zero: ZeroPoint,
 ) -> torch.Tensor:
-    wanted = values if offsets is None else values - offsets
-    return (wanted / scales).round().clamp(*_limits(bits, zero))
+    shifted = values if offsets is None else values - offsets
+    return (shifted / scales).round().clamp(*_limits(bits, zero))
 
 
-def _best_grid(parts: torch.Tensor, bits: int, zero: Zero) -> _Grid:
-    """``parts``: float32 ``[rows, groups, group]``, few enough to stay in the processor's cache."""
+def _best_grid(parts: torch.Tensor, bits: int, zero: ZeroPoint) -> _Grid:
+    """The grid of least squared error for each group of ``parts``, float32 ``[rows, groups,
+    group]``."""
     low, high = parts.amin(-1), parts.amax(-1)
     best: _Grid | None = None
-    least = torch.full(parts.shape[:2], torch.inf)
+    least_error = torch.full(parts.shape[:2], torch.inf)
     for shrink in _SHRINKS[bits]:
         scales, offsets = _grid(low * shrink, high * shrink, bits, zero)
-        wide = scales[..., None]
-        wanted = parts if offsets is None else parts - offsets[..., None]
-        rounded = (wanted * wide.reciprocal()).round_().clamp_(*_limits(bits, zero))
-        error = _sum(rounded.mul_(wide).sub_(wanted).square_())
-        better = error < least
-        least = torch.where(better, error, least)
+        step = scales[..., None]
+        shifted = parts if offsets is None else parts - offsets[..., None]
+        rounded = (shifted * step.reciprocal()).round_().clamp_(*_limits(bits, zero))
+        error = _sum(rounded.mul_(step).sub_(shifted).square_())
+        better = error < least_error
+        least_error = torch.where(better, error, least_error)
         if best is not None:
             scales = torch.where(better, scales, best[0])
             if offsets is not None and best[1] is not None:
@@ -127,8 +140,8 @@ def _best_grid(parts: torch.Tensor, bits: int, zero: Zero) -> _Grid:
 
 
 def _sum(squares: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, a multiple of 16, in the order of the kernels (csrc/rounding.h) on
-    every machine; that of ``torch.sum`` depends on the width of the vectors."""
+    """Sum over the last dimension, a multiple of 16, in the order that the kernels use on every
+    machine (csrc/rounding.h). The order of ``torch.sum`` depends on the width of the vectors."""
     lanes = squares.reshape(*squares.shape[:-1], -1, 16)
     total: torch.Tensor = lanes[..., 0, :]
     for part in range(1, lanes.shape[-2]):
@@ -138,26 +151,27 @@ def _sum(squares: torch.Tensor) -> torch.Tensor:
     return total.squeeze(-1)
 
 
-def _grid(low: torch.Tensor, high: torch.Tensor, bits: int, zero: Zero) -> _Grid:
-    least, most = _limits(bits, zero)
+def _grid(low: torch.Tensor, high: torch.Tensor, bits: int, zero: ZeroPoint) -> _Grid:
+    """The grid whose codes cover ``low`` to ``high``."""
+    smallest, largest = _limits(bits, zero)
     if zero != "none":
         scales = (high - low) / (2**bits - 1)
     elif bits == 8:
-        scales = torch.maximum(-low, high) / most
-    else:  # the scale has the sign that gives the group's larger side the extra code below 0
-        scales = torch.where(-low > high, -low, -high) / (most + 1)
+        scales = torch.maximum(-low, high) / largest
+    else:  # there is one more code below 0: the scale's sign gives it to the group's larger side
+        scales = torch.where(-low > high, -low, -high) / (largest + 1)
     scales = torch.where(scales == 0, 1.0, scales)
     if zero == "free":
-        # In half precision, as in GGUF's Q4_1, unless a scale is too small or an offset too large.
+        # In float16, as in GGUF's Q4_1, unless a scale is too small or an offset too large for it.
         halves = scales.half().float()
-        offsets = (low - least * halves).half().float()
-        if bool((scales >= _LEAST_HALF).all() and torch.isfinite(offsets).all()):
+        offsets = (low - smallest * halves).half().float()
+        if bool((scales >= _SMALLEST_NORMAL_HALF).all() and torch.isfinite(offsets).all()):
             return halves, offsets
-        return scales, low - least * scales
+        return scales, low - smallest * scales
     scales = scales.bfloat16().float()
     if zero == "none":
         return scales, None
-    points = (least - low / scales).round().clamp(least, most)
+    points = (smallest - low / scales).round().clamp(smallest, largest)
     return scales, -points * scales
 
 
@@ -173,9 +187,10 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
 
 
 def round_to_nearest(
-    weight: torch.Tensor, bits: int, group: int, zero: Zero = "none"
+    weight: torch.Tensor, bits: int, group: int, zero: ZeroPoint = "none"
 ) -> QuantisedWeight:
-    """``nearest``, by the kernels where there are any, in a tenth of the time."""
+    """``nearest``, computed by the kernels where they are available: in a tenth of the time, with
+    the same result."""
     rows, columns = weight.shape
     lanes = 16  # see _sum
     if weight.device.type != "cpu" or columns % group or group % lanes:
@@ -188,7 +203,8 @@ def round_to_nearest(
     codes = torch.empty(rows, columns, dtype=torch.int8)
     scales = torch.empty(rows, columns // group)
     offsets = None if zero == "none" else torch.empty_like(scales)
-    inputs = DTYPES[weight.dtype], weight.data_ptr(), rows, columns, group, bits, _IN_KERNELS[zero]
+    inputs = DTYPES[weight.dtype], weight.data_ptr(), rows, columns, group, bits
     outputs = pointer(codes), pointer(scales), pointer(offsets)
-    check(kernels.pl_round(*inputs, *outputs, torch.get_num_threads()))
+    zero_points = _KERNEL_ZERO_POINTS[zero]
+    check(kernels.pl_round(*inputs, zero_points, *outputs, torch.get_num_threads()))
     return QuantisedWeight(codes, scales, bits, offsets, _limits(bits, zero)[0] == 0)

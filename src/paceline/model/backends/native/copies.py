@@ -1,10 +1,10 @@
-"""A model's copy in 8 or 4 bits for the kernels: rounded matrix by matrix, or read from the cache.
+"""A copy of a model in 8 or 4 bits for the kernels: rounded matrix by matrix, or read from a file.
 
     quantised/KEY.forms    in the cache folder: a header, then the packed matrices
 
-A key is made of the model's matrices as they lie in memory, and of the codes. The files can be
-deleted at any time. ``PACELINE_QUANTISED_CACHE`` bounds their size ("off": no files); the least
-recently used go first. They have no checksums: a wrong copy costs a draft's speed alone.
+KEY is a hash of the model's matrices and of what they are rounded to. The files can be deleted at
+any time. ``PACELINE_QUANTISED_CACHE`` bounds their total size ("off": no files are written); the
+least recently used are deleted first. They have no checksums: a wrong copy costs speed, not text.
 """
 
 from __future__ import annotations
@@ -29,32 +29,38 @@ from paceline.errors import PacelineError, WriteError
 from paceline.files import atomic_write, cache_folder
 from paceline.kernels.library import PLAIN
 from paceline.model.backends.base import Adapted
-from paceline.model.backends.native.packing import Form, Packed, PackedLinear
-from paceline.model.quantised.convert import Code, Scheme, children, copy_beside
+from paceline.model.backends.native.packing import PackedFormat, PackedLinear, PackedMatrix
+from paceline.model.quantised.convert import (
+    Rounding,
+    Scheme,
+    copy_sharing_parameters,
+    walk_children,
+)
 from paceline.model.quantised.rounding import round_to_nearest
 from paceline.model.quantised.weights import LinearBase, QuantisedLinear
 
 SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
 _OURS = b"Written by Paceline: quantised forms "
-_MAGIC = _OURS + b"5\n"  # version of layout and numbers
-_MOST = 8 << 30
-_SHARE = 10  # of the disk, if that is less
+_MAGIC = _OURS + b"5\n"  # raise the version when the layout or the rounding changes
+_MAX_BYTES = 8 << 30
+_DISK_SHARE = 10  # at most this fraction (a tenth) of the disk
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The linear layers of one packed matrix, in its order, with their parents and names."""
+    """One packed matrix of the model, and what it is rounded to. ``members``: its linear layers in
+    the order of packing, each with its parent module and its name there."""
 
     members: tuple[tuple[PackedLinear, nn.Module, str], ...]
-    code: Code
+    rounding: Rounding
 
     @property
     def layers(self) -> list[PackedLinear]:
         return [layer for layer, _, _ in self.members]
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> PackedMatrix:
         return self.members[0][0].packed
 
     @property
@@ -63,76 +69,84 @@ class _Matrix:
 
     @property
     def key(self) -> list[Any]:
-        """What it is and becomes: hashes of at most 64 parts of its numbers, as fast as memory."""
+        """Identifies the matrix and its rounding. Its bytes are hashed in up to 64 parts, at the
+        speed of memory."""
         packed, words = self.packed, self.packed.data.view(torch.int64)
         hashes = torch.hash_tensor(words.view(math.gcd(64, len(words)), -1), 1)
-        return [hashes.tolist(), str(packed.dtype), packed.form, self.code]
+        return [hashes.tolist(), str(packed.dtype), packed.form, self.rounding]
 
-    def blank(self, form: Form) -> Packed:
-        return Packed.blank(self.layers, self.packed.dtype, self.gated, form)
+    def empty(self, form: PackedFormat) -> PackedMatrix:
+        return PackedMatrix.empty(self.layers, self.packed.dtype, self.gated, form)
 
-    def rounded(self) -> Packed:
+    def rounded(self) -> PackedMatrix:
         linears = [
-            QuantisedLinear(round_to_nearest(layer.weight, *self.code).of_layer(name), layer.bias)
+            QuantisedLinear(
+                round_to_nearest(layer.weight, *self.rounding).for_layer(name), layer.bias
+            )
             for layer, _, name in self.members
         ]
-        return Packed.of(linears, self.packed.dtype, self.gated)
+        return PackedMatrix.pack(linears, self.packed.dtype, self.gated)
 
 
 def rounded_copy(model: Adapted, precision: str) -> Any:
-    """A native model's modules with other matrices; None if none divides into groups."""
+    """The modules of a native model with quantised matrices, all else shared; None if no matrix
+    divides into groups."""
     name = f"{model.name} in {precision}"
-    hf = copy_beside(model.hf, lambda m: m if isinstance(m, nn.Linear | LinearBase) else None)
+    hf = copy_sharing_parameters(
+        model.hf, lambda m: m if isinstance(m, nn.Linear | LinearBase) else None
+    )
     matrices = _matrices(hf, Scheme(precision, head="int8", finer=True))
     if not matrices:
         return None
-    # A module of the caller's may change at any time: what is not from a file is not kept.
-    file = _file_of(matrices) if model.checkpoint else None
-    made = None if file is None else read(file, matrices)
-    if made is None:
+    # Weights that were not loaded from files may be changed by the caller at any time: not cached.
+    file = _cache_file(matrices) if model.checkpoint else None
+    rounded = None if file is None else read(file, matrices)
+    if rounded is None:
         with stage(f"quantising {name}", total=len(matrices), unit="matrices") as progress:
-            made = []
+            rounded = []
             for matrix in matrices:
-                made.append(matrix.rounded())
+                rounded.append(matrix.rounded())
                 progress.advance()
         if file is not None:
-            write(file, made)
-    for matrix, packed in zip(matrices, made, strict=True):
+            write(file, rounded)
+    for matrix, packed in zip(matrices, rounded, strict=True):
         for layer, parent, key in matrix.members:
             setattr(parent, key, PackedLinear(layer, packed, layer.part, layer.first))
     return hf
 
 
 def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
+    """The packed matrices that ``scheme`` rounds."""
     head = hf.get_output_embeddings()
     by_matrix: dict[int, list[tuple[PackedLinear, nn.Module, str]]] = {}
-    for parent, key, child in children(hf):
+    for parent, key, child in walk_children(hf):
         if isinstance(child, PackedLinear):
             by_matrix.setdefault(id(child.packed), []).append((child, parent, key))
     result = []
     for members in by_matrix.values():
         members.sort(key=lambda member: (member[0].part, member[0].first))
         layer = members[0][0]
-        code = scheme.code_of(layer.in_features, layer is head)
-        if code is not None:
-            result.append(_Matrix(tuple(members), code))
+        rounding = scheme.rounding_of(layer.in_features, layer is head)
+        if rounding is not None:
+            result.append(_Matrix(tuple(members), rounding))
     return result
 
 
 # -- in the cache folder -----------------------------------------------------------------------
 
 
-def _file_of(matrices: Sequence[_Matrix]) -> Path | None:
-    """The cache file, if there can be one. Raises ConfigError for a setting that is no size."""
+def _cache_file(matrices: Sequence[_Matrix]) -> Path | None:
+    """The file for the rounded matrices; None if files are off, or none can be read or written
+    here. Raises ConfigError for a setting that is no size."""
     folder = cache_folder() / "quantised"
-    if os.environ.get(SETTING) and not _limit():
+    if os.environ.get(SETTING) and not _max_bytes():
         return None
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     writable = folder.is_dir() and os.access(folder, os.W_OK)
     if not writable and not any(folder.glob("*.forms")):
         info(
-            f"the quantised form is not kept for the next start: {folder} cannot be written to; "
+            f"the quantised copy is not kept for the next start: {folder} cannot be written to; "
             "PACELINE_CACHE=FOLDER names another place"
         )
         return None
@@ -140,64 +154,66 @@ def _file_of(matrices: Sequence[_Matrix]) -> Path | None:
     return folder / f"{hashlib.sha256(keys.encode()).hexdigest()[:40]}.forms"
 
 
-def read(file: Path, matrices: Sequence[_Matrix]) -> list[Packed] | None:
-    """The matrices in a file; None, and a line that says so, if it is cut or not ours."""
+def read(file: Path, matrices: Sequence[_Matrix]) -> list[PackedMatrix] | None:
+    """The matrices in a file; None, with a log line, if it is cut short or not of this version."""
     try:
         with file.open("rb") as stream:
             if stream.readline() != _MAGIC:
-                raise ValueError("it begins otherwise")
+                raise ValueError("it does not begin as such a file")
             forms: list[dict[str, Any]] = json.loads(stream.readline())
-            made = [m.blank(Form(**form)) for form, m in zip(forms, matrices, strict=True)]
-            for packed in made:
+            stored = [
+                m.empty(PackedFormat(**form)) for form, m in zip(forms, matrices, strict=True)
+            ]
+            for packed in stored:
                 buffer = packed.data.numpy().data
                 if stream.readinto(buffer) != len(buffer):
-                    raise ValueError("it is cut")
+                    raise ValueError("it is cut short")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        info(f"{file} is damaged ({error}) and is made anew")
+        info(f"{file} is damaged ({error}); the copy is made again")
         return None
     with suppress(OSError):
-        os.utime(file)
-    return made
+        os.utime(file)  # marks the file as used, for _evict
+    return stored
 
 
-def write(file: Path, made: Sequence[Packed]) -> None:
-    """Keep matrices for the next start; if that fails a line says so."""
-    size = sum(packed.data.nbytes for packed in made)
+def write(file: Path, matrices: Sequence[PackedMatrix]) -> None:
+    """Write the matrices to ``file`` for the next start; if that fails, a log line says why."""
+    size = sum(packed.data.nbytes for packed in matrices)
     try:
-        room = min(_limit(), shutil.disk_usage(file.parent).free // 2)
+        room = min(_max_bytes(), shutil.disk_usage(file.parent).free // 2)
         if size > room:
             raise WriteError(
                 f"{file.parent} has room for {room / 1e6:,.0f} MB, it takes {size / 1e6:,.0f} MB; "
                 "make room there, or PACELINE_CACHE=FOLDER names another"
             )
-        _evict(file.parent, _limit() - size)
-        forms = [packed.form._asdict() for packed in made if packed.form is not None]
+        _evict(file.parent, _max_bytes() - size)
+        forms = [packed.form._asdict() for packed in matrices if packed.form is not None]
         with (
             stage(f"keeping it in {file.parent}"),
-            atomic_write(file, "the quantised form", _is_ours, durable=False) as stream,
+            atomic_write(file, "the quantised copy", _is_ours, durable=False) as stream,
         ):
             stream.write(_MAGIC + json.dumps(forms).encode() + b"\n")
-            for packed in made:
+            for packed in matrices:
                 stream.write(packed.data.numpy().data)
     except (OSError, PacelineError) as error:
-        info(f"the quantised form is not kept for the next start: {error}")
+        info(f"the quantised copy is not kept for the next start: {error}")
 
 
-def _limit() -> int:
-    """Bytes of all files. Raises ConfigError for a setting that is no size."""
+def _max_bytes() -> int:
+    """How many bytes all files may take. Raises ConfigError for a setting that is no size."""
     limit = os.environ.get(SETTING)
     if limit:
         return 0 if limit == OFF else parse_bytes(limit)
     try:
-        return min(_MOST, shutil.disk_usage(cache_folder()).total // _SHARE)
+        return min(_MAX_BYTES, shutil.disk_usage(cache_folder()).total // _DISK_SHARE)
     except OSError:
         return 0
 
 
 def _evict(folder: Path, limit: int) -> None:
-    """Delete the least recently used forms until so many bytes are left."""
+    """Delete the least recently used files until the others take at most ``limit`` bytes."""
     ours = [file for file in folder.glob("*.forms") if _is_ours(file)]
     for file in sorted(ours, key=lambda file: file.stat().st_mtime_ns, reverse=True):
         limit -= file.stat().st_size

@@ -1,7 +1,8 @@
-"""A model or head that the library has open: forwards (forward.cpp), whole drafts (grow.cpp).
+"""A model or head opened in the kernels' library: forwards (forward.cpp), drafting of whole trees
+(grow.cpp).
 
-``grow`` makes what draft/trees/grow.py makes, up to ties and the last bits of scores. A chain may
-end earlier, behind a token whose path is too unlikely for another forward.
+``grow`` makes the trees that draft/trees/grow.py makes, up to ties and the last bits of scores. A
+chain may be shorter: it ends after a token whose path is too unlikely to be worth another forward.
 """
 
 from __future__ import annotations
@@ -24,70 +25,71 @@ from paceline.core.noise import splitmix64
 from paceline.core.tree import Draw, TokenTree
 from paceline.kernels.library import CBatch, CGrowth, CSpan, CTree, check, library, pointer
 from paceline.model.backends.base import GrownTree, WantedTree
-from paceline.model.backends.counters import NativeWork, count_work, traced
+from paceline.model.backends.counters import NativeWork, report_work, traced
 from paceline.model.backends.native.adapters import NativeAdapters
-from paceline.model.backends.native.packing import Packing
+from paceline.model.backends.native.packing import WeightPacker
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.int8 import INT8
 
 _SPANS = ctypes.POINTER(CSpan)
-_ALL = 1 << 30  # more than any vocabulary has
-Kinds = Sequence[str | None]  # types of layers, as the rotary module has them
-Spans = Sequence[tuple[int, int]]  # rows, and keys that they read
+_NO_TOP_K = 1 << 30  # larger than any vocabulary
+SpanSizes = Sequence[tuple[int, int]]  # of each span: rows, and keys that they read
+_NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
-_NONE = torch.empty(0, dtype=torch.int64)
+class RopeTables:
+    """Tables of cosines and sines, float32 ``[positions, head_dim]``, which grow with the longest
+    text: the first half of a row are cosines, the second half sines. The model's own rotary module
+    computes a table for each layer type in ``kinds`` (None: the module takes no layer type)."""
 
-
-class Ropes:
-    """Cosines and sines of all positions so far, float32 ``[positions, head_dim]`` for each kind of
-    layers: half of a row cosines, half sines. The model's own module computes them."""
-
-    def __init__(self, rotary_emb: Any, kinds: Kinds) -> None:
+    def __init__(self, rotary_emb: Any, kinds: Sequence[str | None]) -> None:
         self._module, self._kinds = rotary_emb, kinds
         self._length, self._pointers = 0, None
         self._growing = threading.Lock()
 
-    def reach(self, length: int) -> Any:
-        """A C array of pointers to tables of at least so many positions, which live as long."""
+    def covering(self, length: int) -> Any:
+        """A C array of pointers to tables of at least ``length`` positions; the array keeps the
+        tables alive."""
         with self._growing:  # several engines may decode with one model
             if length > self._length:
-                longest = max(256, 1 << (length - 1).bit_length())
-                tables = [self._table(longest, kind) for kind in self._kinds]
+                padded = max(256, 1 << (length - 1).bit_length())
+                tables = [self._table(padded, kind) for kind in self._kinds]
                 pointers: Any = (ctypes.c_void_p * len(tables))(*map(pointer, tables))
                 pointers.tables = tables
-                self._length, self._pointers = longest, pointers
+                self._length, self._pointers = padded, pointers
             return self._pointers
 
     def _table(self, length: int, kind: str | None) -> torch.Tensor:
-        more = () if kind is None else (kind,)
-        cos, sin = self._module(torch.zeros(1), torch.arange(length)[None], *more)
+        layer_type = () if kind is None else (kind,)
+        cos, sin = self._module(torch.zeros(1), torch.arange(length)[None], *layer_type)
         half = cos.shape[-1] // 2
         return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float().contiguous()
 
 
-def rows_of_logits(batch: Batch) -> int:
+def count_logit_rows(batch: Batch) -> int:
+    """The number of rows whose logits a forward of ``batch`` computes."""
     return len(batch.input_ids if batch.logit_rows is None else batch.logit_rows)
 
 
 class ModelHandle:
-    """A model in the library, closed with its last reference. ``packing`` keeps alive what
-    ``model`` points to. ``skipped`` of the calls: flags of the layers, if some are left out."""
+    """A CModel opened in the library, and closed with the last reference to this object.
+    ``weights`` owns the memory that ``model`` points to. ``skipped`` in the calls: a flag for each
+    layer that is left out; None: all layers run."""
 
     def __init__(
         self,
         model: Any,
-        packing: Packing,
+        weights: WeightPacker,
         rotary_emb: Any,
-        rope_kinds: Kinds = (None,),
+        rope_kinds: Sequence[str | None] = (None,),
         adapters: NativeAdapters | None = None,
     ) -> None:
         self._close = library().pl_close
         self._handle = library().pl_open(model)
         check(not self._handle, "the native model")
-        self._packing, self._adapters = packing, adapters
+        self._weights, self._adapters = weights, adapters
         self._layers, self._width = model.layers, model.heads * model.head_dim
-        self._ropes = Ropes(rotary_emb, rope_kinds)
+        self._ropes = RopeTables(rotary_emb, rope_kinds)
         self._caches: WeakKeyDictionary[PagedCache, Any] = WeakKeyDictionary()
 
     def __del__(self) -> None:
@@ -97,11 +99,16 @@ class ModelHandle:
     def forward(
         self, name: str, batch: Batch, cache: PagedCache, skipped: Any = None, **fields: Any
     ) -> None:
-        """One forward. ``fields``: more of CBatch; the caller keeps alive what they point to."""
-        struct, _alive = self._struct(batch, cache, skipped, **fields)
+        """One forward, traced under ``name``. ``fields``: further fields of CBatch; the caller
+        keeps alive what they point to."""
+        struct, _alive = self._batch_struct(batch, cache, skipped, **fields)
         with traced(name):
             check(library().pl_forward(self._handle, struct))
-        count_work(lambda: [self._work(_spans_of(batch), cache, rows_of_logits(batch), skipped)])
+        report_work(
+            lambda: [
+                self._forward_work(_span_sizes(batch), cache, count_logit_rows(batch), skipped)
+            ]
+        )
 
     def grow(
         self,
@@ -114,25 +121,25 @@ class ModelHandle:
         outputs: torch.Tensor | None = None,
         first: Batch | None = None,
     ) -> list[GrownTree]:
-        """As Growth."""
-        trees, tables = self._trees_of(wanted, cache.block_size)
-        most = max(tree.nodes for tree in wanted)
-        nodes = torch.empty(3, len(wanted), most, dtype=torch.int32)  # tokens, parents, slots
-        scores = torch.empty(len(wanted), most)
+        """Implements ``Growth`` (backends/base.py); the call is traced under ``name``."""
+        trees, tables = self._tree_structs(wanted, cache.block_size)
+        max_nodes = max(tree.nodes for tree in wanted)
+        nodes = torch.empty(3, len(wanted), max_nodes, dtype=torch.int32)  # tokens, parents, slots
+        scores = torch.empty(len(wanted), max_nodes)
         q = None
         if any(tree.drawn is not None for tree in wanted):
-            q = _room_for_q(len(wanted), most, logits, ids)
+            q = _allocate_q(len(wanted), max_nodes, logits, ids)
         counts = array("i", bytes(4 * len(wanted)))
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         outputs = None if outputs is None else outputs.contiguous()
         forward, _alive = None, None
         if first is not None:
-            assert logits.is_contiguous() and rows_of_logits(first) == len(wanted)
+            assert logits.is_contiguous() and count_logit_rows(first) == len(wanted)
             output = {"logits": logits.data_ptr(), "columns": logits.shape[1]}
-            forward, _alive = self._struct(first, cache, skipped, **output)
-        ropes = self._ropes.reach(max(tree.base + tree.depth for tree in wanted))
+            forward, _alive = self._batch_struct(first, cache, skipped, **output)
+        ropes = self._ropes.covering(max(tree.base + tree.depth for tree in wanted))
         growth = CGrowth(
-            **self._fields(cache),
+            **self._cache_fields(cache),
             trees=len(wanted),
             threads=torch.get_num_threads(),
             tree=trees,
@@ -145,7 +152,7 @@ class ModelHandle:
             outputs=pointer(outputs),
             skipped=_address(skipped),
             rope=_address(ropes),
-            most=most,
+            most=max_nodes,
             tokens=nodes[0].data_ptr(),
             parents=nodes[1].data_ptr(),
             slots=nodes[2].data_ptr(),
@@ -156,24 +163,29 @@ class ModelHandle:
         )
         with traced(name):
             check(library().pl_grow(self._handle, growth))
-        read = partial(_forwards, first, wanted, counts, logits.shape[1])
-        count_work(lambda: (self._work(spans, cache, rows, skipped) for spans, rows in read()))
-        return _read_trees(wanted, nodes, scores, q, counts)
+        forwards = partial(_forwards_of_growth, first, wanted, counts, logits.shape[1])
+        report_work(
+            lambda: (self._forward_work(sizes, cache, rows, skipped) for sizes, rows in forwards())
+        )
+        return _to_grown_trees(wanted, nodes, scores, q, counts)
 
-    def _trees_of(self, wanted: Sequence[WantedTree], size: int) -> tuple[Any, array[int]]:
-        """An array of CTree, and the trees' block tables in one array. Raises IndexError."""
+    def _tree_structs(
+        self, wanted: Sequence[WantedTree], block_size: int
+    ) -> tuple[Any, array[int]]:
+        """An array of CTree, and the trees' block tables one after the other in one array. Raises
+        IndexError if a block table is too short for its tree."""
         tables, trees = array("i"), (CTree * len(wanted))()
         for i, tree in enumerate(wanted):
-            if tree.base + tree.width * (tree.depth - 1) > len(tree.table) * size:
+            if tree.base + tree.width * (tree.depth - 1) > len(tree.table) * block_size:
                 raise IndexError("a tree has no room in the cache")
             params, greedy = tree.params, tree.params.greedy
-            # A softmax is one-hot beyond 1e6.
+            # With a factor of 1e6 on the logits the softmax is one-hot.
             sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
             seeded, (power, stop, least) = params.seed is not None, tree.ending
             trees[i] = CTree(
                 *(tree.depth, tree.width, tree.nodes, tree.base, len(tables)),
                 sampled=0 if greedy else 2 if seeded else 1 if tree.drawn is None else 3,
-                top_k=params.top_k if params.top_k > 0 else _ALL,
+                top_k=params.top_k if params.top_k > 0 else _NO_TOP_K,
                 sharpness=sharpness,
                 top_p=params.top_p,
                 min_p=params.min_p,
@@ -182,15 +194,15 @@ class ModelHandle:
                 least=math.log(least) if least > 0 else -math.inf,
                 position=tree.position,
                 seed=splitmix64(params.seed or tree.drawn or 0),
-                pair=tree.adapter and self._adapters and self._adapters.of(tree.adapter),
+                pair=tree.adapter and self._adapters and self._adapters.pairs_of(tree.adapter),
             )
             tables.extend(tree.table)
         return trees, tables
 
-    def _struct(
+    def _batch_struct(
         self, batch: Batch, cache: PagedCache, skipped: Any, **fields: Any
     ) -> tuple[Any, Any]:
-        """A batch as the library reads it, and what it points to."""
+        """The CBatch of ``batch``, and the objects that must live as long, as it points to them."""
         span_fields: list[int] = []
         tables: list[int] = []
         parents: list[int] = []
@@ -200,15 +212,16 @@ class ModelHandle:
             span_fields += (len(tables), len(parents))
             tables += table
             parents += nodes
-        rows, wanted = len(batch.input_ids), batch.logit_rows
+        rows, logit_rows = len(batch.input_ids), batch.logit_rows
         parts = (
             *(span_fields, tables, parents, batch.input_ids, batch.positions, batch.slots),
-            wanted or (),
+            logit_rows or (),
         )
+        # All arrays lie in one buffer: starts[n] is the address where parts[n + 1] begins.
         numbers = array("i", itertools.chain.from_iterable(parts))
         start = numbers.buffer_info()[0]
         starts = [start + 4 * end for end in itertools.accumulate(map(len, parts))]
-        ropes = self._ropes.reach(max((span.kv_length for span in batch.spans), default=1))
+        ropes = self._ropes.covering(max((span.kv_length for span in batch.spans), default=1))
         runs = None
         if adapted := batch.adapter_runs:
             assert self._adapters is not None, "a head has no adapters"
@@ -217,7 +230,7 @@ class ModelHandle:
         struct = CBatch(
             rows=rows,
             spans=len(batch.spans),
-            logit_rows=rows if wanted is None else len(wanted),
+            logit_rows=rows if logit_rows is None else len(logit_rows),
             threads=torch.get_num_threads(),
             span=ctypes.cast(start, _SPANS),
             tables=starts[0],
@@ -225,16 +238,16 @@ class ModelHandle:
             ids=starts[2],
             positions=starts[3],
             slots=starts[4],
-            wanted=None if wanted is None else starts[5],
+            wanted=None if logit_rows is None else starts[5],
             skipped=_address(skipped),
             rope=_address(ropes),
-            **self._fields(cache),
+            **self._cache_fields(cache),
             **fields,
         )
         return struct, (numbers, ropes, runs)
 
-    def _fields(self, cache: PagedCache) -> dict[str, Any]:
-        """Those of CBatch and CGrowth that say where the layers' keys and values are."""
+    def _cache_fields(self, cache: PagedCache) -> dict[str, Any]:
+        """The fields of CBatch and CGrowth that say where the layers' keys and values are."""
         known = self._caches.get(cache)
         if known is None:
             array_of = ctypes.c_void_p * self._layers
@@ -246,18 +259,20 @@ class ModelHandle:
             known = self._caches[cache] = fields, keys, values
         return known[0]
 
-    def _work(self, spans: Spans, cache: PagedCache, wanted: int, skipped: Any) -> NativeWork:
-        """Of a forward with ``wanted`` rows of logits, with rows spread evenly over experts."""
+    def _forward_work(
+        self, spans: SpanSizes, cache: PagedCache, logit_rows: int, skipped: Any
+    ) -> NativeWork:
+        """The work of a forward, if its rows are spread evenly over the experts."""
         layers = self._layers - sum(skipped or ())
-        products = self._packing.reads(sum(rows for rows, _ in spans), wanted, skipped)
+        products = self._weights.weight_reads(sum(n for n, _ in spans), logit_rows, skipped)
         keys = cache.kv(0)[0]
-        entry = keys.shape[-2] * keys.shape[-1] * keys.dtype.itemsize
-        read = sum(length for _, length in spans)
-        pairs = sum(rows * length for rows, length in spans)
-        return NativeWork(products, 2 * layers * entry * read, 4 * layers * self._width * pairs)
+        key_bytes = keys.shape[-2] * keys.shape[-1] * keys.dtype.itemsize
+        cache_bytes = 2 * layers * key_bytes * sum(length for _, length in spans)
+        scores = sum(rows * length for rows, length in spans)  # for each head and layer
+        return NativeWork(products, cache_bytes, 4 * layers * self._width * scores)
 
 
-def _spans_of(batch: Batch) -> Spans:
+def _span_sizes(batch: Batch) -> SpanSizes:
     return [(span.rows, span.kv_length) for span in batch.spans]
 
 
@@ -265,24 +280,25 @@ def _address(struct: Any) -> int | None:
     return None if struct is None else ctypes.addressof(struct)
 
 
-def _room_for_q(
-    trees: int, most: int, logits: torch.Tensor, ids: torch.Tensor | None
+def _allocate_q(
+    trees: int, max_nodes: int, logits: torch.Tensor, ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """[trees, most, tokens] for distributions over the columns' tokens; others are never drawn."""
+    """``[trees, max_nodes, tokens]`` for the distributions that drawn chains are drawn from. With
+    ``ids`` the kernels write those tokens only: all others have probability 0."""
     if ids is None:
-        return torch.empty(trees, most, logits.shape[1])
-    return torch.zeros(trees, most, int(ids[-1]) + 1)
+        return torch.empty(trees, max_nodes, logits.shape[1])
+    return torch.zeros(trees, max_nodes, int(ids[-1]) + 1)
 
 
-def _read_trees(
+def _to_grown_trees(
     wanted: Sequence[WantedTree],
     nodes: torch.Tensor,
     scores: torch.Tensor,
     q: torch.Tensor | None,
     counts: Sequence[int],
 ) -> list[GrownTree]:
-    """``nodes``: tokens, parents and slots of every tree [3, trees, most]; ``q``: the distributions
-    of the drawn ones [trees, most, width]."""
+    """The kernels' results as records: ``nodes [3, trees, max_nodes]`` are tokens, parents and
+    slots, ``q [trees, max_nodes, tokens]`` the distributions, ``counts`` the nodes of each tree."""
     (tokens, parents, slots), logs = nodes.tolist(), scores.tolist()
     trees = []
     for i, n in enumerate(counts):
@@ -295,12 +311,13 @@ def _read_trees(
     return trees
 
 
-def _forwards(
+def _forwards_of_growth(
     first: Batch | None, wanted: Sequence[WantedTree], counts: Sequence[int], columns: int
-) -> Iterator[tuple[Spans, int]]:
-    """The forwards of a growth, for counting; chains grew as many levels as they have nodes."""
+) -> Iterator[tuple[SpanSizes, int]]:
+    """The forwards that growing took, as (span sizes, rows with logits); a chain has one level for
+    each of its nodes."""
     if first is not None:
-        yield _spans_of(first), len(wanted)
+        yield _span_sizes(first), len(wanted)
     depths = [c if t.width == 1 else t.depth for t, c in zip(wanted, counts, strict=True)]
     for level in range(1, max(depths)):
         trees = [tree for tree, depth in zip(wanted, depths, strict=True) if depth > level]
@@ -310,5 +327,5 @@ def _forwards(
 
 
 def _int64(numbers: Sequence[int]) -> torch.Tensor:
-    """[n], without a call of torch that copies: behind a forward such a call takes 100 us."""
-    return torch.frombuffer(array("q", numbers), dtype=torch.int64) if numbers else _NONE
+    """int64 ``[n]`` over an array, without a copy by torch, which takes 100 us after a forward."""
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64) if numbers else _NO_TOKENS

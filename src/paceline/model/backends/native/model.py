@@ -1,4 +1,4 @@
-"""Forwards by one call of the kernels: of a model, and of heads on its features."""
+"""Forwards in one call of the kernels: of a decoder, and of draft heads on its features."""
 
 from __future__ import annotations
 
@@ -38,39 +38,44 @@ from paceline.model.backends.base import (
     relative_error,
     trial_logits,
 )
-from paceline.model.backends.counters import NativeWork, count_work, traced
+from paceline.model.backends.counters import NativeWork, report_work, traced
 from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.copies import rounded_copy
-from paceline.model.backends.native.handle import ModelHandle, rows_of_logits
-from paceline.model.backends.native.packing import PackedLinear, Packing, pack_children
-from paceline.model.backends.native.recognise import STATIC_ROPE, DecoderShape, describe, scaled
+from paceline.model.backends.native.handle import ModelHandle, count_logit_rows
+from paceline.model.backends.native.packing import PackedLinear, WeightPacker, pack_children
+from paceline.model.backends.native.recognise import (
+    STATIC_ROPE,
+    DecoderShape,
+    describe_decoder,
+    scaled_norm,
+)
 from paceline.model.paged.cache import PagedCache
-from paceline.model.quantised.convert import Experts, children
+from paceline.model.quantised.convert import Experts, walk_children
 
-_PARTIAL_BYTES = 32 << 20  # of attention (csrc/forward.cpp)
-_LEFT_OUT = torch.empty(0, 0)  # logits
+_PARTIAL_BYTES = 32 << 20  # partial results of attention (csrc/forward.cpp)
+_NO_LOGITS = torch.empty(0, 0)
 
 
 class NativeModel(Backend):
-    """A decoder's packed weights and the calls on them."""
+    """The native backend of one decoder: its packed weights and the kernel calls on them."""
 
     name = NATIVE
     runs_torch = False
     same_bits = runs_quantised = True
 
     def __init__(self, hf: Any, decoder: DecoderShape) -> None:
-        """Packs the weights of ``hf`` in place, layer by layer."""
+        """Pack the weights of ``hf`` in place, layer by layer."""
         self.decoder, self.dtype = decoder, hf.dtype
         self.vocab_size, self.hidden_size = hf.model.embed_tokens.weight.shape
         self.num_layers = len(hf.model.layers)
-        self._skipped: Any = None  # a flag for each layer, if some are left out
-        packing = Packing()
+        self._skipped: Any = None  # a C array with a flag for each layer; None: all layers run
+        weights = WeightPacker()
         layers = (CLayer * self.num_layers)(
-            *(self._layer(layer, n, packing) for n, layer in enumerate(hf.model.layers))
+            *(self._layer(layer, n, weights) for n, layer in enumerate(hf.model.layers))
         )
         self.lm_head = pack_children(hf, ("lm_head",), self.dtype)
         self.embedding = hf.model.embed_tokens.weight.detach().contiguous()
-        packing.alive += (layers, self.embedding)
+        weights.keep_alive += (layers, self.embedding)
         model = CModel(
             dtype=DTYPES[self.dtype],
             hidden=self.hidden_size,
@@ -80,21 +85,21 @@ class NativeModel(Backend):
             **decoder.fields(),
             embedding=self.embedding.data_ptr(),
             layer=layers,
-            final_norm=packing.norm(decoder.final_norm),
-            head_norm=packing.norm(scaled(decoder.final_norm, decoder.logit_scale)),
-            head=packing.weight(self.lm_head, None),
+            final_norm=weights.norm(decoder.final_norm),
+            head_norm=weights.norm(scaled_norm(decoder.final_norm, decoder.logit_scale)),
+            head=weights.add(self.lm_head, None),
         )
         trim()
         self.adapters = NativeAdapters(hf, self.dtype)
-        kinds = decoder.rope_kinds
-        self._handle = ModelHandle(model, packing, hf.model.rotary_emb, kinds, self.adapters)
-        matrices = sum(matrix.data.nbytes for matrix, _, _ in packing.packed)
-        self.head_share = self.lm_head.data.nbytes / matrices
+        rotary_emb, kinds = hf.model.rotary_emb, decoder.rope_kinds
+        self._handle = ModelHandle(model, weights, rotary_emb, kinds, self.adapters)
+        total_bytes = sum(matrix.data.nbytes for matrix, _, _ in weights.matrices)
+        self.head_share = self.lm_head.data.nbytes / total_bytes
 
-    def _layer(self, layer: Any, index: int, packing: Packing) -> Any:
+    def _layer(self, layer: Any, index: int, weights: WeightPacker) -> Any:
         return CLayer(
-            **packing.matrices(layer, self.dtype, index),
-            **{name: packing.norm(norm) for name, norm in self.decoder.norms[index].items()},
+            **weights.pack_layer(layer, self.dtype, index),
+            **{name: weights.norm(norm) for name, norm in self.decoder.norms[index].items()},
             window=self.decoder.windows[index],
             rope=self.decoder.ropes[index],
         )
@@ -111,7 +116,7 @@ class NativeModel(Backend):
 
     @property
     def growth(self) -> Growth:
-        """Grows drafts with this model, without the layers that are left out."""
+        """Grows draft trees with this model, without the layers that are left out."""
         return partial(self._handle.grow, "grow", self._skipped)
 
     def scratch_bytes(self, rows: int) -> int:
@@ -121,21 +126,21 @@ class NativeModel(Backend):
         return 4 * rows * (width + shape.ffn) + _PARTIAL_BYTES
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
-        wanted, logits, fields = rows_of_logits(batch), _LEFT_OUT, dict[str, Any]()
+        logit_rows, logits, fields = count_logit_rows(batch), _NO_LOGITS, dict[str, Any]()
         if not batch.choices_only:
-            logits = torch.empty(wanted, self.lm_head.outputs, dtype=self.dtype)
+            logits = torch.empty(logit_rows, self.lm_head.outputs, dtype=self.dtype)
             fields["logits"] = logits.data_ptr()
         shape = len(batch.input_ids), self.hidden_size
-        kept = {n: torch.empty(shape, dtype=self.dtype) for n in sorted(set(batch.features))}
-        if kept:
-            layers = (ctypes.c_int32 * len(kept))(*kept)
-            outputs = (ctypes.c_void_p * len(kept))(*(t.data_ptr() for t in kept.values()))
-            fields |= {"features": len(kept), "feature_layers": ctypes.addressof(layers)}
+        features = {n: torch.empty(shape, dtype=self.dtype) for n in sorted(set(batch.features))}
+        if features:
+            layers = (ctypes.c_int32 * len(features))(*features)
+            outputs = (ctypes.c_void_p * len(features))(*(t.data_ptr() for t in features.values()))
+            fields |= {"features": len(features), "feature_layers": ctypes.addressof(layers)}
             fields["feature"] = ctypes.addressof(outputs)
-        greedy = (ctypes.c_int32 * wanted)()
+        greedy = (ctypes.c_int32 * logit_rows)()
         fields["greedy"] = ctypes.addressof(greedy)
         self._handle.forward("forward", batch, cache, self._skipped, **fields)
-        return ModelOutput(logits, {layer: kept[layer] for layer in batch.features}, greedy[:])
+        return ModelOutput(logits, {layer: features[layer] for layer in batch.features}, greedy[:])
 
     def check_adapter(self, adapter: Adapter) -> None:
         self.adapters.check(adapter)
@@ -143,7 +148,7 @@ class NativeModel(Backend):
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         scale = self.decoder.logit_scale
         hidden = hidden if scale == 1 else hidden * scale
-        return self.lm_head.product(hidden, self.decoder.logit_cap)
+        return self.lm_head.multiply(hidden, self.decoder.logit_cap)
 
     def eagle(self, head: Any, model: Adapted) -> EagleStep:
         kind = head.rotary.rope_type
@@ -156,8 +161,8 @@ class NativeModel(Backend):
         return super().eagle(head, model)
 
     def block(self, head: Any, model: Adapted) -> BlockStep:
-        """Its linear products run in the kernels, packed in place; the rest are torch's."""
-        for parent, name, child in children(head):
+        """Pack the head's linear layers in place: they run in the kernels, the rest in torch."""
+        for parent, name, child in walk_children(head):
             if type(child) is nn.Linear:
                 pack_children(parent, (name,), self.dtype)
         return super().block(head, model)
@@ -171,7 +176,7 @@ class NativeModel(Backend):
 
 
 # -- heads -------------------------------------------------------------------------------------
-# Without a trial against the reference: a wrong draft costs speed alone.
+# Heads are not compared with the reference before use: a wrong draft costs speed, never text.
 
 
 class NativeEagle(EagleStep):
@@ -180,12 +185,12 @@ class NativeEagle(EagleStep):
     def __init__(self, head: Any, target: NativeModel) -> None:
         self.head, self._dtype = head, head.dtype
         config, third = head.config, head.config.version == 3
-        packing = Packing()
+        weights = WeightPacker()
         layers = [
             CLayer(
-                **packing.matrices(module, self._dtype),
-                attention_norm=packing.norm(getattr(module, "input_layernorm", None)),
-                mlp_norm=packing.norm(module.post_attention_layernorm),
+                **weights.pack_layer(module, self._dtype),
+                attention_norm=weights.norm(getattr(module, "input_layernorm", None)),
+                mlp_norm=weights.norm(module.post_attention_layernorm),
             )
             for module in head.decoder
         ]
@@ -194,7 +199,7 @@ class NativeEagle(EagleStep):
         embedding, scale = target.embedding, target.decoder.embedding_scale
         if head.embed_tokens is not None:
             embedding, scale = head.embed_tokens.weight.detach(), 1.0
-        packing.alive += (*layers, embedding)
+        weights.keep_alive += (*layers, embedding)
         model = CModel(
             dtype=DTYPES[self._dtype],
             hidden=config.hidden_size,
@@ -210,36 +215,38 @@ class NativeEagle(EagleStep):
             scaling=config.head_dim**-0.5,
             embedding=embedding.data_ptr(),
             layer=(CLayer * len(layers))(*layers),
-            final_norm=packing.norm(head.norm if third else None),
-            head_norm=packing.norm(
-                scaled(head.norm, target.decoder.logit_scale) if third and not has_head else None
+            final_norm=weights.norm(head.norm if third else None),
+            head_norm=weights.norm(
+                scaled_norm(head.norm, target.decoder.logit_scale)
+                if third and not has_head
+                else None
             ),
-            head=packing.weight(lm_head, None),
-            fuse=packing.weight(pack_children(head, ("fc",), self._dtype)),
-            hidden_norm=packing.norm(head.midlayer.hidden_norm if third else None),
+            head=weights.add(lm_head, None),
+            fuse=weights.add(pack_children(head, ("fc",), self._dtype)),
+            hidden_norm=weights.norm(head.midlayer.hidden_norm if third else None),
             residual_normed=config.norm_before_residual,
         )
-        self._vocabulary = lm_head.outputs
-        self._handle = ModelHandle(model, packing, head.rotary)
+        self._vocab_size = lm_head.outputs
+        self._handle = ModelHandle(model, weights, head.rotary)
         self.growth = partial(self._handle.grow, "eagle", None)
 
     def __call__(
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wanted, hidden = rows_of_logits(batch), hidden.contiguous()
-        outputs = torch.empty(wanted, self.head.config.hidden_size, dtype=self._dtype)
-        logits = torch.empty(wanted, self._vocabulary, dtype=self._dtype)
+        logit_rows, hidden = count_logit_rows(batch), hidden.contiguous()
+        outputs = torch.empty(logit_rows, self.head.config.hidden_size, dtype=self._dtype)
+        logits = torch.empty(logit_rows, self._vocab_size, dtype=self._dtype)
         fields = {"logits": logits.data_ptr(), "outputs": outputs.data_ptr()}
         self._handle.forward("eagle", batch, cache, hidden=hidden.data_ptr(), fused=fused, **fields)
         return outputs, logits
 
 
 class NativeMedusa:
-    """Medusa heads, packed in place; called as DraftingHeads (base.py)."""
+    """Medusa heads whose weights are packed in place; a ``DraftingHeads`` (backends/base.py)."""
 
     def __init__(self, heads: Any, target: NativeModel) -> None:
         config = self._config = heads.config
-        self._spread = heads.spread  # over the target's vocabulary
+        self._spread = heads.spread  # maps logits of the heads' vocabulary to the target's
         dtype = self._dtype = target.dtype
         blocks = self._blocks = [
             pack_children(block, ("linear",), dtype)
@@ -249,11 +256,11 @@ class NativeMedusa:
         layers = self._layers = [target.lm_head]
         if not config.shared_head:
             layers[:] = [pack_children(head, (str(config.layers),), dtype) for head in heads]
-        self._vocabulary = layers[0].outputs
+        self._vocab_size = layers[0].outputs
         self._struct = CMedusa(
             dtype=DTYPES[dtype],
             width=config.hidden_size,
-            vocab=self._vocabulary,
+            vocab=self._vocab_size,
             heads=config.heads,
             blocks=config.layers,
             shared=config.shared_head,
@@ -264,61 +271,65 @@ class NativeMedusa:
 
     def __call__(self, features: torch.Tensor, count: int) -> torch.Tensor:
         rows = features.contiguous()
-        logits = torch.empty(len(rows), count, self._vocabulary, dtype=self._dtype)
+        logits = torch.empty(len(rows), count, self._vocab_size, dtype=self._dtype)
         arguments = rows.data_ptr(), len(rows), count, logits.data_ptr(), torch.get_num_threads()
         with traced("medusa"):
             check(library().pl_medusa_logits(self._struct, *arguments))
-        count_work(lambda: [self._work(len(rows), count)])
+        report_work(lambda: [self._work(len(rows), count)])
         widened: torch.Tensor = self._spread(logits)
         return widened
 
     def _work(self, rows: int, count: int) -> NativeWork:
         blocks, layers = self._blocks[: count * self._config.layers], self._layers[:count]
         head_rows = rows * count if self._config.shared_head else rows
-        return NativeWork((*(b.read(rows) for b in blocks), *(h.read(head_rows) for h in layers)))
+        reads = [block.weight_read(rows) for block in blocks]
+        return NativeWork((*reads, *(layer.weight_read(head_rows) for layer in layers)))
 
 
 @torch.inference_mode()
 def native_backend(model: Adapted) -> Backend | str:
-    """The kernels with the model's weights, whose layout they change, or why they cannot run it."""
+    """The native backend of ``model``, whose weights it packs in place, or the reason why the
+    kernels cannot run it. A backend whose logits differ from the reference's is refused."""
     try:
         library()
     except NativeUnavailableError as error:
         return str(error)
-    shape = describe(model.hf, model.cache_shapes, model.patterns)
-    if isinstance(shape, str):
-        return shape
-    wanted = trial_logits(model)
-    native = NativeModel(model.hf, shape)
-    # The median row's error, of the worst sequence. In bf16 SmolLM2's rows are 2 to 72 % off those
-    # of float32 in the reference, most 4 %, and 1 to 6 % in the kernels, which round less.
+    decoder = describe_decoder(model.hf, model.cache_shapes, model.patterns)
+    if isinstance(decoder, str):
+        return decoder
+    reference_logits = trial_logits(model)
+    native = NativeModel(model.hf, decoder)
+    # The error of the median row, in the worst sequence. For SmolLM2, rows computed in bf16 differ
+    # from float32 by 2 to 72 % in the reference (most of them by 4 %) and by 1 to 6 % in the
+    # kernels, which round less.
     difference = max(
         statistics.median(map(relative_error, ours, theirs))
-        for ours, theirs in zip(trial_logits(model, native), wanted, strict=True)
+        for ours, theirs in zip(trial_logits(model, native), reference_logits, strict=True)
     )
-    # An incomplete description is wrong by far more than rounding.
-    if difference < _limit(model):
+    # A decoder that is described wrongly differs by far more than rounding does.
+    if difference < _allowed_difference(model):
         return native
     unpack_modules(model.hf)
     return f"the kernels' logits are {difference:.0%} off"
 
 
-def _limit(model: Adapted) -> float:
-    """How far logits may be apart. Rounding may change a whole code of quantised activations:
-    SmolLM2 in float32 differs by 4 % with 8 bits, by 5 % with 4 bits, in bf16 by more."""
-    exact = model.dtype == torch.float32
+def _allowed_difference(model: Adapted) -> float:
+    """How far the kernels' logits may be from the reference's. With quantised activations a small
+    rounding difference may move a value to the next code: SmolLM2 in float32 differs by 4 % with 8
+    bits and by 5 % with 4 bits, in bf16 by more."""
+    in_float32 = model.dtype == torch.float32
     packed = [m.packed for m in model.hf.modules() if isinstance(m, PackedLinear)]
-    forms = [one.form for one in packed if one.form is not None]
-    if not forms:
-        return 1e-3 if exact else 0.25
-    return 0.15 if exact and all(form.bits == 8 for form in forms) else 0.4
+    formats = [matrix.form for matrix in packed if matrix.form is not None]
+    if not formats:
+        return 1e-3 if in_float32 else 0.25
+    return 0.15 if in_float32 and all(form.bits == 8 for form in formats) else 0.4
 
 
 def unpack_modules(hf: Any) -> None:
-    """Replace the packed modules of a model by plain ones."""
-    for parent, name, child in children(hf):
+    """Replace the packed modules of a model by modules of the kind that they replaced."""
+    for parent, name, child in walk_children(hf):
         if isinstance(child, PackedLinear):
             setattr(parent, name, child.plain())
-    for parent, name, child in children(hf):
+    for parent, name, child in walk_children(hf):
         if isinstance(child, Experts):
-            setattr(parent, name, child.whole())
+            setattr(parent, name, child.merged())

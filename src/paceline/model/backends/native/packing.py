@@ -1,4 +1,4 @@
-"""Weights in the layout of the kernels, and the modules that replace the plain ones."""
+"""Weight matrices in the kernels' layout, and the linear modules that read them from there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from paceline.kernels.library import (
     pointer,
 )
 from paceline.kernels.pages import zeros
-from paceline.model.backends.counters import NativeWork, WeightRead, count_work
+from paceline.model.backends.counters import NativeWork, WeightRead, report_work
 from paceline.model.quantised.convert import Experts
 from paceline.model.quantised.weights import (
     ROW_GROUP,
@@ -38,37 +38,41 @@ from paceline.model.quantised.weights import (
     MatrixSize,
     QuantisedLinear,
     QuantisedWeight,
-    common_form,
+    in_common_format,
     plain_linear,
 )
 
-_PANEL = 32
-_TRIM_BYTES = 64 << 20
+_PANEL = 32  # outputs that are interleaved
+_TRIM_BYTES = 64 << 20  # packed bytes after which freed memory is given back to the system
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 GATED = ("gate_proj", "up_proj")
 AnyLinear = nn.Linear | LinearBase
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Matrices with the same input in the kernels' layout (csrc/gemm.h, csrc/quantised.h)."""
+class PackedMatrix:
+    """One or more matrices with the same input, in the kernels' layout (csrc/gemm.h and
+    csrc/quantised.h)."""
 
     data: torch.Tensor  # bytes
     bias: torch.Tensor | None  # float32, one for each packed output
-    outputs: int  # a gated pair's are counted once
+    outputs: int  # outputs of a gated pair are counted once
     inputs: int
-    dtype: torch.dtype  # of activations and of plain weights
-    form: Form | None = None  # of quantised weights
-    elements: int = 0  # of the matrices, padding left out
+    dtype: torch.dtype  # of activations and of unquantised weights
+    form: PackedFormat | None = None  # None: the weights are not quantised
+    elements: int = 0  # weights without padding
 
     @classmethod
-    def of(cls, linears: Sequence[AnyLinear], dtype: torch.dtype, gated: bool = False) -> Packed:
-        """The matrices one below the other; ``gated``: two, their outputs interleaved."""
+    def pack(
+        cls, linears: Sequence[AnyLinear], dtype: torch.dtype, gated: bool = False
+    ) -> PackedMatrix:
+        """Pack the weights of ``linears`` one below the other. ``gated``: there are two, gate and
+        up projection, and their outputs are interleaved. All or none may be quantised."""
         quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
-        weights = common_form([linear.quantised for linear in quantised])
-        packed = cls.blank(linears, dtype, gated, Form.of(weights))
-        for index, (linear, part, first) in enumerate(_members(linears, gated)):
-            if weights:  # all are quantised: see same_form
+        weights = in_common_format([linear.quantised for linear in quantised])
+        packed = cls.empty(linears, dtype, gated, PackedFormat.of(weights))
+        for index, (linear, part, first) in enumerate(_placements(linears, gated)):
+            if weights:
                 packed._copy_quantised(weights[index], part, first, out=0)
             else:
                 weight, kind = linear.weight.detach().contiguous(), DTYPES[dtype]
@@ -77,17 +81,21 @@ class Packed:
         return packed
 
     @classmethod
-    def blank(
-        cls, linears: Sequence[AnyLinear], dtype: torch.dtype, gated: bool, form: Form | None
-    ) -> Packed:
-        """A matrix of that form and size, all zeros, with the layers' biases."""
+    def empty(
+        cls,
+        linears: Sequence[AnyLinear],
+        dtype: torch.dtype,
+        gated: bool,
+        form: PackedFormat | None,
+    ) -> PackedMatrix:
+        """A matrix of zeros with the size and the biases of ``linears``, in format ``form``."""
         inputs = linears[0].in_features
         rows = sum(linear.out_features for linear in linears)
         padded = 2 * -(-rows // 2 // 16) * 16 if gated else -(-rows // _PANEL) * _PANEL
         bias = None
         if any(linear.bias is not None for linear in linears):
             bias = torch.zeros(padded)
-            for linear, part, first in _members(linears, gated):
+            for linear, part, first in _placements(linears, gated):
                 if linear.bias is not None:
                     outputs = _packed_outputs(part, first, linear.out_features)
                     bias[outputs] = linear.bias.detach().float()
@@ -98,19 +106,23 @@ class Packed:
         return cls(zeros(size), bias, rows // (1 + gated), inputs, dtype, form, rows * inputs)
 
     def _copy_quantised(self, weight: QuantisedWeight, part: int, first: int, out: int) -> None:
+        """Copy ``weight`` into the packed matrix, from output ``first`` on; ``out`` 1: copy from
+        the packed matrix into ``weight``."""
         numbers = pointer(weight.codes), pointer(weight.scales), pointer(weight.offsets)
         rows = weight.shape[0]
         library().pl_copy_quantised(out, part, *numbers, rows, first, self.struct())
 
-    def read(self, rows: int) -> WeightRead:
+    def weight_read(self, rows: int) -> WeightRead:
+        """What a product of this matrix with ``rows`` rows reads."""
         return WeightRead(self.data.data_ptr(), self.elements, self.data.numel(), rows)
 
     def struct(self) -> Any:
+        """The CWeight; its pointers are valid while this matrix lives."""
         pointers = pointer(self.data), pointer(self.bias)
         return CWeight(*pointers, self.outputs, self.inputs, *(self.form or ()))
 
     def quantised(self, part: int, first: int, rows: int) -> QuantisedWeight:
-        """A copy of ``rows`` outputs of quantised weights from ``first`` on."""
+        """A copy of ``rows`` quantised outputs, starting at output ``first`` of ``part``."""
         assert self.form is not None
         groups = self.form.groups(self.inputs)
         weight = QuantisedWeight(
@@ -125,7 +137,7 @@ class Packed:
         return weight
 
     def dense(self, part: int, first: int, rows: int) -> torch.Tensor:
-        """A copy of ``rows`` outputs from ``first`` on, with the numbers that were packed."""
+        """A dense copy of ``rows`` outputs, starting at output ``first`` of ``part``."""
         if self.form is not None:
             return self.quantised(part, first, rows).dense(self.dtype)
         out = torch.empty(rows, self.inputs, dtype=self.dtype)
@@ -133,20 +145,23 @@ class Packed:
         library().pl_unpack(code, part, out.data_ptr(), rows, self.inputs, first, data)
         return out
 
-    def product(self, x: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
-        """``[..., inputs]`` to ``[..., outputs]``; ``cap``: soft cap of logits, 0 for none."""
+    def multiply(self, x: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
+        """The product ``[..., outputs]`` of ``x [..., inputs]``, with bias. ``cap``: the soft cap
+        of logits, 0 for none."""
         rows = x.to(self.dtype).reshape(-1, self.inputs).contiguous()
         count, threads = len(rows), torch.get_num_threads()
         out = torch.empty(count, self.outputs, dtype=self.dtype)
         inputs = DTYPES[self.dtype], self.struct(), rows.data_ptr(), count
         check(library().pl_product(*inputs, cap, 1, 0, out.data_ptr(), threads))
-        count_work(lambda: [NativeWork((self.read(count),))])
+        report_work(lambda: [NativeWork((self.weight_read(count),))])
         return out.view(*x.shape[:-1], self.outputs)
 
 
-class Form(NamedTuple):
-    """How quantised weights are packed, as in CWeight. ``repeat``: groups of 32 inputs that share a
-    scale, 0 if each has two; ``offsets``: OFFSETS_NONE or the code that they belong to."""
+class PackedFormat(NamedTuple):
+    """How quantised weights are packed; the fields are those of CWeight. ``repeat``: how many runs
+    of 32 inputs share a scale; 0: every 16 inputs have their own. ``offsets``: OFFSETS_NONE, or
+    the code whose value is the offset (the least or the middle one). ``wide``: activations have 16
+    bits, else 8."""
 
     bits: int
     repeat: int
@@ -158,8 +173,8 @@ class Form(NamedTuple):
         return inputs // ROW_GROUP // self.repeat if self.repeat else 2 * inputs // ROW_GROUP
 
     @classmethod
-    def of(cls, weights: Sequence[QuantisedWeight]) -> Form | None:
-        """The form that holds all of these exactly; None if there are none."""
+    def of(cls, weights: Sequence[QuantisedWeight]) -> PackedFormat | None:
+        """The format that stores all ``weights`` without loss; None if there are no weights."""
         if not weights:
             return None
         first, kind = weights[0], SCALE_FLOAT
@@ -169,17 +184,17 @@ class Form(NamedTuple):
                 kind = code
         offsets = OFFSETS_NONE
         if first.offsets is not None:
-            offsets = OFFSETS_LEAST if first.from_zero else OFFSETS_MIDDLE
-        return cls(first.bits, first.group // ROW_GROUP, kind, offsets, first.wide)
+            offsets = OFFSETS_LEAST if first.unsigned else OFFSETS_MIDDLE
+        return cls(first.bits, first.group // ROW_GROUP, kind, offsets, first.int16_activations)
 
 
-def same_form(linears: Sequence[nn.Module]) -> bool:
-    """Whether these can be packed into one matrix: all or none are quantised."""
+def all_or_none_quantised(linears: Sequence[nn.Module]) -> bool:
+    """Whether these linear layers can be packed into one matrix."""
     return sum(isinstance(linear, QuantisedLinear) for linear in linears) in (0, len(linears))
 
 
-def _members(linears: Sequence[Any], gated: bool) -> Iterator[tuple[Any, int, int]]:
-    """The layers of a packed matrix, with the part and the first output of each."""
+def _placements(linears: Sequence[Any], gated: bool) -> Iterator[tuple[Any, int, int]]:
+    """Where each layer goes in the packed matrix: (layer, PLAIN or GATE or UP, first output)."""
     first = 0
     parts = (GATE, UP) if gated else (PLAIN,) * len(linears)
     for linear, part in zip(linears, parts, strict=True):
@@ -188,7 +203,7 @@ def _members(linears: Sequence[Any], gated: bool) -> Iterator[tuple[Any, int, in
 
 
 def _packed_outputs(part: int, first: int, count: int) -> torch.Tensor:
-    """Where the outputs ``first ..`` of a matrix are in the packed one."""
+    """Indices in the packed matrix of ``count`` outputs of a part, from ``first`` on."""
     outputs = torch.arange(first, first + count)
     if part == PLAIN:
         return outputs
@@ -196,9 +211,9 @@ def _packed_outputs(part: int, first: int, count: int) -> torch.Tensor:
 
 
 class PackedLinear(LinearBase):
-    """An ``nn.Linear`` whose weight is part of a packed matrix, its only copy."""
+    """Replaces an ``nn.Linear``; the only copy of its weight is in the packed matrix."""
 
-    def __init__(self, linear: AnyLinear, packed: Packed, part: int, first: int) -> None:
+    def __init__(self, linear: AnyLinear, packed: PackedMatrix, part: int, first: int) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
@@ -206,7 +221,7 @@ class PackedLinear(LinearBase):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A dense copy ``[out, in]`` of what was packed; costs memory and time."""
+        """A dense copy ``[out, in]``; every access allocates and unpacks it."""
         return self.packed.dense(self.part, self.first, self.out_features)
 
     def matrix_size(self) -> MatrixSize:
@@ -217,11 +232,11 @@ class PackedLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.part == PLAIN and self.out_features == self.packed.outputs:
-            return self.packed.product(x)
+            return self.packed.multiply(x)
         return F.linear(x, self.weight, self.bias)
 
     def plain(self) -> nn.Linear | QuantisedLinear:
-        """The module that this one replaces, made again."""
+        """Unpack into a module of the kind that this one replaced."""
         if self.packed.form is not None:
             weight = self.packed.quantised(self.part, self.first, self.out_features)
             return QuantisedLinear(weight, self.bias)
@@ -230,70 +245,77 @@ class PackedLinear(LinearBase):
 
 def pack_children(
     parent: nn.Module, names: Sequence[str], dtype: torch.dtype, gated: bool = False
-) -> Packed:
-    """Pack the linear children of these names into one matrix, if they are not packed yet."""
+) -> PackedMatrix:
+    """Pack the linear children ``names`` of ``parent`` into one matrix, and replace each by a
+    ``PackedLinear``. Children that are packed already stay as they are."""
     linears = [getattr(parent, name) for name in names]
     if isinstance(linears[0], PackedLinear):
         return linears[0].packed
-    packed = Packed.of(linears, dtype, gated)
-    for name, (linear, part, first) in zip(names, _members(linears, gated), strict=True):
+    packed = PackedMatrix.pack(linears, dtype, gated)
+    for name, (linear, part, first) in zip(names, _placements(linears, gated), strict=True):
         setattr(parent, name, PackedLinear(linear, packed, part, first))
     return packed
 
 
-class Packing:
-    """Packed weights and norms that an opened model points to; they live as long as it."""
+class WeightPacker:
+    """Packs the weights and norms of a model, and owns what the opened model points to."""
 
     def __init__(self) -> None:
-        self.alive: list[Any] = []
+        self.keep_alive: list[Any] = []
         self._untrimmed = 0  # bytes packed since the last trim
-        # With the share of the rows that read the matrix (None: rows with logits), and its layer.
-        self.packed: list[tuple[Packed, float | None, int | None]] = []
+        # (matrix, share of the rows that it is multiplied with, layer); None: rows with logits.
+        self.matrices: list[tuple[PackedMatrix, float | None, int | None]] = []
 
-    def weight(self, packed: Packed, part: float | None = 1.0, layer: int | None = None) -> Any:
-        self.packed.append((packed, part, layer))
-        # Without this a whole model would be in memory twice.
+    def add(
+        self, packed: PackedMatrix, row_share: float | None = 1.0, layer: int | None = None
+    ) -> Any:
+        """Own a packed matrix; returns its CWeight."""
+        self.matrices.append((packed, row_share, layer))
+        # Without trimming, the freed originals would stay resident: a whole model twice in memory.
         self._untrimmed += packed.data.nbytes
         if self._untrimmed > _TRIM_BYTES:
             trim()
             self._untrimmed = 0
         return packed.struct()
 
-    def matrices(self, layer: Any, dtype: torch.dtype, number: int | None = None) -> dict[str, Any]:
-        """Fields of CLayer: the matrices of a decoder layer, packed in place."""
-        attention, mlp, weight = layer.self_attn, layer.mlp, partial(self.weight, layer=number)
+    def pack_layer(
+        self, layer: Any, dtype: torch.dtype, index: int | None = None
+    ) -> dict[str, Any]:
+        """Pack the matrices of a decoder layer in place; returns them as fields of CLayer."""
+        attention, mlp, add = layer.self_attn, layer.mlp, partial(self.add, layer=index)
         fields: dict[str, Any] = {
-            "qkv": weight(pack_children(attention, PROJECTIONS, dtype)),
-            "out": weight(pack_children(attention, ("o_proj",), dtype)),
+            "qkv": add(pack_children(attention, PROJECTIONS, dtype)),
+            "out": add(pack_children(attention, ("o_proj",), dtype)),
         }
         if not hasattr(mlp, "experts"):
-            fields["gate_up"] = weight(pack_children(mlp, GATED, dtype, gated=True))
-            fields["down"] = weight(pack_children(mlp, ("down_proj",), dtype))
+            fields["gate_up"] = add(pack_children(mlp, GATED, dtype, gated=True))
+            fields["down"] = add(pack_children(mlp, ("down_proj",), dtype))
             return fields
         if not isinstance(mlp.experts, Experts):
             mlp.experts = Experts(mlp.experts)
         experts = mlp.experts
         chosen, count = mlp.gate.top_k, len(experts)
-        share, structs = chosen / count, CWeight * count
-        gate_up = structs(*(weight(pack_children(e, GATED, dtype, True), share) for e in experts))
-        down = structs(*(weight(pack_children(e, ("down_proj",), dtype), share) for e in experts))
-        self.alive += (gate_up, down)
-        router = weight(Packed.of([plain_linear(mlp.gate.weight)], dtype))
+        share, array_of = chosen / count, CWeight * count
+        gate_up = array_of(*(add(pack_children(e, GATED, dtype, True), share) for e in experts))
+        down = array_of(*(add(pack_children(e, ("down_proj",), dtype), share) for e in experts))
+        self.keep_alive += (gate_up, down)
+        router = add(PackedMatrix.pack([plain_linear(mlp.gate.weight)], dtype))
         fields |= {"experts": count, "chosen": chosen, "router": router}
         return fields | {"expert_gate_up": gate_up, "expert_down": down}
 
     def norm(self, norm: Any) -> Any:
-        """``norm`` has ``weight`` and ``eps``; None is no norm."""
+        """The CNorm of an object with ``weight`` and ``eps``; None: there is no norm."""
         if norm is None:
             return CNorm(None, 0.0)
         weight = norm.weight.detach().float().contiguous()
-        self.alive.append(weight)
+        self.keep_alive.append(weight)
         return CNorm(weight.data_ptr(), norm.eps)
 
-    def reads(self, rows: int, wanted: int, skipped: Any) -> tuple[WeightRead, ...]:
-        """Matrices that a forward over ``rows`` reads, ``wanted`` of which have logits."""
+    def weight_reads(self, rows: int, logit_rows: int, skipped: Any) -> tuple[WeightRead, ...]:
+        """The matrices that a forward over ``rows`` rows reads, ``logit_rows`` of them with logits.
+        ``skipped``: a flag for each layer, or None."""
         return tuple(
-            matrix.read(wanted if part is None else round(rows * part))
-            for matrix, part, layer in self.packed
+            matrix.weight_read(logit_rows if share is None else round(rows * share))
+            for matrix, share, layer in self.matrices
             if not (skipped and layer is not None and skipped[layer])
         )

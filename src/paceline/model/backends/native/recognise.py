@@ -1,7 +1,7 @@
 """Which models the kernels run: decoders like Llama's, Gemma 2's and 3's, Mixtral's and Granite's.
 
-Known are classes of transformers, their norms and activations by name. A described model must also
-give the reference's logits before it is used (``native_backend``).
+Classes of transformers, norms and activations are recognised by their names. A recognised model is
+used only if its logits also agree with the reference's (``native_backend``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.kernels.library import DTYPES, GELU_TANH, SILU, CModel
-from paceline.model.backends.native.packing import GATED, PROJECTIONS, same_form
+from paceline.model.backends.native.packing import GATED, PROJECTIONS, all_or_none_quantised
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.segments import Pattern
 from paceline.model.quantised.convert import Experts
@@ -25,10 +25,10 @@ _LLAMA = """
     Llama Mistral Ministral Ministral3 Mixtral Qwen2 Qwen3 Qwen3Moe Granite Cwm SeedOss
 """
 _KNOWN = _GEMMA | {f"{name}ForCausalLM" for name in _LLAMA.split()}
-# Options of these classes that the kernels do not have, and the values that change nothing.
+# Config options that the kernels do not implement, and the value with which each has no effect.
 _NEUTRAL = {"llama_4_scaling_beta": 0.0, "norm_topk_prob": True}
-STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-# The kernels' names of norms, and those of a layer's modules.
+STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables do not depend on the text's length
+# Field of CLayer, and the name of the layer's module that it holds.
 _NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _GEMMA_NORMS = {
     "attention_norm": "input_layernorm",
@@ -50,7 +50,7 @@ class RMSNorm(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """What the kernels must know of a model beside its matrices."""
+    """What the kernels must know of a model in addition to its matrices."""
 
     heads: int
     kv_heads: int
@@ -59,32 +59,32 @@ class DecoderShape:
     activation: int
     scaling: float
     embedding_scale: float
-    attention_cap: float  # 0: none
+    attention_cap: float  # 0: no soft cap
     logit_cap: float
-    residual_scale: float  # 0: none
+    residual_scale: float  # 0: no scaling
     logit_scale: float
-    norms: tuple[Mapping[str, RMSNorm | None], ...]  # of each layer, by the kernels' names
+    norms: tuple[Mapping[str, RMSNorm | None], ...]  # for each layer: field of CLayer, norm
     final_norm: RMSNorm
-    windows: tuple[int, ...]  # 0: none
-    ropes: tuple[int, ...]  # index of a layer in `rope_kinds`
-    rope_kinds: tuple[str | None, ...]  # layer types that the rotary module takes
+    windows: tuple[int, ...]  # sliding window of each layer, 0: full attention
+    ropes: tuple[int, ...]  # for each layer, the index of its type in `rope_kinds`
+    rope_kinds: tuple[str | None, ...]  # layer types, as the rotary module takes them
 
     def fields(self) -> dict[str, Any]:
-        """Those of CModel but the norm."""
+        """The fields of CModel that have the same name here, except ``final_norm``."""
         names = {field[0] for field in CModel._fields_} & vars(self).keys()
         return {name: getattr(self, name) for name in names - {"final_norm"}}
 
 
-def scaled(norm: Any, by: float) -> RMSNorm | None:
-    """A norm whose results are ``by`` times as large; None if that is 1."""
-    return None if by == 1 else RMSNorm(norm.weight.float() * by, norm.eps)
+def scaled_norm(norm: Any, factor: float) -> RMSNorm | None:
+    """A norm whose output is multiplied by ``factor``; None if that is 1."""
+    return None if factor == 1 else RMSNorm(norm.weight.float() * factor, norm.eps)
 
 
 @torch.inference_mode()
-def describe(
+def describe_decoder(
     hf: Any, shapes: Sequence[LayerShape], patterns: Sequence[Pattern]
 ) -> DecoderShape | str:
-    """A model's description, or why the kernels cannot run it."""
+    """Describe a model for the kernels, or say why they cannot run it."""
     kind = type(hf).__name__
     if hf.device.type != "cpu":
         return "only a processor is supported"
@@ -96,12 +96,12 @@ def describe(
         return "layers differ in their heads"
     if kind not in _KNOWN or not type(hf).__module__.startswith("transformers.models."):
         return f"{kind} is no decoder of a known shape"
-    if not all(map(_is_product, (hf.lm_head, *_products(hf)))):
+    if not all(map(_is_packable, (hf.lm_head, *_matrices(hf)))):
         return "weights that are no plain numbers"
     option = unsupported_option(hf)
     if option is not None:
         return f"the kernels do not have {option}"
-    if not all(map(_packs, hf.model.layers)):
+    if not all(map(_shares_precision, hf.model.layers)):
         return "matrices of one input differ in precision"
     if {parameter.dtype for parameter in hf.parameters()} != {hf.dtype}:
         return "weights of several dtypes"
@@ -122,10 +122,10 @@ def _described(
     activation = _ACTIVATIONS.get(name)
     if activation is None:
         return f"the activation {name} is not known"
-    of_layer: list[str | None] = [None] * len(norms)
+    layer_types: list[str | None] = [None] * len(norms)
     if getattr(base.rotary_emb, "layer_types", None):
-        of_layer = config.layer_types[: len(norms)]
-    rope_kinds = tuple(dict.fromkeys(of_layer))
+        layer_types = config.layer_types[: len(norms)]
+    rope_kinds = tuple(dict.fromkeys(layer_types))
     rope = base.rotary_emb.rope_type
     if not set(rope.values() if isinstance(rope, dict) else [rope]) <= STATIC_ROPE:
         return f"the rotary embedding {rope} depends on the length"
@@ -155,7 +155,7 @@ def _described(
         norms=tuple(norms),
         final_norm=final,
         windows=tuple(pattern.window or 0 for pattern in patterns),
-        ropes=tuple(rope_kinds.index(kind) for kind in of_layer),
+        ropes=tuple(rope_kinds.index(kind) for kind in layer_types),
         rope_kinds=rope_kinds,
     )
 
@@ -168,41 +168,46 @@ def _ffn(layer: Any) -> int:
     return int(layer.mlp.experts.down_proj.shape[-1])
 
 
-def _products(hf: Any) -> list[Any]:
+def _matrices(hf: Any) -> list[Any]:
     """The matrices of all layers: linear modules, and parameters of experts."""
-    products: list[Any] = []
+    matrices: list[Any] = []
     for layer in hf.model.layers:
-        products += [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
+        matrices += [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
         if hasattr(layer.mlp, "experts"):
-            products += layer.mlp.parameters()
+            matrices += layer.mlp.parameters()
         for mlp in _mlps(layer):
-            products += [getattr(mlp, name, None) for name in (*GATED, "down_proj")]
-    return products
+            matrices += [getattr(mlp, name, None) for name in (*GATED, "down_proj")]
+    return matrices
 
 
-def _is_product(matrix: Any) -> bool:
-    """Whether it is only a linear product, with plain or quantised weights."""
+def _is_packable(matrix: Any) -> bool:
+    """Whether a module or parameter is just a linear product with plain or quantised weights."""
     weight = matrix.weight if type(matrix) is nn.Linear else matrix
     return type(matrix) is QuantisedLinear or is_plain(weight)
 
 
-def _packs(layer: Any) -> bool:
-    """Whether the matrices that share an input can be packed into one."""
+def _shares_precision(layer: Any) -> bool:
+    """Whether the matrices of a layer that share an input can be packed into one, and its experts
+    take activations of one width."""
     groups = [[getattr(layer.self_attn, name) for name in PROJECTIONS]]
     mlps = _mlps(layer)
     groups += [[getattr(mlp, name) for name in GATED] for mlp in mlps]
     experts = [[getattr(mlp, name) for mlp in mlps] for name in (*GATED, "down_proj")]
-    return all(map(same_form, groups)) and all(map(_read_alike, experts))
+    return all(map(all_or_none_quantised, groups)) and all(map(_same_activations, experts))
 
 
-def _read_alike(linears: Sequence[Any]) -> bool:
-    """Whether these take rows in the same codes, which are made once for all experts."""
-    forms = {linear.quantised.wide for linear in linears if isinstance(linear, QuantisedLinear)}
-    return same_form(linears) and len(forms) < 2
+def _same_activations(linears: Sequence[Any]) -> bool:
+    """Whether these quantise their input alike: the kernels do so once for all experts."""
+    widths = {
+        linear.quantised.int16_activations
+        for linear in linears
+        if isinstance(linear, QuantisedLinear)
+    }
+    return all_or_none_quantised(linears) and len(widths) < 2
 
 
 def _mlps(layer: Any) -> list[Any]:
-    """The layer's MLP, or its experts; none if these are no modules."""
+    """The layer's MLP or its experts; empty if the experts are parameters, not modules."""
     experts = getattr(layer.mlp, "experts", None)
     if isinstance(experts, Experts):
         return list(experts)
@@ -210,8 +215,8 @@ def _mlps(layer: Any) -> list[Any]:
 
 
 def as_rms_norm(module: Any, gemma: bool) -> RMSNorm | None:
-    """The RMS norm of a known class's layers, by its name; None for another module. Gemma's weights
-    are those less one."""
+    """The module as an ``RMSNorm``, recognised by its class's name; None for other modules. Gemma
+    stores each weight minus 1."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
         return None
@@ -220,7 +225,7 @@ def as_rms_norm(module: Any, gemma: bool) -> RMSNorm | None:
 
 
 def _norms(layer: Any, gemma: bool) -> dict[str, RMSNorm | None]:
-    """The norms of a layer by the kernels' names; None for what is no RMS norm."""
+    """The norms of a layer by their field in CLayer; None for a norm that is no RMS norm."""
     names = _GEMMA_NORMS if gemma else _NORMS
     modules = {field: getattr(layer, name) for field, name in names.items()}
     attention = layer.self_attn
@@ -229,7 +234,7 @@ def _norms(layer: Any, gemma: bool) -> dict[str, RMSNorm | None]:
 
 
 def unsupported_option(hf: Any) -> str | None:
-    """The first option in use of a known class that the kernels do not have."""
+    """The first option of the config that the kernels do not implement and that has an effect."""
     config = hf.config.get_text_config(decoder=True)
     options = config.to_dict() | (getattr(config, "rope_parameters", None) or {})
     for name, neutral in _NEUTRAL.items():

@@ -1,17 +1,18 @@
 """Attention of ragged batches over the paged cache.
 
-Once per forward the spans of a batch become *segments*, calls of scaled-dot-product attention; a
-layer then writes its new keys and values and runs the segments:
+Once per forward the spans of a batch are split into *segments*, each one call of scaled-dot-product
+attention. A layer then writes its new keys and values and runs the segments:
 
-    decoding, blocks in one run    a strided view of the cache, no copy
+    decoding, consecutive blocks   a strided view of the cache, no copy
     decoding, scattered blocks     keys gathered
     several decoding sequences     gathered together, padded on the left, one call
     several with long contexts     one call each, as above
     prefill chunks                 one call each
 
-Few query rows are folded into the KV heads that they share, ``[kv_heads, group * rows, width]``.
-One row on a CPU in bf16 (18 heads over 6, 300 keys) takes 97 microseconds, with ``enable_gqa`` 578,
-with expanded keys 626. A cache in 8 bits is decoded for each segment.
+If there are few query rows, those of all query heads that share a KV head are folded into one
+matrix, ``[kv_heads, group * rows, width]``. One row on a CPU in bf16 (18 heads over 6, 300 keys)
+takes 97 microseconds; with ``enable_gqa`` 578, with expanded keys 626. An int8 cache is dequantised
+for each segment.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from paceline.model.paged.int8 import INT8, decode, encode
 from paceline.model.paged.segments import AttentionSegment, AttentionStep
 
-# Of the forward that runs. Not an argument of it: not every layer passes those on.
+# The running forward's step. A context variable, as not every layer passes on keyword arguments.
 STEP: ContextVar[AttentionStep] = ContextVar("attention_step")
 
 
@@ -39,10 +40,10 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the rows' keys and values, then attend. Returns ``[1, T, heads, v_width]``. ``query``
-    is ``[1, heads, T, k_width]``, ``key`` and ``value`` ``[1, kv_heads, T, width]`` after rotary
-    embedding. ``softcap`` c replaces a score s by ``c * tanh(s / c)`` (Gemma 2); ``sinks``
-    ``[heads]`` are further logits in each softmax, without a value (GPT-OSS)."""
+    """Write the rows' keys and values into the cache, then attend. ``query`` is ``[1, heads, T,
+    k_width]``, ``key`` and ``value`` ``[1, kv_heads, T, width]`` after rotary embedding; the result
+    is ``[1, T, heads, v_width]``. ``softcap`` c makes a score s ``c * tanh(s / c)`` (Gemma 2).
+    ``sinks [heads]`` are additional logits in each softmax, without a value (GPT-OSS)."""
     keys, values = step.cache.kv(layer)
     _store(keys, key, step)
     _store(values, value, step)
@@ -57,6 +58,7 @@ def paged_attention(
 
 
 def _store(cache: Tensor, new: Tensor, step: AttentionStep) -> None:
+    """Write ``new [1, kv_heads, T, width]`` into the slots of the step's rows."""
     if cache.dtype == INT8:
         new = encode(new)
     if step.first_slot is None:
@@ -66,7 +68,7 @@ def _store(cache: Tensor, new: Tensor, step: AttentionStep) -> None:
 
 
 def _view(cache: Tensor, slot: int, length: int) -> Tensor:
-    """``[1, kv_heads, length, width]`` of consecutive slots, without a copy."""
+    """A view ``[1, kv_heads, length, width]`` of consecutive slots from ``slot`` on."""
     _, heads, width = cache.shape
     row, head, one = cache.stride()
     return cache.as_strided(
@@ -75,8 +77,8 @@ def _view(cache: Tensor, slot: int, length: int) -> Tensor:
 
 
 def _rows_of(cache: Tensor, segment: AttentionSegment, part: str) -> Tensor:
-    """``[batch, kv_heads, keys, width]`` of a cache of "keys" or "values". All layers gather into
-    the same memory, as fresh memory costs a third of the copy."""
+    """The segment's keys or values ``[batch, kv_heads, keys, width]``; ``part`` is "keys" or
+    "values". All layers gather into the same memory, as new memory costs a third of the copy."""
     if segment.gather is None:
         assert segment.slot is not None
         return _view(cache, segment.slot, segment.keys)
@@ -98,7 +100,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """``[1, batch * rows, heads, v_width]``."""
+    """The outputs ``[1, batch * rows, heads, v_width]`` of a segment."""
     batch, rows = segment.batch, segment.rows
     mask = segment.mask(query.shape[1] // keys.shape[1], query.dtype)
     if segment.pick is not None:
@@ -129,7 +131,7 @@ def _attend(
 
 
 def _fold(query: Tensor, batch: int, rows: int, kv_heads: int) -> Tensor:
-    """``[1, heads, batch * rows, width]`` to ``[batch, kv_heads, group * rows, width]``."""
+    """Fold ``[1, heads, batch * rows, width]`` to ``[batch, kv_heads, group * rows, width]``."""
     _, heads, _, width = query.shape
     query = query[0].reshape(heads, batch, rows, width).transpose(0, 1)
     return query.reshape(batch, kv_heads, heads // kv_heads * rows, width)
@@ -151,7 +153,8 @@ def _attend_explicitly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """With the softmax in float32 written out, for what the fused kernels cannot do."""
+    """Attention in single operators, with a float32 softmax: for soft caps and sinks, which torch's
+    fused kernels do not have."""
     batch, rows, heads, kv_heads = segment.batch, segment.rows, query.shape[1], key.shape[1]
     group = heads // kv_heads
     folded = _fold(query, batch, rows, kv_heads)

@@ -1,11 +1,12 @@
 """Recurrent layers of transformers on ragged batches: short convolutions, Mamba, delta rules.
 
-A mixer is transformers' own module, known by its depthwise convolution, over transformers' own
-cache layer. All sequences and nodes of a batch lie in one row, so its forward is called once for
-each chunk of a prompt, and once for all rows of drafts (recurrences.py), or once for each of their
-levels where ours cannot stand in for transformers' steps. The products with its input and for its
-output do not depend on states: they are taken out of that forward and made once for all rows, so
-that their weights are read once. Outside ``over_states`` it does what it did.
+A mixer is the recurrent module of a layer, recognised by its depthwise convolution; it runs over
+transformers' own cache layer. As a batch packs all sequences and tree nodes into one row, the
+mixer's forward is called once for each chunk of a prompt, and once for all rows of drafts
+(recurrences.py), or once for each level of them where our step functions cannot replace those of
+transformers. Input and output projections do not depend on states: they are taken out of these
+forwards and computed once for all rows, so that their weights are read once. Outside
+``using_states`` a mixer works as before.
 """
 
 from __future__ import annotations
@@ -23,31 +24,27 @@ from paceline.core.batch import Batch
 from paceline.core.bound import bound
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.reference.adapters import ROWS, with_adapters
-from paceline.model.backends.reference.recurrences import at_once, stand_in
+from paceline.model.backends.reference.recurrences import batched_steps, patch_step_functions
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.states import StateLevel, StatePart, StateStep, StateStore
 
 _RUNNING: ContextVar[tuple[StateStore, StateStep] | None] = ContextVar("states", default=None)
-# By name, the layers of a mixer that its forward shall not run: what they made already, or None for
-# the last one, which runs later.
-_READY: ContextVar[Mapping[str, Tensor | None] | None] = ContextVar("ready", default=None)
+# Layers of a mixer that its forward must not run, by name: the outputs of input projections, which
+# have been computed, and None for the output projection, which runs later.
+_PRECOMPUTED: ContextVar[Mapping[str, Tensor | None] | None] = ContextVar("ready", default=None)
 
 
 class _Mixer(nn.Module):
-    """Stands before the class of a module; an instance's own forward would not survive copying.
-    ``takes_cache``: the parameter of its forward that takes a cache. ``layout``: which of a cache
-    layer's tensors make its state. ``first``: names of the layers that read its input, ``last``: of
-    the one that gives its output, or empty; they multiply all rows of a step at once.
-    ``steps_only``: its chunks forget the state before them (Jamba in transformers 5.23).
-    ``at_once``: whether the rows of all levels go through one forward."""
+    """Becomes the first base class of a mixer's class, as a ``forward`` set on the instance would
+    not survive copying."""
 
     layer_idx: int
-    takes_cache: str
-    layout: list[tuple[str, int]]
-    first: list[str]
-    last: str
-    steps_only: bool
-    at_once: bool
+    cache_parameter: str  # the parameter of the original forward that takes a cache
+    layout: list[tuple[str, int]]  # which tensors of a cache layer make up the state
+    input_projections: list[str]  # names of the layers that read the mixer's input
+    output_projection: str  # name of the layer that computes its output, or empty
+    steps_only: bool  # a chunk forgets the state before it (Jamba in transformers 5.23)
+    steps_batched: bool  # whether the rows of all levels run in one forward
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         running = _RUNNING.get()
@@ -57,43 +54,46 @@ class _Mixer(nn.Module):
         store, step = running
         states, device = store.layer(self.layer_idx), hidden_states.device
         scaled = self._scaled(hidden_states)
-        projected = {name: getattr(self, name)(scaled)[0] for name in self.first}
+        projected = {name: getattr(self, name)(scaled)[0] for name in self.input_projections}
         order: list[Tensor] = []
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def advance(rows: Tensor, parts: list[Tensor]) -> list[Tensor]:
-            """The states behind ``rows [B, n]``."""
+            """Run ``rows [B, n]``; returns the states after them."""
             ready = {name: values[rows] for name, values in projected.items()}
-            with bound(_READY, ready | {self.last: None}), bound(ROWS, rows.flatten()):
-                some, parts = self.advance(hidden_states[0, rows], parts)
+            ready[self.output_projection] = None
+            with bound(_PRECOMPUTED, ready), bound(ROWS, rows.flatten()):
+                output, parts = self.advance(hidden_states[0, rows], parts)
             order.append(rows.flatten())
-            made.append(some.flatten(0, 1))
+            outputs.append(output.flatten(0, 1))
             return parts
 
-        for first, end, before, behind in step.chunks:
+        for first, end, before, after in step.chunks:
             parts = [state[before : before + 1].clone() for state in states]
             size = 1 if before != store.zero and self.steps_only else end - first
             for rows in torch.split(torch.arange(first, end, device=device)[None], size, 1):
                 parts = advance(rows, parts)
             for state, part in zip(states, parts, strict=True):
-                state[behind] = part[0]
-        if self.at_once and step.levels:
-            with at_once(step):
+                state[after] = part[0]
+        if self.steps_batched and step.levels:
+            with batched_steps(step):
                 advance(step.stepped[:, None], states)
-        for level in () if self.at_once else step.levels:
+        for level in () if self.steps_batched else step.levels:
             parts = advance(level.rows[:, None], [state[level.before].clone() for state in states])
             for state, part in zip(states, parts, strict=True):
-                state[level.behind] = part
-        mixed = torch.cat(made)
+                state[level.after] = part
+        mixed = torch.cat(outputs)
         mixed = torch.empty_like(mixed).index_copy_(0, torch.cat(order), mixed)[None]
-        out: Tensor = getattr(self, self.last)(mixed) if self.last else mixed
-        return out
+        project = self.output_projection
+        result: Tensor = getattr(self, project)(mixed) if project else mixed
+        return result
 
     def advance(
         self, hidden: Tensor, parts: Sequence[Tensor] | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Outputs ``[B, n, H]`` of ``hidden`` and the states behind it; ``parts`` are those before
-        it, which may be overwritten. None: a text begins, and ``layout`` is found."""
+        """Run the original forward; returns outputs ``[B, n, H]`` for ``hidden``, and the states
+        after it. ``parts``: the states before it, which may be overwritten; None: a text begins,
+        and ``layout`` is set."""
         from transformers.cache_utils import Cache, LinearAttentionLayer
 
         convolutions = sum(isinstance(child, nn.Conv1d) for child in self.children())
@@ -106,7 +106,7 @@ class _Mixer(nn.Module):
             if kind == "conv":
                 layer.conv_kernel_size[index] = part.shape[-1]
         cache = Cache(layers=[layer] * (self.layer_idx + 1))
-        out = super().forward(hidden, **{self.takes_cache: cache})
+        out = super().forward(hidden, **{self.cache_parameter: cache})
         kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
         if parts is None:
             self.layout = [
@@ -123,13 +123,14 @@ class _Mixer(nn.Module):
         return out, [kinds[kind][index] for kind, index in self.layout]
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """What the layers multiply that read ``hidden`` (Falcon-H1 scales it)."""
+        """The input of the input projections: Falcon-H1 scales ``hidden``."""
         return hidden * getattr(self, "ssm_in_multiplier", 1)
 
     def probe(self, hidden: Tensor) -> list[StatePart]:
-        """Its parts, found with ``hidden [1, 3, H]``; on the meta device nothing else is found."""
+        """Find out how the mixer works by running it on ``hidden [1, 3, H]``; returns the shapes
+        and dtypes of its state. On the meta device only these are found."""
         self.layout = []
-        calls: list[tuple[str, Tensor, Tensor]] = []
+        calls: list[tuple[str, Tensor, Tensor]] = []  # of child layers: name, input, output
         begin = hidden[:, :1]
         with ExitStack() as hooks:
             for name, child in self.named_children():
@@ -142,51 +143,54 @@ class _Mixer(nn.Module):
         if hidden.is_meta:
             return kinds
         scaled = self._scaled(begin)
-        self.first = [name for name, given, _ in calls if torch.equal(given, scaled)]
-        self.last = next((name for name, _, made in calls if made is out), "")
+        inputs = (name for name, given, _ in calls if torch.equal(given, scaled))
+        self.input_projections = list(inputs)
+        self.output_projection = next((name for name, _, output in calls if output is out), "")
 
-        def behind(factor: int) -> Tensor:
+        def outputs_after(factor: int) -> Tensor:
+            """A chunk's outputs after the recurrent states times ``factor``."""
             pairs = zip(self.layout, parts, strict=True)
             before = [part * (factor if kind == "recurrent" else 1) for (kind, _), part in pairs]
             return self.advance(hidden[:, 1:], before)[0]
 
-        self.at_once = self._steps_at_once(begin, parts)
+        self.steps_batched = self._can_batch_steps(begin, parts)
         recurs = any(kind == "recurrent" for kind, _ in self.layout)
-        self.steps_only = recurs and torch.equal(behind(0), behind(1))
+        self.steps_only = recurs and torch.equal(outputs_after(0), outputs_after(1))
         return [(tuple(part.shape[1:]), part.dtype) for part in parts]
 
-    def _steps_at_once(self, hidden: Tensor, parts: list[Tensor]) -> bool:
-        """Whether a step from one slot to another does what transformers' step does."""
+    def _can_batch_steps(self, hidden: Tensor, parts: list[Tensor]) -> bool:
+        """Whether a step by our functions gives what transformers' own step gives."""
         slots = [torch.cat((part, torch.zeros_like(part))) for part in parts]
         level = StateLevel(torch.arange(1), slice(0, 1), slice(0, 1), slice(1, 2))
-        due, behind = self.advance(hidden, [part.clone() for part in parts])
+        expected, after = self.advance(hidden, [part.clone() for part in parts])
         try:
-            with at_once(StateStep((), (level,))):
-                made, slots = self.advance(hidden, slots)
-        except Exception:  # whatever transformers' step says to a state too many
+            with batched_steps(StateStep((), (level,))):
+                output, slots = self.advance(hidden, slots)
+        except Exception:  # transformers' own functions may raise anything: there are two states
             return False
-        expected = [torch.cat(pair) for pair in zip(parts, behind, strict=True)]
-        # By their norms: in bf16 theirs rounds more often, and small numbers are off by much.
-        pairs = zip([made, *slots], [due, *expected], strict=True)
+        expected_slots = [torch.cat(pair) for pair in zip(parts, after, strict=True)]
+        # Compare norms: in bf16 theirs rounds more often, and small numbers differ by much.
+        pairs = zip([output, *slots], [expected, *expected_slots], strict=True)
         return all(torch.dist(a.float(), b.float()) <= 0.03 * b.float().norm() for a, b in pairs)
 
 
 def _layer(name: str) -> property:
-    """An attribute of a mixer: its layer, or what stands for it while a step runs."""
+    """An attribute of a mixer: its child layer, or during a step a function that returns what has
+    been computed already."""
 
     def layer(self: _Mixer) -> Any:
-        ready = _READY.get()
-        if ready is None or name not in ready:
+        precomputed = _PRECOMPUTED.get()
+        if precomputed is None or name not in precomputed:
             return with_adapters(self._modules[name])
-        made = ready[name]
-        return lambda given: given if made is None else made
+        output = precomputed[name]
+        return lambda given: given if output is None else output
 
     return property(layer)
 
 
 def adapt_mixers(hf: Any, layers: int) -> list[list[StatePart]]:
-    """Let the recurrent layers of a model go row by row through their states; returns these states'
-    parts by layer, none for other layers."""
+    """Make the recurrent layers of a model run each row of a batch from its own state; returns the
+    shapes and dtypes of a state by layer, empty for other layers."""
     parts: list[list[StatePart]] = [[] for _ in range(layers)]
     size, device = hf.config.get_text_config(decoder=True).hidden_size, hf.device
     hidden = torch.arange(3 * size, device=device).view(1, 3, size).sin().to(hf.dtype)
@@ -194,16 +198,16 @@ def adapt_mixers(hf: Any, layers: int) -> list[list[StatePart]]:
         if isinstance(module, _Mixer) or _is_mixer(module):
             if not isinstance(module, _Mixer):
                 kind = type(module)
-                module.takes_cache = cache_name(module.forward)
-                layers_of = {name: _layer(name) for name, _ in module.named_children()}
-                stand_in(kind.__module__)
-                module.__class__ = type(kind.__name__, (_Mixer, kind), layers_of)
+                module.cache_parameter = cache_name(module.forward)
+                properties = {name: _layer(name) for name, _ in module.named_children()}
+                patch_step_functions(kind.__module__)
+                module.__class__ = type(kind.__name__, (_Mixer, kind), properties)
             parts[module.layer_idx] = module.probe(hidden)
     return parts
 
 
-def over_states(batch: Batch, cache: PagedCache) -> AbstractContextManager[None]:
-    """A context in which the mixers run this batch."""
+def using_states(batch: Batch, cache: PagedCache) -> AbstractContextManager[None]:
+    """A context in which the mixers run this batch on the states in the cache."""
     if cache.states is None:
         return nullcontext()
     return bound(_RUNNING, (cache.states, cache.states.route(batch, cache.block_size)))
@@ -218,7 +222,7 @@ def _is_mixer(module: Any) -> bool:
 
 
 def cache_name(forward: Callable[..., Any]) -> str | None:
-    """The parameter that takes the cache: ``cache`` from transformers 5.24 on."""
+    """The parameter of a forward that takes the cache: ``cache`` from transformers 5.24 on."""
     names = inspect.signature(forward).parameters
     return next(
         (name for name in ("cache", "cache_params", "past_key_values") if name in names), None

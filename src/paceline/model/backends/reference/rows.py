@@ -1,12 +1,12 @@
-"""Positions row by row, for two kinds of module of transformers that mix the sequences of a batch.
+"""Corrects two kinds of transformers modules in which one sequence of a batch affects the others.
 
-- A rotary embedding with short and long factors (longrope) takes one set for the whole batch, by
-  its largest position. Here a row gets the set of its sequence: the long one from ``switch`` + 1
+- A rotary embedding with short and long factors (longrope) chooses one set for the whole batch, by
+  its largest position. Here each row gets the set of its sequence: the long one from ``switch`` + 1
   tokens on, as in a forward without a cache and in Phi-3's ``generate``.
-- Llama 4's attention without rotation scales queries by the length of the cache plus the row's
-  index in the batch. Here it uses the row's position.
+- Llama 4's attention without rotary embedding scales queries by the length of the cache plus the
+  row's index in the batch. Here it uses the row's position.
 
-The corrections are hooks, which do nothing outside ``RowPositions.of``.
+The corrections are hooks, which do nothing outside ``RowPositions.correcting``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.model.paged.segments import DeviceBatch
 @dataclass(frozen=True)
 class _Rows:
     positions: torch.Tensor  # int64 [T]
-    long: torch.Tensor | None  # bool [T]: rotated with the long factors; None: no row is
+    long: torch.Tensor | None  # bool [T]: rows that use the long factors; None: no row does
 
 
 _ROWS: ContextVar[_Rows | None] = ContextVar("paceline_rows", default=None)
@@ -38,7 +38,9 @@ _HOOKED: WeakSet[torch.nn.Module] = WeakSet()
 
 
 class RowPositions:
-    """The hooks of a model; ``switch`` is None without longrope. Raises UnsupportedModelError."""
+    """The corrections of a model. ``switch``: the number of tokens up to which a sequence uses the
+    short RoPE factors; None without longrope. Raises UnsupportedModelError for rotary embeddings
+    that cannot be corrected."""
 
     def __init__(self, hf: torch.nn.Module, max_positions: int) -> None:
         modules = list(hf.modules())
@@ -61,8 +63,8 @@ class RowPositions:
                 module.register_forward_pre_hook(_count_by_row, with_kwargs=True)
             _HOOKED.add(module)
 
-    def of(self, batch: DeviceBatch) -> AbstractContextManager[None]:
-        """A context in which the model runs this batch."""
+    def correcting(self, batch: DeviceBatch) -> AbstractContextManager[None]:
+        """A context in which the model may run this batch."""
         if not self._needed:
             return nullcontext()
         return bound(_ROWS, _Rows(batch.positions, self._long(batch)))
@@ -70,16 +72,16 @@ class RowPositions:
     def _long(self, batch: DeviceBatch) -> torch.Tensor | None:
         if self.switch is None:
             return None
-        # A draft model's cache may not mark a sequence as long yet: its positions tell.
+        # A draft model's cache may not have marked a sequence as long yet: look at positions, too.
         long = [s.long or max(s.positions, default=0) >= self.switch for s in batch.spans]
         if not any(long):
             return None
-        rows = [it for it, span in zip(long, batch.spans, strict=True) for _ in range(span.rows)]
+        rows = [flag for flag, s in zip(long, batch.spans, strict=True) for _ in range(s.rows)]
         return torch.tensor(rows, device=batch.positions.device)
 
 
 def _switch_of(module: Any, max_positions: int) -> int | None:
-    """The least position that changes a batch's rotations (``dynamic_rope_update``), if any."""
+    """The smallest position at which the module switches to the long factors, if it ever does."""
     types = getattr(module, "rope_type", None)
     switches: set[int | None] = set()
     for kind, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
@@ -106,7 +108,7 @@ def _switch_of(module: Any, max_positions: int) -> int | None:
 def _rotate_by_row(
     switch: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """Forward hook that computes both sets of cosines and sines and selects by row."""
+    """Forward hook: computes both sets of cosines and sines, and selects one for each row."""
     rows = _ROWS.get()
     if rows is None or rows.long is None:
         return None
@@ -115,10 +117,10 @@ def _rotate_by_row(
 
     def rotations(positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         bound.arguments["position_ids"] = positions
-        made = module.forward(*bound.args, **bound.kwargs)
-        return made if isinstance(made, tuple) else (made,)
+        result = module.forward(*bound.args, **bound.kwargs)
+        return result if isinstance(result, tuple) else (result,)
 
-    # The module decides by the largest position: a further row at the switch makes it "long".
+    # The module decides by the largest position, so one more row at the switch makes it use "long".
     short = rotations(positions.clamp(max=switch - 1))
     long = rotations(torch.cat((positions, torch.full_like(positions[:, :1], switch)), 1))
     chosen = [
@@ -128,12 +130,13 @@ def _rotate_by_row(
 
 
 def _scales_by_row(module: Any) -> bool:
+    """Whether this is an attention module as Llama 4's, which scales queries by their index."""
     tuned = getattr(module, "attn_temperature_tuning", False)
     return bool(tuned) and not getattr(module, "use_rope", True) and hasattr(module, "layer_idx")
 
 
 class _RowLengths:
-    """In place of a cache: a row's position less its index in the batch."""
+    """Stands in for a cache: its length for a row is the row's position minus its batch index."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self._lengths = positions - torch.arange(len(positions), device=positions.device)
@@ -146,6 +149,7 @@ class _RowLengths:
 
 
 def _count_by_row(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: passes the lengths by row as the module's cache."""
     rows = _ROWS.get()
     if rows is None:
         return None
