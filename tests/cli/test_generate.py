@@ -137,7 +137,7 @@ def test_a_request_that_fails_is_told_and_exits_1(
     def fails(*_: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(Engine, "_made", fails)
+    monkeypatch.setattr(Engine, "_build_commit", fails)
     result = paceline("generate", "Once upon", *base, "--json")
     assert result.exit_code == 1
     record = json.loads(result.stdout)

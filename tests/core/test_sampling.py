@@ -107,7 +107,7 @@ def test_mixed_batch_along_tree_paths(dtype):
         tokens = torch.randint(VOCAB, (len(chosen),), generator=generator)
         seq = request((4, 2, 3, 3, 5)[: 2 + index % 4], **params)
         checks.append(judged(seq, row, TokenTree(tokens, chosen)))
-        row += checks[-1].judged_rows
+        row += checks[-1].verify_rows
     logits = (torch.randn(row, VOCAB, generator=generator) * 2).to(dtype)
     before = logits.clone()
     distribution = probabilities(logits, Rows.of(checks))

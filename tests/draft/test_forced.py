@@ -112,9 +112,9 @@ def test_keys_and_brackets_take_no_step_of_their_own(target: LLM) -> None:
     (drafted,) = target.beside("ngram:min=4").generate(PROMPT, params)
     assert drafted.stats.target_steps <= 0.6 * len(drafted.token_ids)
     matcher = target._grammars.matcher(params.grammar)
-    assert matcher.forced()
-    matcher.read(drafted.token_ids)
-    assert not matcher.forced()  # it has ended
+    assert matcher.forced_tokens()
+    matcher.consume(drafted.token_ids)
+    assert not matcher.forced_tokens()  # it has ended
 
 
 @pytest.mark.parametrize("drafter", [SelfDrafter, ModelDrafter])
@@ -267,15 +267,15 @@ def test_forced_text_is_tokenised_as_the_tokenizer_does(target: LLM, name: str) 
         )
         position = count = 0
         while position < len(ids):
-            forced = tuple(matcher.forced())
+            forced = tuple(matcher.forced_tokens())
             assert forced == tuple(ids[position : position + len(forced)])
             for number, token in enumerate(forced):
-                mask = matcher.allowed(forced[:number])
+                mask = matcher.allowed_tokens(forced[:number])
                 assert mask is not None and mask.nonzero().flatten().tolist() == [token]
-                assert matcher.permits(forced[:number], token)
-                assert not matcher.permits(forced[:number], token - 1)
+                assert matcher.is_allowed(forced[:number], token)
+                assert not matcher.is_allowed(forced[:number], token - 1)
             taken = ids[position : position + max(1, len(forced))]
-            matcher.read(taken)
+            matcher.consume(taken)
             position, count = position + len(taken), count + len(forced)
         assert count > len(ids) / 3
 
@@ -290,7 +290,7 @@ def test_unseeded_sampling_follows_the_grammar(target: LLM, draft: str) -> None:
 
 def test_tokens_that_the_target_has_no_logits_for_are_not_drafted(target: LLM) -> None:
     grammar = Grammar.json(SCHEMA)
-    tokens = list(target._grammars.matcher(grammar).forced())
+    tokens = list(target._grammars.matcher(grammar).forced_tokens())
     narrow = max(tokens)
     matcher = GrammarCompiler(target.tokenizer, narrow, frozenset()).matcher(grammar)
-    assert list(matcher.forced()) == tokens[: tokens.index(narrow)]
+    assert list(matcher.forced_tokens()) == tokens[: tokens.index(narrow)]

@@ -28,7 +28,7 @@ class Forcing:
     """A grammar that leaves these tokens only."""
 
     def __init__(self, tokens: list[int]) -> None:
-        self.forced = lambda path=(): tokens
+        self.forced_tokens = lambda path=(): tokens
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline import LLM, Grammar, SamplingParams
-from paceline.core.transfer import Arrival
+from paceline.core.transfer import HostCopy
 from paceline.model.target import CausalModel
 from paceline.parallel import shared
 from paceline.parallel.worker import Follower
@@ -42,7 +42,7 @@ VERIFY = "verifier._verdicts"
 # events that a grammar's paths, a lookup on the device and the clock ask for.
 SAID = {"grow.grow", "strings.propose", "block._grow"}
 # And a table of hashes, sent to a device once in the process.
-ARRIVED = {"transfer.values", "clock._settle", "noise._id_hashes"}
+ARRIVED = {"transfer.values", "clock._add_previous_step", "noise._id_hashes"}
 ON_CPU_ONLY = {"quantized"}  # rounds a model's weights when it is loaded
 ON_A_DRAFT_DEVICE = ["model", "tree", "tree, dynamic"]
 
@@ -168,7 +168,7 @@ def test_a_plain_step_is_one_copy_each_way(devices: Devices) -> None:
     texts(llm, GREEDY)
     texts(llm, UNSEEDED)
     for waits, up, down in steps:
-        assert waits.keys() <= {VERIFY, "clock._settle"} and waits[VERIFY] == 1, waits
+        assert waits.keys() <= {VERIFY, "clock._add_previous_step"} and waits[VERIFY] == 1, waits
         assert (up, down) == (1, 1)
 
 
@@ -311,5 +311,5 @@ def test_what_cuda_would_refuse_is_refused(devices: Devices) -> None:
 
 
 def test_events_belong_to_the_device_of_the_copy(devices: Devices) -> None:
-    assert Arrival(torch.arange(3).to("cuda:1")).values() == [0, 1, 2]
+    assert HostCopy(torch.arange(3).to("cuda:1")).values() == [0, 1, 2]
     assert [event.device for event in devices.events] == [torch.device("cuda:1")]

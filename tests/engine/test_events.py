@@ -82,7 +82,7 @@ SEAMS = STAGES | {
     "commit": lambda llm: (llm.engine.cache, "commit"),
     "predictions": lambda llm: (llm.engine.predictions, "beside"),
     "watch": lambda llm: (llm.engine.watch, "record"),
-    "scoring": lambda llm: (llm.engine, "score"),
+    "scoring": lambda llm: (llm.engine, "score_prompts"),
     "forget": lambda llm: (llm.engine.drafter, "forget"),
     "states": lambda llm: (llm.engine.cache.states, "route"),
 }

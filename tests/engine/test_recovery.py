@@ -347,14 +347,14 @@ def test_a_text_that_cannot_be_given_out_ends_its_own_request(
 
 
 def test_generate_returns_the_failed_with_the_others(llm: LLM, alone: list[Completion]) -> None:
-    real = llm.engine._made
+    real = llm.engine._build_commit
 
     def made(seq: Any, *rest: Any) -> Any:
         if seq.params is PARAMS[2]:
             raise RuntimeError("planted\nin two lines")
         return real(seq, *rest)
 
-    llm.engine._made = made  # type: ignore[method-assign]
+    llm.engine._build_commit = made  # type: ignore[method-assign]
     done = llm.generate(PROMPTS, PARAMS)
     assert [one.finish_reason for one in done] == ["length", "length", "error"]
     assert done[2].error == "RuntimeError: planted in two lines"

@@ -106,7 +106,7 @@ def test_a_prefix_is_waited_for_until_it_has_been_read(common: int, steps: int) 
         assert set(advance(sched)) == {0, 2}, step
     done = advance(sched)
     assert set(done) == {0, 1, 2} and sched.by_id()[1].cached == common + min(6, 8 - common % 4)
-    assert sched.by_id()[1].shared == common // 4 * 4
+    assert sched.by_id()[1].prefix_hit_tokens == common // 4 * 4
 
 
 def test_who_waits_for_a_prefix_keeps_its_place() -> None:
@@ -141,7 +141,7 @@ def test_scored_prompts_that_keep_coming_do_not_hold_up_who_shares_their_beginni
     for number in range(2, 6):
         sched.add(beginning(number, (1000, 30), prompt_logprobs=0))
         done = advance(sched)
-    assert 1 in done and sched.by_id()[1].shared == 20
+    assert 1 in done and sched.by_id()[1].prefix_hit_tokens == 20
 
 
 def test_rows_of_logits_are_bounded() -> None:
@@ -267,5 +267,5 @@ def test_admission_never_costs_a_prompt_its_blocks(
         for done in [other for other in sched.running if other.remaining <= 0]:
             sched.remove(done.seq_id)
     assert sched.preemptions == 0
-    assert read == sum(len(done.tokens) - 1 - done.shared for done in live)
+    assert read == sum(len(done.tokens) - 1 - done.prefix_hit_tokens for done in live)
     assert sched.cache.pool.available == sched.cache.pool.total

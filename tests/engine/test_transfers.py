@@ -165,7 +165,7 @@ def test_a_grammar_follows_the_draft_while_the_forward_runs(
     grammar = Grammar("regex", "(one two ){2,9}three")
     watch = Watch(monkeypatch)
     order: list[str] = []
-    real = transfer.Arrival.__init__
+    real = transfer.HostCopy.__init__
 
     def begun(self: Any, tensor: torch.Tensor) -> None:
         order.append("begun")
@@ -181,7 +181,7 @@ def test_a_grammar_follows_the_draft_while_the_forward_runs(
         def __getattr__(self, attribute: str) -> Any:
             return getattr(target, attribute)
 
-    monkeypatch.setattr(transfer.Arrival, "__init__", begun)
+    monkeypatch.setattr(transfer.HostCopy, "__init__", begun)
     llm.engine.target = Target()  # type: ignore[assignment]
     (done,) = llm.generate(PROMPTS[2], SamplingParams(max_tokens=40, grammar=grammar))
     monkeypatch.undo()

@@ -43,10 +43,10 @@ class NoneTwice:
     def __init__(self, context, vocab):
         self.tokens, self.vocab = list(context), vocab
 
-    def read(self, tokens):
+    def consume(self, tokens):
         self.tokens += tokens
 
-    def allowed(self, path):
+    def allowed_tokens(self, path):
         mask = torch.ones(self.vocab, dtype=torch.bool)
         mask[[*self.tokens, *path][-1]] = False
         return mask
@@ -121,9 +121,9 @@ def test_a_drafter_that_knows_nothing_of_it_is_as_lossless():
 class Follows(NoneTwice):
     """Behind 0 only 1 may stand, and behind 1 only 2."""
 
-    def allowed(self, path):
+    def allowed_tokens(self, path):
         last = [*self.tokens, *path][-1]
-        return torch.arange(self.vocab) == last + 1 if last < 2 else super().allowed(path)
+        return torch.arange(self.vocab) == last + 1 if last < 2 else super().allowed_tokens(path)
 
 
 def below_chain(tree, chain):
@@ -206,8 +206,8 @@ def test_forgetting_the_path_is_noticed():
     """The mutation: every row is masked as if nothing had been drafted before it."""
 
     class Forgetful(NoneTwice):
-        def allowed(self, path):
-            return super().allowed(())
+        def allowed_tokens(self, path):
+            return super().allowed_tokens(())
 
     setting = constrained(PARAMS["plain"])
     broken = replace(setting, constraint=lambda context: Forgetful(context, 4))

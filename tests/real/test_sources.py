@@ -55,7 +55,7 @@ def server(plain: LLM) -> Iterator[Running]:
 @pytest.mark.parametrize("path", GIVEN)
 def test_a_tool_result(server: Running, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = server.service.client.engine.llm.engine
-    counts, account = [0, 0], engine.account
+    counts, account = [0, 0], engine.record_step
 
     def counted(commits: list[Commit], start: float) -> None:
         for commit in commits:
@@ -63,7 +63,7 @@ def test_a_tool_result(server: Running, path: str, monkeypatch: pytest.MonkeyPat
             counts[1] += len(commit.path)
         account(commits, start)
 
-    monkeypatch.setattr(engine, "account", counted)
+    monkeypatch.setattr(engine, "record_step", counted)
     body = {"model": NAME, "temperature": 0}
     given = "input" if path == "/v1/responses" else "messages"
     most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"

@@ -145,11 +145,11 @@ def test_objects_take_no_fields_but_those_listed(
     compiler = GrammarCompiler(plain.tokenizer, len(plain.tokenizer), frozenset())
     matcher = compiler.matcher(Grammar.json(schema))
     for token in plain.tokenizer.encode(text, add_special_tokens=False):
-        mask = matcher.allowed(())
+        mask = matcher.allowed_tokens(())
         if mask is None or not mask[token]:
             assert not allowed
             return
-        matcher.read([token])
+        matcher.consume([token])
     assert allowed
 
 

@@ -21,7 +21,7 @@ def answer(
     seq = SequenceState(0, list(prompt), len(prompt), params, stop_ids=frozenset({1}))
     request = Request(seq, prompt, 0, 0, KINDS[kind], streams)
     for place, step in enumerate(steps, 1):
-        end = None if seq.stops is None else seq.stops.read(step)
+        end = None if seq.stops is None else seq.stops.consume(step)
         reason = "stop" if end is not None else "length" if place == len(steps) else None
         seq.tokens += step[:end]
         request.absorb(Commit(0, tuple(step[:end]), finish_reason=reason))

@@ -33,15 +33,15 @@ def server(target: LLM, request: pytest.FixtureRequest) -> Iterator[Running]:
 def accepted(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Drafted tokens that a step accepted. Only lookups draft: the grammars below stand for a model
     that repeats something, and their forced text would be drafted without any."""
-    monkeypatch.setattr(Matcher, "forced", lambda *_: ())
+    monkeypatch.setattr(Matcher, "forced_tokens", lambda *_: ())
     engine, counts = server.service.client.engine.llm.engine, list[int]()
-    account = engine.account
+    account = engine.record_step
 
     def counted(commits: list[Commit], start: float) -> None:
         counts.extend(len(commit.path) for commit in commits)
         account(commits, start)
 
-    monkeypatch.setattr(engine, "account", counted)
+    monkeypatch.setattr(engine, "record_step", counted)
     return counts
 
 

@@ -15,7 +15,7 @@ def without_residual(questions: Sequence[Question], uniforms: torch.Tensor | Non
     answers: list[Decided] = []
     for question, (choices, accepted) in zip(questions, decide(questions, uniforms), strict=True):
         if question.node is not None and uniforms is not None:
-            params, rows = question.span.seq.params, question.span.judged_rows
+            params, rows = question.span.seq.params, question.span.verify_rows
             scores = question.logits[question.first :][:rows].float() / params.temperature
             choices = pick(scores.softmax(-1), uniforms[question.row :][:rows]).tolist()
         answers.append((choices, accepted))

@@ -51,7 +51,7 @@ def test_the_one_request_fails_and_the_others_go_on(name, draw, bad):
     checks, row = [], 0
     for place, (own, asked) in enumerate(zip(trees, params, strict=True)):
         checks.append(judged(request(place, asked), row, own))
-        row += checks[-1].judged_rows
+        row += checks[-1].verify_rows
     logits = one_hot_logits([5, 0, 1, 6, 7, 4])
     whole = Verifier(generator=torch.Generator().manual_seed(0))(logits, checks)
     assert [v.tokens for v in whole] == [(5,), (0, 1, 6), (7,), (4,)]

@@ -66,12 +66,12 @@ def batch(generator, **extra):
     checks, parts, row = [], [], 0
     for index, (params, parents, draw) in enumerate(kinds):
         check = judged(request(index, **params, **extra), row, tree(parents, draw, generator))
-        logits = torch.randn(check.judged_rows, VOCAB, generator=generator)
+        logits = torch.randn(check.verify_rows, VOCAB, generator=generator)
         for node, parent in enumerate(parents):  # make the drafts likely
             logits[parent + 1, check.tree.tokens[node]] += 2.5
         checks.append(check)
         parts.append(logits)
-        row += check.judged_rows
+        row += check.verify_rows
     return torch.cat(parts), checks
 
 
@@ -95,7 +95,7 @@ def test_each_request_of_a_mixed_batch_as_if_alone(rule, seed):
     together = verifier(logits, checks)
     node = rows
     for check, verdict in zip(checks, together, strict=True):
-        own = slice(check.logit_row, check.logit_row + check.judged_rows)
+        own = slice(check.logit_row, check.logit_row + check.verify_rows)
         decides = verifier_module.method_of(check, rule) != "match"
         deciding = uniforms[node : node + len(check.tree)] if decides else uniforms[:0]
         verifier.placed = torch.cat((uniforms[own], deciding))
@@ -114,7 +114,7 @@ def test_fast_greedy_path_equals_the_general_one(dtype, monkeypatch):
     for index, parents in enumerate([BRANCHING, chain_parents(4), (), (-1,) * 6]):
         tokens = torch.randint(6, (len(parents),), generator=generator)
         checks.append(judged(request(index), row, TokenTree(tokens, parents)))
-        row += checks[-1].judged_rows
+        row += checks[-1].verify_rows
     logits = torch.randint(0, 4, (row + 1, 6), generator=generator).to(dtype)
     fast = Verifier()(logits[:-1], checks)
     other = judged(request(9, temperature=1.0), row, TokenTree.empty())

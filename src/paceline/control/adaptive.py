@@ -178,7 +178,7 @@ class AdaptiveController(Controller):
         """Drafts of all lengths by the models allowed for ``seq`` (or by those that may pay), and
         the lookups' offers, cut at several lengths."""
         options, sampled = list[DraftOption](), is_sampled(seq.params)
-        forced_tokens = seq.constraint.forced() or () if seq.constraint else ()
+        forced_tokens = seq.constraint.forced_tokens() or () if seq.constraint else ()
         for name in self._members(seq):
             if (offer := offers.get(name)) is not None:
                 options += self.draft_options(seq, name, batch, offer.certain, offer)

@@ -1,1 +1,2 @@
-"""Plain types that all stages share: trees, sequences, batches, verdicts. Torch, numpy, stdlib."""
+"""Types and pure functions that all stages share: sequences, trees, batches, commits, sampling.
+Imports only torch, numpy and the standard library."""

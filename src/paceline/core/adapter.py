@@ -1,4 +1,4 @@
-"""A LoRA adapter as the stages of a step know it, and which rows of a batch it changes."""
+"""LoRA adapters, and the rows of a batch that they change."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-_Kept = TypeVar("_Kept")
+_Value = TypeVar("_Value")
 _NUMBERS = itertools.count(1)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: a name may be loaded again
+@dataclass(frozen=True, eq=False)  # compared by identity, as a name may be loaded again
 class Adapter:
-    """Low-rank additions to linear modules (Hu et al. 2021, arXiv 2106.09685).
+    """A LoRA adapter: low-rank additions to linear modules (Hu et al. 2021, arXiv 2106.09685).
 
-    ``pairs``: by module name A ``[r, inputs]`` and B ``[outputs, r]``, scaled: a row x of the
-    module gets B A x on top. ``number``: unique in the process; what is kept of texts and caches is
-    kept by it, 0 is no adapter. Who decodes with it holds it: unloading it ends no request."""
+    ``pairs``: by module name A ``[r, inputs]`` and B ``[outputs, r]``, with the scale multiplied
+    in; the module adds B A x to the output of a row x. ``number``: unique in the process; prefix
+    cache and drafters keep their data apart by it, 0 means no adapter. Requests hold a reference,
+    so unloading an adapter does not end those that decode with it."""
 
     name: str
     folder: str
@@ -28,15 +29,17 @@ class Adapter:
     number: int = field(default_factory=lambda: next(_NUMBERS))
 
 
-class ByAdapter(Generic[_Kept]):
-    """What is kept of requests without an adapter, and of those with each: dropped with it."""
+class PerAdapter(Generic[_Value]):
+    """One value for requests without an adapter and one for each adapter. The value of an adapter
+    is dropped with it."""
 
     def __init__(self) -> None:
-        self._base: _Kept | None = None
-        self._adapted: WeakKeyDictionary[Adapter, _Kept] = WeakKeyDictionary()
+        self._base: _Value | None = None
+        self._adapted: WeakKeyDictionary[Adapter, _Value] = WeakKeyDictionary()
 
-    def of(self, adapter: Adapter | None, make: Callable[[], _Kept]) -> _Kept:
-        """``make`` makes it at first. (Stored it might be a reference cycle.)"""
+    def get(self, adapter: Adapter | None, make: Callable[[], _Value]) -> _Value:
+        """The adapter's value; ``make`` makes it the first time. (A stored ``make`` could be a
+        reference cycle, so the caller passes it.)"""
         if adapter is not None:
             if adapter not in self._adapted:
                 self._adapted[adapter] = make()
@@ -48,7 +51,7 @@ class ByAdapter(Generic[_Kept]):
 
 @dataclass(frozen=True)
 class AdapterRun:
-    """Neighbouring rows of a batch with one adapter, and their rows of logits."""
+    """Consecutive rows of a batch that have the same adapter, and their rows of logits."""
 
     adapter: Adapter
     rows: slice
@@ -56,19 +59,20 @@ class AdapterRun:
 
 
 def adapter_runs(
-    rows: Sequence[tuple[Adapter | None, int]], wanted: Sequence[int] | None
+    spans: Sequence[tuple[Adapter | None, int]], logit_rows: Sequence[int] | None
 ) -> list[AdapterRun]:
-    """The runs of spans of so many rows; ``wanted``: ascending rows with logits, None for all."""
+    """Runs of a batch whose ``spans`` have these adapters and numbers of rows. ``logit_rows``:
+    ascending rows that have logits, None for all."""
     runs: list[AdapterRun] = []
-    if all(adapter is None for adapter, _ in rows):
+    if all(adapter is None for adapter, _ in spans):
         return runs
     start = 0
-    for adapter, group in itertools.groupby(rows, lambda span: span[0]):
+    for adapter, group in itertools.groupby(spans, lambda span: span[0]):
         end = start + sum(count for _, count in group)
         if adapter is not None:
             logits = slice(start, end)
-            if wanted is not None:
-                logits = slice(sum(r < start for r in wanted), sum(r < end for r in wanted))
+            if logit_rows is not None:
+                logits = slice(sum(r < start for r in logit_rows), sum(r < end for r in logit_rows))
             runs.append(AdapterRun(adapter, slice(start, end), logits))
         start = end
     return runs

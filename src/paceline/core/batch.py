@@ -1,4 +1,4 @@
-"""The records that pass between the stages of a step: plain data that can be pickled."""
+"""The records that pass between the stages of a step. They are plain data and can be pickled."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import torch
 from paceline.core.adapter import Adapter, AdapterRun, adapter_runs
 from paceline.core.params import SamplingParams, TokenLogprob
 from paceline.core.sequence import SequenceView
-from paceline.core.transfer import Arrival
+from paceline.core.transfer import HostCopy
 from paceline.core.tree import TokenTree, depths_of
 
-NOBODY = SequenceView(-1, (), 0, SamplingParams())  # of rows without a request
-EMPTY = TokenTree.empty()
+NO_SEQUENCE = SequenceView(-1, (), 0, SamplingParams())  # for spans without a request
+EMPTY_TREE = TokenTree.empty()
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of one sequence in a step.
+    """One sequence's share of a step.
 
-    ``scheduled`` pending tokens go through the target. If these are all, the sequence decodes: it
-    may draft up to ``draft_length`` levels and gains at least one token. Otherwise it is a prefill
-    chunk, without draft or sampling. ``drafts`` False: drafting failed, no drafter sees the
-    sequence any more. ``drafter``: who drafts, of several; None: the first that has a proposal."""
+    The target runs over the next ``scheduled`` pending tokens. If these are all pending tokens, the
+    sequence decodes: its draft may have up to ``draft_length`` levels, and it gains at least one
+    token. Otherwise the slice is a prefill chunk, without a draft and without sampling.
+    ``drafts`` is False once drafting has failed for the sequence: drafters no longer see it.
+    ``drafter``: the member of a hybrid that drafts; None: the first that proposes anything."""
 
     seq: SequenceView
     scheduled: int
@@ -40,36 +41,37 @@ class Slice:
 
 @dataclass(frozen=True)
 class Plan:
-    """The sequences that run in a step."""
+    """The sequences that run in a step, one slice each."""
 
     slices: tuple[Slice, ...]
 
 
 @dataclass(frozen=True)
 class Span:
-    """The rows of one sequence in a ragged batch: for attention, cache, verifier and commit.
+    """The rows of one sequence in a ragged batch, as attention, cache, verifier and commit need it.
 
     Cache layout of the sequence, by logical index::
 
         [0 ........ context) [context .. context+pending) [.. one index per tree node ..)
-         committed, cached     scheduled                    parents[i], of which the nodes
-                                                            from first_new on are scheduled
+         committed, cached     pending, scheduled           parents[i]; nodes from first_new
+                                                            on are rows of this batch
 
-    Rows in the batch, from ``start`` on: the pending tokens, then nodes ``first_new ..``. A pending
-    row attends to everything before it and itself; a node to context, pending, its ancestors and
-    itself. A tree drafted level by level runs its later levels with ``pending = 0``. ``long``:
-    rotated with the long factors of a model that has two sets (longrope).
+    Rows of the batch, beginning at ``start``: the pending tokens, then the nodes from ``first_new``
+    on. A pending token attends to everything before it and to itself, a node to context, pending
+    tokens, its ancestors and itself. A tree that is drafted level by level runs its later levels
+    with ``pending = 0``. ``long``: RoPE uses the long factors of a model that has two sets
+    (longrope).
 
-    Rows of logits: ``logit_row`` is the distribution after the last pending token (of the first
-    node, if there is none), ``logit_row + 1 + i`` that after node i of ``tree``; both exist if
-    ``wants_logits``. The first ``scored`` pending rows have logits just before.
+    Rows of logits, if ``wants_logits``: ``logit_row`` holds the distribution after the last pending
+    token (after the first node, if nothing is pending), ``logit_row + 1 + i`` that after node i of
+    ``tree``. The logits of the first ``scored`` pending tokens stand directly before ``logit_row``.
 
-    ``tokens``: the pending ones. ``nodes``: tokens of the new nodes, int64 ``[len(parents) -
-    first_new]`` where the host does not know them. ``ancestors``: bool ``[nodes, nodes]`` on the
-    device for a tree that only the device knows: which nodes each node sees, itself included;
-    ``parents`` then only have the right depths. ``seq`` and ``tree``: in the target's forwards.
-    ``arrival``: the tree's tokens for a grammar, which is followed on the host during the forward.
-    ``adapter``: what the rows' linear modules add.
+    ``tokens``: the pending tokens. ``nodes``: tokens of the new nodes; int64 ``[len(parents) -
+    first_new]`` on the device if the host does not know them. ``ancestors``: for a tree whose shape
+    only the device knows, bool ``[nodes, nodes]`` there: entry (i, j) is true if node i attends to
+    node j, itself included; ``parents`` then have the right depths only. ``seq`` and ``tree`` are
+    set in forwards of the target. ``tree_tokens``: the tree's tokens on their way to the host, for
+    a grammar that the host follows during the forward. ``adapter``: LoRA adapter of the rows.
     ``start``, ``logit_row`` and ``long`` are set by ``PagedCache.batch_of``. Pickling and comparing
     use the first seven fields."""
 
@@ -86,9 +88,9 @@ class Span:
     tokens: Sequence[int] = field(default=(), compare=False)
     nodes: torch.Tensor | Sequence[int] = field(default=(), compare=False)
     ancestors: torch.Tensor | None = field(default=None, compare=False)
-    seq: SequenceView = field(default=NOBODY, compare=False)
-    tree: TokenTree = field(default=EMPTY, compare=False)
-    arrival: Arrival | None = field(default=None, compare=False)
+    seq: SequenceView = field(default=NO_SEQUENCE, compare=False)
+    tree: TokenTree = field(default=EMPTY_TREE, compare=False)
+    tree_tokens: HostCopy | None = field(default=None, compare=False)
     adapter: Adapter | None = field(default=None, compare=False)
 
     @classmethod
@@ -104,7 +106,7 @@ class Span:
         ancestors: torch.Tensor | None = None,
         adapter: Adapter | None = None,
     ) -> Span:
-        """A span without a request, as in a drafter's forward; not yet in a batch."""
+        """A span without a request, as in a drafter's forward; it has no rows of a batch yet."""
         return cls(
             *(seq_id, 0, context, len(tokens), parents, first_new, False),
             *(0, wants_logits, 0, tokens, nodes, ancestors),
@@ -113,9 +115,9 @@ class Span:
 
     @classmethod
     def of_request(
-        cls, seq: SequenceView, tree: TokenTree = EMPTY, scheduled: int | None = None
+        cls, seq: SequenceView, tree: TokenTree = EMPTY_TREE, scheduled: int | None = None
     ) -> Span:
-        """A request's next ``scheduled`` tokens (None: all pending ones) and its draft."""
+        """A request's next ``scheduled`` pending tokens (None: all) and the tree to verify."""
         count = seq.num_pending if scheduled is None else scheduled
         return cls(
             *(seq.seq_id, 0, seq.cached, count, tree.parents),
@@ -125,12 +127,12 @@ class Span:
             nodes=tree.tokens if tree.known is None else tree.known,
             seq=seq,
             tree=tree,
-            arrival=Arrival(tree.tokens) if seq.read_on_host and len(tree) else None,
+            tree_tokens=HostCopy(tree.tokens) if seq.needs_host_tokens and len(tree) else None,
             adapter=seq.adapter,
         )
 
-    def at(self, start: int, logit_row: int, long: bool = False) -> Span:
-        """The same span in a batch."""
+    def placed(self, start: int, logit_row: int, long: bool = False) -> Span:
+        """The same span with its place in a batch."""
         span = object.__new__(Span)  # replace() takes five times as long
         vars(span).update(vars(self), start=start, logit_row=logit_row, long=long)
         return span
@@ -141,20 +143,22 @@ class Span:
 
     @property
     def rows(self) -> int:
+        """How many rows the span has in the batch."""
         return self.pending + len(self.parents) - self.first_new
 
     @property
-    def judged_rows(self) -> int:
-        """Rows of logits for the verifier: after the last committed token and each node."""
+    def verify_rows(self) -> int:
+        """Rows of logits that the verifier reads: after the last pending token and each node."""
         return 1 + len(self.tree)
 
     @property
-    def end_row(self) -> int:
-        """The row of logits after those."""
-        return self.logit_row + self.judged_rows
+    def end_logit_row(self) -> int:
+        """The first row of logits after ``verify_rows``."""
+        return self.logit_row + self.verify_rows
 
     @property
     def kv_length(self) -> int:
+        """Cache indices in use after the forward."""
         return self.context + self.pending + len(self.parents)
 
     @property
@@ -175,17 +179,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """One ragged forward of a model over its paged cache, on the host.
+    """The input of one ragged forward over a paged cache, on the host.
 
-    ``input_ids``, ``positions``, ``slots``: one a row; ``slots``: where the cache stores the row's
-    key and value. ``tables[i]``: cache block ids of span i. ``logit_rows``: rows whose logits are
-    wanted, None for all; ``choices_only``: a backend that chooses greedily may leave logits out.
-    ``features``: layers whose inputs are wanted; the number of layers means the final norm's
-    output. ``nodes``: (first row, tokens) of trees whose tokens only the device knows; their
-    ``input_ids`` are void.
+    ``input_ids``, ``positions`` and ``slots`` have one entry per row; ``slots`` says where the
+    cache stores the row's key and value. ``tables[i]``: block table of span i. ``logit_rows``: rows
+    whose logits are wanted, None for all. ``choices_only``: only the argmax of each row is wanted,
+    so a backend that computes it may leave the logits out. ``features``: layers whose input hidden
+    states are wanted; the number of layers stands for the final norm's output. ``nodes``: (first
+    row, tokens) of trees whose tokens only the device knows; their ``input_ids`` are placeholders.
 
-    No tensors: torch's first operator between two forwards takes longer than the rest of a step. A
-    forward on a device copies it there with the rest of its input (AttentionStep)."""
+    The fields are no tensors, because torch's first operator between two forwards takes longer than
+    the rest of a step. A forward on a device copies them there with the rest of its input
+    (AttentionStep)."""
 
     input_ids: Sequence[int]
     positions: Sequence[int]
@@ -199,14 +204,15 @@ class Batch:
 
     @property
     def adapter_runs(self) -> list[AdapterRun]:
+        """The ranges of rows that have a LoRA adapter."""
         return adapter_runs([(span.adapter, span.rows) for span in self.spans], self.logit_rows)
 
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """``logits`` ``[R, vocab]`` in the model's dtype; ``features[layer]`` ``[T, hidden]``.
-    ``greedy``: each row's ``core.sampling.greedy_choice`` if the backend made it; there are then no
-    logits if nothing else was asked for."""
+    """What a forward returns: ``logits`` ``[R, vocab]`` in the model's dtype, ``features[layer]``
+    ``[T, hidden]``. ``greedy``: the argmax of each row (``core.sampling.greedy_choice``) if the
+    backend computed it; logits are then left out if the batch was ``choices_only``."""
 
     logits: torch.Tensor
     features: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -215,12 +221,12 @@ class ModelOutput:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rule's decision on one tree: accepted nodes, root to leaf, and the token after them. With
-    an ``error`` there is neither, and the request cannot go on."""
+    """The verifier's decision on one tree: the accepted nodes and the token after them. A verdict
+    with an ``error`` has neither, and ends the request."""
 
-    path: tuple[int, ...]  # node indices
-    tokens: tuple[int, ...]  # their tokens, then the target's own token; len(path) + 1
-    # The token that each row yields, 1 + nodes; 0 where unknown (``wants_choices``).
+    path: tuple[int, ...]  # indices of the accepted nodes, from the root down
+    tokens: tuple[int, ...]  # tokens of the accepted nodes, then the target's own: len(path) + 1
+    # The target's token at each of the 1 + nodes rows; 0 where unknown (``wants_choices``).
     choices: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them
     error: str | None = None
@@ -230,17 +236,19 @@ class Verdict:
 class Commit:
     """What a step added to one sequence.
 
-    ``tokens`` may be shorter than the verdict's (stop condition, token limit). ``path``: nodes
-    whose keys and values stay; ``tokens[:len(path)]`` came from the draft. ``drafted``: the tree's
-    nodes, ``levels`` its depth, ``reached`` the levels at which it had a token to try.
-    ``finish_reason``: "stop", "length", "error" or None. A prefill chunk commits no tokens. A
-    failing sequence ends alone with the tokens it had, and ``error`` says why in a line.
+    ``tokens`` are those of the verdict, cut at a stop condition or token limit; a prefill chunk
+    commits none. ``path``: accepted nodes, whose keys and values stay in the cache;
+    ``tokens[:len(path)]`` came from the draft. ``drafted``: number of nodes of the tree,
+    ``levels``: its depth, ``reached``: levels at which the walk had a candidate to verify.
+    ``finish_reason``: "stop", "length", "error" or None. A sequence that fails keeps the tokens it
+    had, and ``error`` says why in one line.
 
-    Rows of the step's output: features of scheduled token i (at position ``position + i``) are row
-    ``row + i``, those of node j row ``row + scheduled + j``. Decoding sequences have logits: after
-    the last scheduled token row ``logit_row``, after node j row ``logit_row + 1 + j``. ``choices``:
-    the target's tokens at those rows (argmax, or drawn), also off the accepted path.
-    ``prompt_logprobs``: of the prompt's tokens from ``position + 1`` on."""
+    Rows of the step's ModelOutput: the features of scheduled token i (at position ``position + i``)
+    are row ``row + i``, those of node j row ``row + scheduled + j``. The logits after the last
+    scheduled token of a decoding sequence are row ``logit_row``, those after node j row
+    ``logit_row + 1 + j``. ``choices``: the target's tokens at these rows (argmax or sampled), off
+    the accepted path as well. ``prompt_logprobs``: of the prompt's tokens from ``position + 1``
+    on."""
 
     seq_id: int
     tokens: tuple[int, ...]
@@ -249,8 +257,8 @@ class Commit:
     levels: int = 0
     reached: int = 0
     scheduled: int = 0  # pending tokens that the step ran and cached
-    last: int = 0  # the last of them, before ``tokens``
-    position: int = 0
+    last: int = 0  # the last of those; ``tokens`` follow it
+    position: int = 0  # index of the first of those in the sequence
     row: int = 0
     logit_row: int = 0
     choices: tuple[int, ...] = ()
@@ -258,4 +266,4 @@ class Commit:
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if the request wants them
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
-    drafter: str = ""  # who drafted the tree
+    drafter: str = ""  # name of the drafter that proposed the tree

@@ -55,16 +55,16 @@ def _tree_paths(spans: Sequence[Span]) -> torch.Tensor:
 def _known_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
     """The drafted tokens before each row that the host must know them of; None if there is no such
     row, or if a tree is not on its way to the host."""
-    if not any(span.seq.read_on_host for span in spans):
+    if not any(span.seq.needs_host_tokens for span in spans):
         return None
     paths: list[tuple[int, ...]] = []
     for span in spans:
-        if not span.seq.read_on_host or not len(span.tree):
-            paths += [()] * span.judged_rows
-        elif span.arrival is None:
+        if not span.seq.needs_host_tokens or not len(span.tree):
+            paths += [()] * span.verify_rows
+        elif span.tree_tokens is None:
             return None
         else:
-            tokens = span.arrival.values()
+            tokens = span.tree_tokens.values()
             paths += [tuple([tokens[n] for n in path]) for path in paths_of(span.tree.parents)]
     return tuple(paths)
 
@@ -103,9 +103,11 @@ class Rows:
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Rows:
         """The spans' rows: after the last committed token, then after each node."""
-        seqs = tuple(span.seq for span in spans for _ in range(span.judged_rows))
+        seqs = tuple(span.seq for span in spans for _ in range(span.verify_rows))
         depths = tuple(depth for span in spans for depth in (0, *span.tree.depths))
-        needed = needs_paths(span.seq for span in spans) or any(s.seq.read_on_host for s in spans)
+        needed = needs_paths(span.seq for span in spans) or any(
+            s.seq.needs_host_tokens for s in spans
+        )
         paths = _tree_paths(spans) if needed else None
         return cls(seqs, depths, paths, _known_paths(spans))
 
@@ -236,7 +238,9 @@ def forbid(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
     for row, (seq, depth, path) in enumerate(
         zip(rows.seqs, rows.depths, rows.on_host, strict=True)
     ):
-        allowed = None if seq.constraint is None else seq.constraint.allowed(tuple(path[:depth]))
+        allowed = (
+            None if seq.constraint is None else seq.constraint.allowed_tokens(tuple(path[:depth]))
+        )
         if allowed is not None:
             constrained.append(row)
             # Padding of the logits beyond the vocabulary is forbidden, too.
@@ -300,7 +304,7 @@ def _occurrences(
     """Ids below ``width`` that occur, and how often in the output; 0: in the prompt alone."""
     text = seq.tokens
     known = text.occurrences if isinstance(text, TokenView) else Occurrences()
-    occurrences = known.of(text, seq.prompt_length)
+    occurrences = known.count(text, seq.prompt_length)
     ids, counts = (
         np.fromiter(numbers, np.int64, len(occurrences))
         for numbers in (occurrences, occurrences.values())
@@ -344,7 +348,7 @@ def greedy_tokens(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     refused = [
         row
         for row, (seq, depth, path, token) in enumerate(texts)
-        if seq.constraint is not None and not seq.constraint.permits(tuple(path[:depth]), token)
+        if seq.constraint is not None and not seq.constraint.is_allowed(tuple(path[:depth]), token)
     ]
     if refused:
         index = to_device(refused, logits.device)

@@ -1,8 +1,8 @@
-"""One request being decoded: its state, and the view of it that passes between stages.
+"""The sequence of one request: its state, and the read-only view that passes between stages.
 
-What a constraint forbids has probability zero. Verifier and drafters with distributions apply it
-along the tree's paths, so constrained output is lossless, too; other drafters propose some tokens
-in vain.
+A token that the request's grammar forbids has probability zero. The verifier, and drafters that
+have distributions, apply the grammar along the tree's paths, so constrained output is lossless as
+well. Other drafters propose tokens that are then rejected.
 """
 
 from __future__ import annotations
@@ -18,41 +18,44 @@ from paceline.core.adapter import Adapter
 from paceline.core.params import SamplingParams
 
 
-class Reader(Protocol):
-    """Follows a sequence's tokens and knows where it ends: a grammar, or stop strings."""
+class StopCondition(Protocol):
+    """Ends a sequence depending on its tokens: stop strings, or a grammar that is complete."""
 
-    def read(self, tokens: Sequence[int]) -> int | None:
-        """Follow the next tokens; how many up to the one that ends the text, None if it goes on."""
+    def consume(self, tokens: Sequence[int]) -> int | None:
+        """Advance by the next tokens. Returns how many there are up to and including the one that
+        ends the text; None if it goes on."""
         ...
 
 
-class Constraint(Reader, Protocol):
-    """A grammar along one sequence (request/grammar.py)."""
+class Constraint(StopCondition, Protocol):
+    """The state of one sequence in its grammar (request/grammar.py). ``path``: drafted tokens after
+    the committed ones."""
 
-    def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
-        """bool [vocab] on the CPU: tokens that may follow the committed ones and then ``path``.
-        None if nothing is forbidden, also after a path that is forbidden or final."""
+    def allowed_tokens(self, path: tuple[int, ...]) -> torch.Tensor | None:
+        """bool [vocab] on the CPU: the tokens that may follow ``path``. None if every token may,
+        also after a path that the grammar forbids or that completes it."""
         ...
 
-    def permits(self, path: tuple[int, ...], token: int) -> bool:
-        """Whether ``allowed`` has this token behind ``path``, in less time."""
+    def is_allowed(self, path: tuple[int, ...], token: int) -> bool:
+        """Whether ``token`` is among ``allowed_tokens(path)``; faster than making the mask."""
         ...
 
-    def forced(self, path: tuple[int, ...] = ()) -> Sequence[int] | None:
-        """Tokens of the one text that may follow ``path``, as the tokenizer writes it; ``allowed``
-        has no others then. Empty if there is a choice; None if none may follow, as it is final."""
+    def forced_tokens(self, path: tuple[int, ...] = ()) -> Sequence[int] | None:
+        """The tokens after ``path`` if the grammar leaves only one continuation, as the tokenizer
+        writes it; ``allowed_tokens`` then allows no others. Empty if there is a choice, None if the
+        text is complete or ``path`` forbidden."""
         ...
 
 
-# Of requests: unique in the process.
-SEQUENCE_IDS = itertools.count(1)
+SEQUENCE_IDS = itertools.count(1)  # unique in the process
 
 
 _Sums = TypeVar("_Sums", bound="Sums")
 
 
 class Sums:
-    """A dataclass of numbers, of counts by position and of amounts by name, which add up."""
+    """Base of dataclasses that add up field by field: numbers, lists of counts by position, and
+    mappings of amounts by name."""
 
     def __add__(self: _Sums, other: _Sums) -> _Sums:
         return type(self)(**{k: _sum(v, getattr(other, k)) for k, v in vars(self).items()})
@@ -68,33 +71,34 @@ def _sum(one: Any, other: Any) -> Any:
 
 @dataclass
 class DraftCounts(Sums):
-    """Speculation figures of one sequence; positions count from the first drafted token."""
+    """Draft statistics of one sequence. Position 0 is the first drafted token of a step."""
 
-    target_steps: int = 0  # forwards that yielded tokens (prefill chunks before the last do not)
+    target_steps: int = 0  # forwards that yielded tokens: all but unfinished prefill chunks
     drafted: int = 0
-    levels: int = 0  # depths of all trees
+    levels: int = 0  # sum of the depths of all trees
     accepted: int = 0
-    # Accepted tokens by drafter, and steps without a draft by reason.
-    by_drafter: dict[str, int] = field(default_factory=dict)
-    not_drafted: dict[str, int] = field(default_factory=dict)
-    reached_at: list[int] = field(default_factory=list)  # drafts that had a token to try there
+    by_drafter: dict[str, int] = field(default_factory=dict)  # accepted tokens
+    not_drafted: dict[str, int] = field(default_factory=dict)  # steps without a draft, by reason
+    # By position: drafts that had a token to verify there, and those whose token was accepted.
+    reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Of drafted tokens; None: no draft was tried."""
+        """The share of drafted tokens that were accepted; None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def rates(self) -> list[float]:
-        """Acceptance by position, given that all earlier tokens were accepted."""
-        return [won / tried for won, tried in zip(self.accepted_at, self.reached_at, strict=True)]
+        """Acceptance rate by position, given that all earlier positions were accepted."""
+        pairs = zip(self.accepted_at, self.reached_at, strict=True)
+        return [accepted / reached for accepted, reached in pairs]
 
     def record(
         self, nodes: int, levels: int, accepted: int, reached: int, drafter: str, reason: str
     ) -> None:
-        """Count one verified tree. ``reached``: ``accepted`` plus one if the last accepted node had
-        children. ``reason``: why there was no draft."""
+        """Count one step. ``reached``: ``accepted``, plus one if the walk ended at a node with
+        children. ``reason``: why there was no draft, if there are no nodes."""
         if nodes:
             self.by_drafter[drafter] = self.by_drafter.get(drafter, 0) + accepted
         else:
@@ -112,27 +116,28 @@ class DraftCounts(Sums):
 
 
 class Occurrences:
-    """How often each token occurs in the output of a text; 0: in its prompt alone. A step counts
-    the tokens since the last one: a draft asks for every level, and all of 8,000 take 1.3 ms."""
+    """How often each token occurs in the output of a sequence, for penalties; tokens of the prompt
+    that do not occur in the output have the count 0. Counting is incremental: every level of a
+    draft asks for the counts, and counting 8,000 tokens takes 1.3 ms."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
-        self._known = self._prompt = 0  # tokens counted, and those of the prompt
+        self._num_counted = self._prompt_length = 0
 
-    def of(self, tokens: Sequence[int], prompt_length: int) -> dict[int, int]:
-        """In these first tokens of the text."""
-        if len(tokens) < self._known or prompt_length != self._prompt:
-            self._counts, self._known, self._prompt = {}, 0, prompt_length
+    def count(self, tokens: Sequence[int], prompt_length: int) -> dict[int, int]:
+        """Count the ``tokens`` of the sequence; only those since the last call are read."""
+        if len(tokens) < self._num_counted or prompt_length != self._prompt_length:
+            self._counts, self._num_counted, self._prompt_length = {}, 0, prompt_length
         counts = self._counts
-        for index, token in enumerate(tokens[self._known :], self._known):
+        for index, token in enumerate(tokens[self._num_counted :], self._num_counted):
             counts[token] = counts.get(token, 0) + (index >= prompt_length)
-        self._known = len(tokens)
+        self._num_counted = len(tokens)
         return counts
 
 
 class TokenView(Sequence[int]):
-    """The first ``length`` tokens of a list that is only appended to, and its ``occurrences``.
-    Takes no copy; slices are lists. Pickled it is those tokens."""
+    """The first ``length`` tokens of a list that only grows, without a copy, and the sequence's
+    ``occurrences``. Slices are lists. Pickling copies the tokens."""
 
     __slots__ = ("_length", "_tokens", "occurrences")
 
@@ -166,8 +171,8 @@ class TokenView(Sequence[int]):
         return TokenView, (self[:], self._length)
 
 
-class _Counted:
-    """What follows from the tokens and the number of cached ones."""
+class _TokenCounts:
+    """Properties that follow from the tokens and the number of cached ones."""
 
     tokens: Any
     cached: int
@@ -177,11 +182,12 @@ class _Counted:
 
     @property
     def adapter_number(self) -> int:
-        """By which caches and memories are kept apart; 0: no adapter."""
+        """The number by which caches keep adapters apart; 0: no adapter."""
         return 0 if self.adapter is None else self.adapter.number
 
     @property
     def pending(self) -> list[int]:
+        """The tokens whose keys and values are not cached yet."""
         pending: list[int] = self.tokens[self.cached :]
         return pending
 
@@ -191,20 +197,22 @@ class _Counted:
 
     @property
     def generated(self) -> int:
+        """The number of output tokens."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def unscored(self) -> int:
-        """Pending tokens that are followed by a prompt token to be scored."""
+        """How many pending tokens need a row of logits for ``prompt_logprobs``: those that another
+        token of the prompt follows."""
         if self.params.prompt_logprobs is None:
             return 0
         return max(0, self.prompt_length - 1 - self.cached)
 
 
 @dataclass(frozen=True)
-class SequenceView(_Counted):
-    """A sequence in one step: everything that its distributions and drafts depend on. Pickled or
-    copied views lack grammar, logits processors and adapter: those stay in the process."""
+class SequenceView(_TokenCounts):
+    """A sequence as it is in one step: all that its distributions and drafts depend on. A pickled
+    view has no grammar, logits processors and adapter, which stay in the process."""
 
     seq_id: int
     tokens: Sequence[int]
@@ -216,8 +224,9 @@ class SequenceView(_Counted):
     adapter: Adapter | None = field(default=None, compare=False, repr=False)
 
     @property
-    def read_on_host(self) -> bool:
-        """Whether a distribution depends on drafted tokens that the host must know."""
+    def needs_host_tokens(self) -> bool:
+        """Whether the host must know the drafted tokens to compute the sequence's distributions: it
+        has a grammar or logits processors."""
         return self.constraint is not None or bool(self.params.logits_processors)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -229,11 +238,11 @@ class SequenceView(_Counted):
 
 
 @dataclass(eq=False)  # compared by identity
-class SequenceState(_Counted):
-    """Committed tokens of one request, and how many of them have cached keys and values.
+class SequenceState(_TokenCounts):
+    """The committed tokens of one request, and how many of them have cached keys and values.
 
-    ``cached + len(pending) == len(tokens)``, as ``pending`` is derived: the prompt at prefill, one
-    token when decoding. Tokens are only ever appended."""
+    ``cached + len(pending) == len(tokens)`` always holds, because ``pending`` is derived: the
+    prompt at prefill, one token when decoding. Tokens are only appended."""
 
     seq_id: int
     tokens: list[int]
@@ -241,25 +250,25 @@ class SequenceState(_Counted):
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # end-of-sequence and stop ids that end generation
     cached: int = 0
-    stops: Reader | None = None  # stop strings
-    constraint: Constraint | None = None  # what a grammar allows next
+    stops: StopCondition | None = None  # stop strings
+    constraint: Constraint | None = None  # grammar
     adapter: Adapter | None = None
     seconds: float = 0.0  # wall time of the steps it took part in
-    queued: float = 0.0  # when the engine got it, by time.perf_counter
-    started: float = 0.0  # when it first ran, and how many of its tokens were cached by then
-    shared: int = 0
-    drafts: bool = True  # false once drafting has failed for it
-    arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, and how many tokens
+    queued: float = 0.0  # when the engine received it, by time.perf_counter
+    started: float = 0.0  # when it first ran
+    prefix_hit_tokens: int = 0  # tokens found in the prefix cache when it first ran
+    drafts: bool = True  # False once drafting has failed for it
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # (time, new tokens) by step
     counts: DraftCounts = field(default_factory=DraftCounts)
     occurrences: Occurrences = field(default_factory=Occurrences)
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be generated; a draft may have at most remaining - 1 levels."""
+        """Tokens that may still be generated. A draft may have at most ``remaining - 1`` levels."""
         return self.params.max_tokens - self.generated
 
     def view(self) -> SequenceView:
-        """The present state as a view."""
+        """A read-only view of the current state."""
         return SequenceView(
             self.seq_id,
             TokenView(self.tokens, len(self.tokens), self.occurrences),
@@ -271,18 +280,18 @@ class SequenceState(_Counted):
             self.adapter,
         )
 
-    def ending(self, tokens: Sequence[int], most: int) -> tuple[int, str | None]:
-        """How many of the next tokens are kept, and the finish reason if that is the end.
-        ``most`` tokens have room. Advances grammar and stop strings, so it is called once for
-        each commit."""
-        kept, reason = min(len(tokens), max(most, 1)), "length" if len(tokens) >= most else None
-        before = self.params.min_tokens - self.generated - 1
+    def check_stop(self, tokens: Sequence[int], room: int) -> tuple[int, str | None]:
+        """Cut the next ``tokens`` at the first stop condition: returns how many are kept and the
+        finish reason, None if the sequence goes on. At most ``room`` tokens fit. Advances grammar
+        and stop strings, so it must be called once per commit."""
+        kept, reason = min(len(tokens), max(room, 1)), "length" if len(tokens) >= room else None
+        first_stop = self.params.min_tokens - self.generated - 1  # earliest index of a stop id
         for index, token in enumerate(tokens[:kept]):
-            if token in self.stop_ids and index >= before:
+            if token in self.stop_ids and index >= first_stop:
                 kept, reason = index + 1, "stop"
                 break
-        for reader in (self.constraint, self.stops):
-            end = None if reader is None else reader.read(tokens[:kept])
+        for condition in (self.constraint, self.stops):
+            end = None if condition is None else condition.consume(tokens[:kept])
             if end is not None:
                 kept, reason = end, "stop"
         return kept, reason

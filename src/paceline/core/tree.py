@@ -1,4 +1,4 @@
-"""The draft of one sequence: a tree of candidate tokens below the last committed token."""
+"""Token trees: the draft of one sequence as a tree of candidates after the last committed token."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from paceline.errors import ConfigError
 
 
 class Draw(Enum):
-    """How children of a node were chosen; each has its own lossless rule."""
+    """How the children of a node were chosen. Each way has its own lossless acceptance rule."""
 
-    POINT = "point"  # chosen deterministically (or with the request's coupled noise)
+    POINT = "point"  # chosen deterministically, or with the seeded request's coupled noise
     IID = "iid"  # sampled from q; a node has at most one child
     WITHOUT_REPLACEMENT = "without_replacement"  # siblings sampled one after another from q
 
 
 @lru_cache(maxsize=4096)
 def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Depth of each node; children of the last committed token have depth 1. Raises ConfigError."""
+    """The depth of each node; children of the last committed token have depth 1. Raises ConfigError
+    if a parent does not come before its child."""
     depths: list[int] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
@@ -36,12 +37,14 @@ def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def is_chain(parents: tuple[int, ...]) -> bool:
+    """Whether every node is the only child of the node before it."""
     return parents == tuple(range(-1, len(parents) - 1))
 
 
 @lru_cache(maxsize=4096)
 def children_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Children in drawing order; entry 0 belongs to the root, entry i + 1 to node i."""
+    """Children of each node in the order they were drawn; entry 0 belongs to the root (the last
+    committed token), entry i + 1 to node i."""
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for node, parent in enumerate(parents):
         children[parent + 1].append(node)
@@ -50,7 +53,8 @@ def children_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def paths_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Nodes from the root down; entry 0 is the root's, (), entry i + 1 node i's."""
+    """The nodes on the path from the root; entry 0 is the root's, (), entry i + 1 that to node i,
+    node i included."""
     paths: list[tuple[int, ...]] = [()]
     for node, parent in enumerate(parents):
         paths.append((*paths[parent + 1], node))
@@ -59,7 +63,8 @@ def paths_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def ancestor_mask(parents: tuple[int, ...]) -> torch.Tensor:
-    """bool [n, n]: entry (i, j) is true if node j is node i or one of its ancestors."""
+    """bool [n, n], the tree attention mask: entry (i, j) is true if node j is node i or one of its
+    ancestors."""
     mask = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -68,24 +73,26 @@ def ancestor_mask(parents: tuple[int, ...]) -> torch.Tensor:
 
 
 def parents_of(ancestors: torch.Tensor) -> tuple[int, ...]:
-    """Each node's parent in a tree that is known by its ``ancestor_mask``."""
+    """The parent of each node, from an ``ancestor_mask``."""
     numbers = torch.arange(1, len(ancestors) + 1, device=ancestors.device)
     return tuple(((ancestors.tril(-1) * numbers).amax(1) - 1).tolist())
 
 
 def chain_parents(length: int) -> tuple[int, ...]:
+    """The parents of a chain of ``length`` nodes."""
     return tuple(range(-1, length - 1))
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Topologically ordered candidates; siblings keep the order in which they were drawn.
+    """Candidates in topological order; siblings keep the order in which they were drawn.
 
-    ``tokens`` int64 ``[n]``, which may be on the device only: the host needs the shape, not the
-    tokens. ``parents[i] < i``; -1 is the last committed token. ``q`` float32 ``[n, vocab]``: row i
-    is the distribution, after temperature and truncation, from which node i and its earlier
-    siblings were drawn (before any was drawn); a sampled draw needs it. ``wants_choices``: the
-    drafter learns from the choices of all rows. ``known``: the tokens, if the host has them."""
+    ``tokens`` int64 ``[n]`` may be on the device only, as the host needs the shape alone.
+    ``parents[i] < i``; -1 is the last committed token. ``q`` float32 ``[n, vocab]``, needed for
+    sampled draws: row i is the draft distribution, after temperature and truncation, that node i
+    and its siblings were drawn from, before any of them was drawn. ``wants_choices``: the drafter
+    learns from the target's token at every row, so the verifier must compute all of them.
+    ``known``: the tokens, if the host has them."""
 
     tokens: torch.Tensor
     parents: tuple[int, ...]
@@ -117,14 +124,14 @@ class TokenTree:
         return depths_of(self.parents)
 
     def host_tokens(self) -> Sequence[int]:
-        """The tokens on the host; waits for the device if only that has them."""
+        """The tokens on the host; waits for the device if only the device has them."""
         if self.known is None:
-            listed: list[int] = self.tokens.tolist()
-            return listed
+            tokens: list[int] = self.tokens.tolist()
+            return tokens
         return self.known
 
     def on(self, device: torch.device) -> TokenTree:
-        """The tree on another device; itself if it is there."""
+        """The tree with its tensors on ``device``; itself if they are there."""
         if self.tokens.device == device:
             return self
         q = None if self.q is None else self.q.to(device)
@@ -132,13 +139,13 @@ class TokenTree:
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> TokenTree:
-        """No candidates: plain decoding."""
+        """A tree without candidates, which means plain decoding."""
         return cls(torch.empty(0, dtype=torch.int64, device=device), (), known=())
 
     @classmethod
     def chain(
         cls, tokens: Sequence[int] | torch.Tensor, device: torch.device | str = "cpu"
     ) -> TokenTree:
-        """A deterministic chain of tokens, each the child of the one before."""
+        """A chain of deterministically chosen tokens, each the child of the one before."""
         ids = torch.as_tensor(tokens, dtype=torch.int64, device=device)
         return cls(ids, chain_parents(len(ids)))

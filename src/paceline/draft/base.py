@@ -177,7 +177,7 @@ class Offer:
 def forced_tokens(item: Slice) -> Sequence[int]:
     """The tokens that the request's grammar forces next, at most ``item.draft_length``."""
     constraint = item.seq.constraint
-    return () if constraint is None else (constraint.forced() or ())[: item.draft_length]
+    return () if constraint is None else (constraint.forced_tokens() or ())[: item.draft_length]
 
 
 def can_extend_forced(drafter: Any, forced: Sequence[int], item: Slice) -> bool:

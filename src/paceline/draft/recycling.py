@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.core.adapter import Adapter, ByAdapter
+from paceline.core.adapter import Adapter, PerAdapter
 from paceline.core.batch import Commit, ModelOutput, Plan
 from paceline.core.ranking import top
 from paceline.core.sequence import SequenceView
@@ -111,7 +111,7 @@ class RecyclingDrafter(LookupDrafter):
         self._vocab, self._k = vocab, k
         chances = (*CHANCES, *(CHANCES[-1],) * k)[:k]
         self._shape = best_shape((chances,) * DEPTH, spec.nodes)
-        self._shared: ByAdapter[Matrix] | None = ByAdapter() if spec.share else None
+        self._shared: PerAdapter[Matrix] | None = PerAdapter() if spec.share else None
         self._asked = False  # whether this step's plan asked for drafts
         self._idle = 0  # steps since a plan asked for drafts
 
@@ -151,7 +151,7 @@ class RecyclingDrafter(LookupDrafter):
     def _matrix(self, adapter: Adapter | None) -> Matrix:
         """The matrix that the adapter's requests share, or a new one."""
         new = partial(Matrix, self._vocab, self._k, self._device)
-        return new() if self._shared is None else self._shared.of(adapter, new)
+        return new() if self._shared is None else self._shared.get(adapter, new)
 
     # -- learning ----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.core.adapter import Adapter, ByAdapter
+from paceline.core.adapter import Adapter, PerAdapter
 from paceline.core.batch import Commit, ModelOutput, Slice
 from paceline.core.sequence import SequenceView
 from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
@@ -124,11 +124,11 @@ class SuffixDrafter(IndexedDrafter):
 
     def memory(self, adapter: Adapter | None = None) -> Memory:
         """The earlier outputs of an adapter's requests."""
-        return self._memories.of(adapter, lambda: Memory(self._open(), self.options.capacity))
+        return self._memories.get(adapter, lambda: Memory(self._open(), self.options.capacity))
 
     def clear(self) -> None:
         """Forget all earlier outputs."""
-        self._memories: ByAdapter[Memory] = ByAdapter()
+        self._memories: PerAdapter[Memory] = PerAdapter()
 
     def max_nodes(self, length: int) -> int:
         if self.options.nodes is None:

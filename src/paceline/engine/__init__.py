@@ -1,1 +1,1 @@
-"""The decoding loop, its scheduler and clock, and what follows a failed step."""
+"""The decoding loop: engine, scheduler, recovery of failed steps, phase clock, driver."""

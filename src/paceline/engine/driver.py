@@ -1,6 +1,6 @@
-"""Runs an engine over requests and records every step, with token ids in and out: the one loop for
-everything that measures or compares decoding. (``LLM`` and the server share steps among callers and
-handle texts, deadlines and cancelling.)"""
+"""Runs an engine over requests given as token ids and records every step. Everything that measures
+or compares decoding uses this loop. (``LLM`` and the server let callers share steps, and handle
+texts, deadlines and cancelling.)"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.errors import PacelineError
 
 
 class StandstillError(Exception):
-    """The engine has work but commits nothing: a bug in the drafter or the rule."""
+    """The engine has work but commits nothing: a bug in the drafter or the acceptance rule."""
 
 
 def sequence(
@@ -28,15 +28,15 @@ def sequence(
     stop_ids: frozenset[int] = frozenset(),
     prompt_length: int | None = None,
 ) -> SequenceState:
-    """A new request. Tokens after ``prompt_length`` count as output."""
+    """Make a new request. Tokens after ``prompt_length`` (None: all are prompt) count as output."""
     length = len(tokens) if prompt_length is None else prompt_length
     return SequenceState(next(SEQUENCE_IDS), list(tokens), length, params, stop_ids)
 
 
 @dataclass
 class DrivenStep:
-    """One step. ``ended`` on the drive's clock; ``seconds`` by phase, known once the next step has
-    been taken or the drive has ended (asking before would make a GPU wait)."""
+    """One recorded step. ``ended``: when, on the drive's clock. ``seconds``: by phase; known once
+    the next step has run or the drive has ended (reading it earlier would make a GPU wait)."""
 
     commits: Sequence[Commit]
     ended: float
@@ -44,15 +44,15 @@ class DrivenStep:
 
     @property
     def decodes(self) -> bool:
-        """Whether all sequences only decode: none reads a prompt."""
+        """Whether all sequences of the step decode and none is in prefill."""
         return bool(self.commits) and all(c.tokens and c.scheduled == 1 for c in self.commits)
 
 
 @dataclass(frozen=True)
 class StepSums(Sums):
-    """Sums over steps: sequences, tokens gained and drafted, seconds by phase. ``reached[i]``
-    drafts had a token to try at position i, ``accepted_at[i]`` of them were accepted. ``context``:
-    cached tokens when the steps began."""
+    """Sums over steps: sequences, tokens gained, drafted and accepted, seconds by phase. At draft
+    position i, ``reached[i]`` drafts had a token to verify and ``accepted_at[i]`` of those were
+    accepted. ``context``: cached tokens of all sequences at the start of each step."""
 
     steps: int = 0
     sequences: int = 0
@@ -94,33 +94,34 @@ class StepSums(Sums):
         return self.tokens / self.whole if self.whole else 0.0
 
     def mean_seconds(self, *phases: str) -> float:
-        """Seconds of these phases in a step."""
+        """Mean seconds of these phases in a step."""
         return sum(self.seconds[phase] for phase in phases) / self.steps
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Acceptance by position, given that all earlier tokens were accepted."""
+        """Acceptance rate by draft position, given that all earlier positions were accepted."""
         pairs = zip(self.accepted_at, self.reached, strict=True)
-        return tuple(won / tried for won, tried in pairs)
+        return tuple(accepted / reached for accepted, reached in pairs)
 
     @property
     def acceptance(self) -> float:
-        """Share accepted of all positions that were tried."""
-        tried = sum(self.reached)
-        return sum(self.accepted_at) / tried if tried else 0.0
+        """Acceptance rate over all draft positions that were verified."""
+        reached = sum(self.reached)
+        return sum(self.accepted_at) / reached if reached else 0.0
 
 
 class Drive:
-    """An engine over ``seqs``: a closed loop.
+    """A closed loop of an engine over the requests ``seqs``.
 
-    ``clients`` have one request each under way and send the next when it ends; None sends all at
-    once. The clock, ``seconds``, runs while the drive works, so several drives may take turns.
+    Each of ``clients`` has one request running and sends its next one when that ends; None sends
+    all requests at once. The clock ``seconds`` runs only while the drive works, so that several
+    drives may take turns.
 
     with Drive(engine, seqs, clients=4) as drive:
         for step in drive:
             ...
 
-    At the end of the block unfinished requests are dropped: the engine can go on."""
+    At the end of the block unfinished requests are dropped, and the engine can be used again."""
 
     def __init__(
         self, engine: Engine, seqs: Iterable[SequenceState], clients: int | None = None
@@ -132,7 +133,7 @@ class Drive:
         self.steps: list[DrivenStep] = []
         self.seconds = 0.0
         self._waiting = deque(self.seqs)
-        self._known = engine.clock.totals()
+        self._phase_seconds = engine.clock.totals()  # when the last recorded step began
 
     def __enter__(self) -> Drive:
         return self
@@ -141,7 +142,9 @@ class Drive:
         self.close()
         if kind is None:
             start = time.perf_counter()
-            self._account(self.engine.clock.totals())  # on a GPU this waits for the last step
+            self._record_seconds(
+                self.engine.clock.totals()
+            )  # on a GPU this waits for the last step
             self.seconds += time.perf_counter() - start
 
     def __iter__(self) -> Iterator[DrivenStep]:
@@ -159,12 +162,13 @@ class Drive:
 
     @property
     def counts(self) -> DraftCounts:
-        """Of all requests together."""
+        """Draft counts of all requests together."""
         return sum((seq.counts for seq in self.seqs), DraftCounts())
 
     def run(self, between: Callable[[], object] = lambda: None) -> Drive:
-        """Run to the end, timed as a whole; ``between`` is called after every step and may raise.
-        Raises PacelineError if a request fails."""
+        """Run to the end and return the drive; ``seconds`` is then the time of the whole run.
+        ``between`` is called after every step and may raise. Raises PacelineError if a request
+        fails."""
         start = time.perf_counter() - self.seconds
         with self:
             for step in self:
@@ -176,7 +180,8 @@ class Drive:
         return self
 
     def step(self) -> DrivenStep:
-        """Send what is due and take one step. Raises StandstillError, and what the engine does."""
+        """Send the requests that are due and run one step. Raises StandstillError, and what
+        ``Engine.step`` raises."""
         start = time.perf_counter() - self.seconds
         while self._waiting and len(self.running) < self.clients:
             seq = self._waiting.popleft()
@@ -184,7 +189,7 @@ class Drive:
             self.engine.add(seq)
         commits = self.engine.step()
         self.seconds = time.perf_counter() - start
-        self._account(dict(self.engine.clock.seconds))
+        self._record_seconds(dict(self.engine.clock.seconds))
         if not any(c.tokens or c.scheduled or c.finish_reason for c in commits):
             raise StandstillError(
                 "a step committed no token although sequences were waiting for one"
@@ -196,7 +201,7 @@ class Drive:
         return self.steps[-1]
 
     def close(self) -> None:
-        """Drop what is unfinished or unsent."""
+        """Drop unfinished and unsent requests."""
         self._waiting.clear()
         for seq_id in list(self.running):
             self.drop(seq_id)
@@ -206,9 +211,10 @@ class Drive:
         self.engine.abort(seq_id)
         self.running.pop(seq_id, None)
 
-    def _account(self, known: dict[str, float]) -> None:
-        """Seconds of the last step but one: the clock does not know the last."""
+    def _record_seconds(self, totals: dict[str, float]) -> None:
+        """Set the phase seconds of the last recorded step. The clock's totals lag one step behind,
+        so this is called after the following step."""
         if self.steps and not self.steps[-1].seconds:
-            before = self._known
-            self.steps[-1].seconds = {phase: known[phase] - before[phase] for phase in known}
-        self._known = known
+            before = self._phase_seconds
+            self.steps[-1].seconds = {phase: totals[phase] - before[phase] for phase in totals}
+        self._phase_seconds = totals

@@ -1,8 +1,9 @@
-"""The one decoding loop, for every method, batch size and temperature.
+"""The one decoding loop, for every drafter, batch size and temperature.
 
-A step commits for all its sequences or is undone. Only cache blocks and the drafter change before
-the commits, and both can be undone; a sequence whose grammar or stop strings fail ends alone.
-Failed steps: recovery.py; timing: clock.py.
+A step either commits tokens for all its sequences or is undone. Before the first commit a step
+changes only cache blocks and the drafter's state, and both can be undone. If the grammar or the
+stop strings of one sequence raise an error, only that sequence ends. recovery.py handles failed
+steps, clock.py measures the phases.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline.draft.base import Drafter, check_trees, runs_torch
 from paceline.draft.collapse import CollapseWatch
 from paceline.draft.text_index import Predictions
 from paceline.engine.clock import PhaseClock
-from paceline.engine.recovery import Failure, failed, log, recovered
+from paceline.engine.recovery import Failure, error_commit, log, step_with_recovery
 from paceline.engine.scheduler import Scheduler
 from paceline.errors import ConfigError
 from paceline.model.paged.cache import PagedCache, path_moves
@@ -33,13 +34,13 @@ from paceline.model.target import CausalModel
 from paceline.verify.logprobs import prompt_logprobs
 from paceline.verify.verifier import Verifier
 
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 @dataclass(eq=False, repr=False)
 class Engine:
-    """Advances all its sequences step by step. An empty tree is plain decoding: prefill chunks,
-    plain and speculative sequences share one ragged batch."""
+    """Advances all its sequences step by step. Plain decoding is a draft with an empty tree, so
+    prefill chunks, plain and speculative sequences share one ragged batch."""
 
     target: CausalModel
     cache: PagedCache
@@ -47,38 +48,39 @@ class Engine:
     verifier: Verifier
     scheduler: Scheduler
     controller: Controller
-    draw_seed: Callable[[], int] | None  # for sampled requests without a seed
-    predictions: Predictions  # those that the controller uses
-    watch: CollapseWatch
-    strict: bool = False  # raise what a step raises, and check what drafters propose
+    draw_seed: Callable[[], int] | None  # makes seeds for sampled requests that have none
+    predictions: Predictions  # drafts from the requests' own ``prediction``
+    watch: CollapseWatch  # switches off drafters whose acceptance rate has collapsed
+    strict: bool = False  # errors in a step are raised, and every proposed tree is checked
 
     def __post_init__(self) -> None:
         self.clock = PhaseClock(self.target.device)
         self.steps = 0
-        self.ready: list[Commit] = []  # made, but not yet returned by a step
+        self.ready: list[Commit] = []  # commits made but not yet returned by ``step``
         self._empty = TokenTree.empty(self.target.device)
         self._inference = torch.inference_mode()
-        self._drafts_by_torch = runs_torch(self.drafter)
+        self._drafter_runs_torch = runs_torch(self.drafter)
 
     def add(self, seq: SequenceState) -> None:
-        """Queue a sequence; it joins at the next step with room. Raises CacheMemoryError."""
+        """Queue a sequence; it starts in the next step that has room. Raises CacheMemoryError if
+        the cache could not hold it even alone."""
         if self.draw_seed is not None and draws_unseeded(seq.params):
             seq.params = replace(seq.params, seed=self.draw_seed())
         self.scheduler.add(seq)
         seq.queued = time.perf_counter()
 
     def abort(self, seq_id: int) -> None:
-        """Drop a sequence, and its commits of an interrupted step, and free its blocks; unknown ids
+        """Drop a sequence, its cache blocks and its commits that were not yet returned. Unknown ids
         are ignored."""
         if self.scheduler.remove(seq_id):
             self.forget(seq_id)
         self.ready = [commit for commit in self.ready if commit.seq_id != seq_id]
 
     def forget(self, seq_id: int) -> None:
-        """Drop the drafting state of a sequence: it has ended, or starts over."""
-        for keeper in (self.drafter, self.controller, self.predictions, self.watch):
+        """Drop the drafting state of a sequence that has ended or will be prefilled again."""
+        for part in (self.drafter, self.controller, self.predictions, self.watch):
             try:
-                keeper.forget(seq_id)
+                part.forget(seq_id)
             except Exception as error:
                 log.error("forgetting request %d failed: %s", seq_id, Failure.of(error))
 
@@ -87,24 +89,26 @@ class Engine:
         return bool(self.ready) or self.scheduler.has_work
 
     def step(self) -> list[Commit]:
-        """Advance every scheduled sequence; each decoding one gains at least one token. Returns the
-        commits.
+        """Advance every scheduled sequence and return the commits. Each decoding sequence gains at
+        least one token.
 
-        A sequence that fails ends with a commit that says so. Raises EngineLostError if no forward
-        succeeds any more; all sequences are then dropped. A KeyboardInterrupt or the like is raised
-        after the step is undone; the next step returns what had been committed."""
-        commits = self.ready = self.ready or recovered(self, self._step)
+        A sequence that fails ends with a commit whose ``error`` says why. Raises EngineLostError if
+        no forward succeeds any more; all sequences are then dropped. KeyboardInterrupt and similar
+        exceptions are raised after the step is undone; commits made before the interrupt are
+        returned by the next call."""
+        commits = self.ready = self.ready or step_with_recovery(self, self._step)
         for commit in commits:
-            if commit.finish_reason is not None:  # again if an interrupt ended the last call
+            # Repeated harmlessly if an interrupt ended the previous call here.
+            if commit.finish_reason is not None:
                 self.scheduler.remove(commit.seq_id)
                 self.forget(commit.seq_id)
         self.ready = []
         return commits
 
-    def _step(self, planned: Callable[[], Plan]) -> None:
-        """One step of what is ``planned``; its commits are then ``ready``."""
+    def _step(self, make_plan: Callable[[], Plan]) -> None:
+        """Run one step; its commits are appended to ``ready``."""
         lap = self.clock.lap
-        plan = self.plan(planned)
+        plan = self.plan(make_plan)
         lap("other")
         if not plan.slices:
             return
@@ -115,84 +119,87 @@ class Engine:
         out = self.forward(batch)
         lap("target")
         verdicts = self.verify(batch, out)  # the step's one device synchronisation
-        scores = self.score(batch, out)
+        prompt_scores = self.score_prompts(batch, out)
         lap("verify")
-        commits = self.commit(batch, verdicts, scores)
+        commits = self.commit(batch, verdicts, prompt_scores)
         lap("other")
         self.observe(plan, commits, out)
         lap("draft")
 
     def max_nodes(self, length: int) -> int:
-        """Most nodes of a draft of ``length`` levels; predictions are chains."""
+        """The most nodes a draft of ``length`` levels can have. A prediction is a chain, so it has
+        ``length`` nodes."""
         most = self.drafter.max_nodes(length)
         return max(most, length) if most else 0
 
-    def choices(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
-        """The controller's drafts. Raises ConfigError unless there is one for each sequence."""
+    def select_drafts(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
+        """The controller's decision for each sequence. Raises ConfigError if the controller returns
+        another number of decisions."""
         if not any(seq.drafts for seq in seqs):
             return [PLAIN] * len(seqs)
-        choices = self.controller.lengths(seqs)
-        if len(choices) != len(seqs):
+        decisions = self.controller.lengths(seqs)
+        if len(decisions) != len(seqs):
             raise ConfigError(
                 f"{type(self.controller).__name__}: lengths must return one draft for each "
-                f"sequence, in their order; there are {len(seqs)} sequences, and {len(choices)} "
+                f"sequence, in their order; there are {len(seqs)} sequences, and {len(decisions)} "
                 "drafts"
             )
-        return choices
+        return decisions
 
-    def account(self, commits: Sequence[Commit], start: float) -> None:
-        """Record a step that began at ``start``, for statistics and the controller."""
+    def record_step(self, commits: Sequence[Commit], start: float) -> None:
+        """Add a step that began at ``start`` to the statistics and show it to the controller."""
         now = time.perf_counter()
         self.steps += 1
-        known = self.scheduler.by_id()
-        seqs = [known[commit.seq_id] for commit in commits]
+        running = self.scheduler.by_id()
+        seqs = [running[commit.seq_id] for commit in commits]
         for seq, commit in zip(seqs, commits, strict=True):
             seq.seconds += now - start
             if commit.tokens:
                 seq.arrivals.append((now, len(commit.tokens)))
-                choice = self.scheduler.requested.get(seq.seq_id, PLAIN)
+                decision = self.scheduler.decisions.get(seq.seq_id, PLAIN)
                 seq.counts.record(
                     *(commit.drafted, commit.levels, len(commit.path), commit.reached),
                     commit.drafter,
-                    choice.reason or NO_DRAFT,
+                    decision.reason or NO_DRAFT,
                 )
-                self.watch.record(choice.drafter, seq, commit)
+                self.watch.record(decision.drafter, seq, commit)
         if any(seq.drafts for seq in seqs):
             self.controller.observe(commits, now - start, self.clock.current("draft"))
         self.clock.lap("other")
 
     # -- the phases of a step, in their order --------------------------------------------------
 
-    def plan(self, planned: Callable[[], Plan]) -> Plan:
-        """Who runs, and how long drafts may be. Drafting state of preempted sequences is
-        dropped."""
+    def plan(self, make_plan: Callable[[], Plan]) -> Plan:
+        """Choose which sequences run, with how many pending tokens and draft levels each. The
+        drafting state of preempted sequences is dropped."""
         try:
-            return planned()
+            return make_plan()
         finally:
             while self.scheduler.preempted:
                 self.forget(self.scheduler.preempted.pop())
 
     def draft(self, plan: Plan) -> list[TokenTree]:
-        """A tree for every slice, empty for sequences for which drafting failed."""
-        part = plan
+        """Have the drafter propose a tree for each slice. Sequences for which drafting has failed
+        before get an empty tree."""
+        drafting = plan
         if not all(item.drafts for item in plan.slices):
-            part = Plan(tuple(item for item in plan.slices if item.drafts))
-            if not part.slices:
+            drafting = Plan(tuple(item for item in plan.slices if item.drafts))
+            if not drafting.slices:
                 return [self._empty] * len(plan.slices)
-        with self._inferring(self._drafts_by_torch):
-            trees = self.predictions.propose_with(self.drafter, part)
+        with self._inference_mode(self._drafter_runs_torch):
+            trees = self.predictions.propose_with(self.drafter, drafting)
         if self.strict:
-            check_trees(self.drafter, part, trees, self.target.vocab_size)
-        if part is plan:
+            check_trees(self.drafter, drafting, trees, self.target.vocab_size)
+        if drafting is plan:
             return trees
-        drafted = iter(trees)
-        return [next(drafted) if item.drafts else self._empty for item in plan.slices]
+        proposed = iter(trees)
+        return [next(proposed) if item.drafts else self._empty for item in plan.slices]
 
     def batch(self, plan: Plan, trees: Sequence[TokenTree]) -> Batch:
-        """Pending tokens and tree nodes as rows of one forward, with logits only if they are
-        read."""
-        drafted = zip(plan.slices, trees, strict=True)
-        spans = [Span.of_request(item.seq, tree, item.scheduled) for item, tree in drafted]
+        """Lay out pending tokens and tree nodes as the rows of one forward. Logits are left out if
+        nothing reads them."""
+        drafts = zip(plan.slices, trees, strict=True)
+        spans = [Span.of_request(item.seq, tree, item.scheduled) for item, tree in drafts]
         reads_logits = (
             getattr(self.drafter, "reads_logits", True)
             or any(span.scored for span in spans)
@@ -201,17 +208,18 @@ class Engine:
         return self.cache.batch_of(spans, self.drafter.features, not reads_logits)
 
     def forward(self, batch: Batch) -> ModelOutput:
-        """The target's only full forward."""
-        with self._inferring(self.target.backend.runs_torch):
+        """Run the target over the batch: the only full forward of a step."""
+        with self._inference_mode(self.target.backend.runs_torch):
             return self.target(batch, self.cache)
 
     def verify(self, batch: Batch, out: ModelOutput) -> list[Verdict]:
-        """Verdicts on the decoding sequences, in order."""
+        """Decide which draft nodes are accepted: one verdict per decoding sequence, in order."""
         decoding = [span for span in batch.spans if span.wants_logits]
         return self.verifier(out.logits, decoding, out.greedy)
 
-    def score(self, batch: Batch, out: ModelOutput) -> dict[int, tuple[TokenLogprob, ...]]:
-        """Log-probabilities of prompt tokens that this step has read, where asked for."""
+    def score_prompts(self, batch: Batch, out: ModelOutput) -> dict[int, tuple[TokenLogprob, ...]]:
+        """Log-probabilities of the prompt tokens prefilled in this step, by sequence id, for
+        requests with ``prompt_logprobs``."""
         return {
             span.seq_id: prompt_logprobs(
                 out.logits[span.logit_row - span.scored : span.logit_row],
@@ -226,37 +234,40 @@ class Engine:
         self,
         batch: Batch,
         verdicts: Sequence[Verdict],
-        scores: Mapping[int, tuple[TokenLogprob, ...]],
+        prompt_scores: Mapping[int, tuple[TokenLogprob, ...]],
     ) -> list[Commit]:
-        """Move accepted cache rows, then make a commit for each sequence (``ready``)."""
+        """Build and apply one Commit per sequence; each is appended to ``ready``.
+
+        The keys and values of accepted nodes are moved first, for the whole accepted path even if a
+        stop condition will cut it (the rest is freed). So once the first commit is made, nothing
+        can fail for all sequences."""
+        decoding = [span for span in batch.spans if span.wants_logits]
+        verdict_of = dict(zip([span.seq_id for span in decoding], verdicts, strict=True))
         moves: list[tuple[int, int, int]] = []
-        decoding = (span for span in batch.spans if span.wants_logits)
-        judged = dict(zip([span.seq_id for span in decoding], verdicts, strict=True))
-        for span in batch.spans:
-            # The whole accepted path, even if a stop condition cuts it (the rest is freed): after
-            # the first commit nothing can fail for all sequences.
-            if span.wants_logits:
-                path = judged[span.seq_id].path
-                moves += path_moves(span.seq_id, span.context + span.pending, path)
+        for span in decoding:
+            path = verdict_of[span.seq_id].path
+            moves += path_moves(span.seq_id, span.context + span.pending, path)
         self.cache.move(moves)
         first, seqs = len(self.ready), self.scheduler.by_id()
         for span in batch.spans:
             seq = seqs[span.seq_id]
             try:
-                made = self._made(seq, span, judged.get(span.seq_id))
-                if seq.seq_id in scores:
-                    made = replace(made, prompt_logprobs=scores[seq.seq_id])
-                self._settle(seq, made)
+                commit = self._build_commit(seq, span, verdict_of.get(span.seq_id))
+                if seq.seq_id in prompt_scores:
+                    commit = replace(commit, prompt_logprobs=prompt_scores[seq.seq_id])
+                self._apply_commit(seq, commit)
             except BaseException as error:
-                made = failed(seq, Failure.of(error))
+                commit = error_commit(seq, Failure.of(error))
                 if not isinstance(error, Exception):
-                    self.ready.append(made)  # its grammar may have advanced
+                    # The sequence's grammar may have advanced, so it cannot be decoded further.
+                    self.ready.append(commit)
                     raise
-            self.ready.append(made)
+            self.ready.append(commit)
         return self.ready[first:]
 
-    def _made(self, seq: SequenceState, span: Span, verdict: Verdict | None) -> Commit:
-        """What the step adds to a sequence, up to the first stop condition."""
+    def _build_commit(self, seq: SequenceState, span: Span, verdict: Verdict | None) -> Commit:
+        """What the step adds to a sequence, cut at the first stop condition. ``verdict`` is None
+        for a prefill chunk."""
         position, last = span.context, seq.tokens[span.context + span.pending - 1]
         if verdict is None:
             return Commit(
@@ -267,18 +278,18 @@ class Engine:
                 row=span.start,
             )
         if verdict.error is not None:
-            return failed(seq, verdict.error)
+            return error_commit(seq, verdict.error)
         room = min(seq.remaining, self.scheduler.config.max_positions - len(seq.tokens))
-        taken, reason = seq.ending(verdict.tokens, room)
-        path, tree = verdict.path[:taken], span.tree
-        below = children_of(tree.parents)[path[-1] + 1 if path else 0]
+        kept, reason = seq.check_stop(verdict.tokens, room)
+        path, tree = verdict.path[:kept], span.tree
+        children = children_of(tree.parents)[path[-1] + 1 if path else 0]
         return Commit(
             seq.seq_id,
-            verdict.tokens[:taken],
+            verdict.tokens[:kept],
             path,
             drafted=len(tree),
             levels=max(tree.depths, default=0),
-            reached=len(path) + (taken > len(path) and bool(below)),
+            reached=len(path) + (kept > len(path) and bool(children)),
             scheduled=span.pending,
             last=last,
             position=position,
@@ -286,19 +297,20 @@ class Engine:
             logit_row=span.logit_row,
             choices=verdict.choices,
             finish_reason=reason,
-            logprobs=None if verdict.logprobs is None else verdict.logprobs[:taken],
+            logprobs=None if verdict.logprobs is None else verdict.logprobs[:kept],
             drafter=str(
-                self.scheduler.requested.get(seq.seq_id, PLAIN).drafter or self.drafter.name
+                self.scheduler.decisions.get(seq.seq_id, PLAIN).drafter or self.drafter.name
             ),
         )
 
-    def _settle(self, seq: SequenceState, made: Commit) -> None:
-        """Update a sequence's tokens and cache by its commit; neither if that fails."""
-        if made.error is not None:
+    def _apply_commit(self, seq: SequenceState, commit: Commit) -> None:
+        """Append a commit's tokens to the sequence and keep their cache rows. If that fails, the
+        sequence's tokens are as before."""
+        if commit.error is not None:
             return
-        before, cached = len(seq.tokens), made.position + made.scheduled + len(made.path)
+        before, cached = len(seq.tokens), commit.position + commit.scheduled + len(commit.path)
         try:
-            seq.tokens += made.tokens
+            seq.tokens += commit.tokens
             self.cache.commit(seq.seq_id, seq.tokens, cached)
         except BaseException:
             del seq.tokens[before:]
@@ -306,14 +318,14 @@ class Engine:
         seq.cached = cached
 
     def observe(self, plan: Plan, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Show the drafter the commits."""
+        """Let the drafter learn from the commits of the sequences it drafts for."""
         pairs = zip(plan.slices, commits, strict=True)
-        seen = [commit for item, commit in pairs if item.drafts and commit.error is None]
-        if seen:
-            with self._inferring(self._drafts_by_torch):
-                self.drafter.observe(seen, out)
+        observed = [commit for item, commit in pairs if item.drafts and commit.error is None]
+        if observed:
+            with self._inference_mode(self._drafter_runs_torch):
+                self.drafter.observe(observed, out)
 
-    def _inferring(self, computes: bool) -> AbstractContextManager[object]:
-        """Torch's inference mode if torch ``computes``; entering it takes 10 to 35 us, which steps
-        of the native kernels with lookups or without drafts do not need."""
-        return self._inference if computes else _NOTHING
+    def _inference_mode(self, runs_torch: bool) -> AbstractContextManager[object]:
+        """Torch's inference mode where torch operators run. Entering it takes 10 to 35 us, which
+        steps of the native kernels without a torch drafter save."""
+        return self._inference if runs_torch else _NO_CONTEXT

@@ -1,12 +1,12 @@
-"""What the engine does about a failed step, which has been undone. In this order::
+"""How the engine recovers from a failed step. The step is undone and tried again, in this order::
 
-    once more              a failure that does not come back is only logged
-    without drafts         if that works, these sequences are decoded plainly from now on
-    each sequence alone    those that fail end with an error, the others go on
-    a made-up token        if all failed: does the target still run? If not, EngineLostError
+    unchanged              a failure that does not return is only logged
+    without drafts         if this works, the sequences are decoded plainly from now on
+    each sequence alone    sequences that fail end with an error, the others go on
+    one dummy token        if every sequence failed; if this fails as well, raise EngineLostError
 
-A strict engine raises the first failure instead. Errors are not stored: their tracebacks would keep
-the failed step's tensors.
+A strict engine raises the first failure instead. Exceptions are not stored, because their
+tracebacks would keep the failed step's tensors alive.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from paceline.model.target import CausalModel
 
 log = logging.getLogger("paceline.engine")
 
-_LONGEST = 300  # characters of a message
+_MAX_MESSAGE = 300  # characters
 
 
 class Failure(NamedTuple):
-    """An error in one line, and where in the code it was raised."""
+    """An exception as one line of text, and the file and line that raised it."""
 
     message: str
     where: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        text = " ".join(str(error).split())[:_LONGEST]
+        text = " ".join(str(error).split())[:_MAX_MESSAGE]
         kind = type(error).__name__
         if not isinstance(error, PacelineError):
             text = f"{kind}: {text}" if text else kind
@@ -56,19 +56,21 @@ class Failure(NamedTuple):
         return f"{self.message} ({self.where})"
 
 
-def failed(seq: SequenceState, failure: Failure | str) -> Commit:
-    """The commit that ends a sequence with an error; also logged."""
+def error_commit(seq: SequenceState, failure: Failure | str) -> Commit:
+    """Log a failure and make the commit that ends the sequence with it."""
     log.error("request %d ends with an error: %s", seq.seq_id, failure)
     message = failure.message if isinstance(failure, Failure) else failure
     return Commit(seq.seq_id, (), position=seq.cached, finish_reason="error", error=message)
 
 
-Planner = Callable[[], Plan]
-Step = Callable[[Planner], None]
+MakePlan = Callable[[], Plan]
+Step = Callable[[MakePlan], None]
+TryStep = Callable[[MakePlan], Failure | None]
+SelectDrafts = Callable[[Sequence[SequenceState]], Sequence[Decision | int]]
 
 
-class Stepping(Protocol):
-    """What recovery needs of an engine."""
+class SteppedEngine(Protocol):
+    """The part of Engine that recovery uses (recovery and engine must not import each other)."""
 
     target: CausalModel
     cache: PagedCache
@@ -77,43 +79,38 @@ class Stepping(Protocol):
     ready: list[Commit]
     strict: bool
 
-    def choices(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]: ...
+    def select_drafts(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]: ...
     def max_nodes(self, length: int) -> int: ...
-    def account(self, commits: Sequence[Commit], start: float) -> None: ...
+    def record_step(self, commits: Sequence[Commit], start: float) -> None: ...
     def forget(self, seq_id: int) -> None: ...
     def abort(self, seq_id: int) -> None: ...
 
 
-Trial = Callable[[Planner], Failure | None]  # undone if it fails, and the failure returned
-
-
-def recovered(engine: Stepping, step: Step) -> list[Commit]:
-    """The commits of a step, undone and tried again if it fails."""
-    trial = partial(_attempt, engine, step)
-    failure = trial(_planner(engine, engine.choices))
+def step_with_recovery(engine: SteppedEngine, step: Step) -> list[Commit]:
+    """Run a step, with the retries above if it fails, and return its commits."""
+    try_step = partial(_try_step, engine, step)
+    failure = try_step(_plan_of_batch(engine, engine.select_drafts))
     if failure is not None:
-        _recover(engine, trial, failure)
+        _recover(engine, try_step, failure)
     return engine.ready
 
 
-def _planner(
-    engine: Stepping, choices: Callable[[Sequence[SequenceState]], Sequence[Decision | int]]
-) -> Planner:
-    """A plan of the whole batch, with these drafts."""
-    return partial(engine.scheduler.plan, choices, engine.max_nodes)
+def _plan_of_batch(engine: SteppedEngine, select_drafts: SelectDrafts) -> MakePlan:
+    """Plans a step of the whole batch with the drafts that ``select_drafts`` returns."""
+    return partial(engine.scheduler.plan, select_drafts, engine.max_nodes)
 
 
-def _attempt(engine: Stepping, step: Step, planned: Planner) -> Failure | None:
-    """Take a step; its commits are then ``ready``. If it fails it is undone and the failure
-    returned."""
+def _try_step(engine: SteppedEngine, step: Step, make_plan: MakePlan) -> Failure | None:
+    """Run a step, whose commits are appended to ``ready``. If it fails, undo it and return the
+    failure; a failure after the commits can only come from drafters, so only drafts stop."""
     before, start = len(engine.ready), time.perf_counter()
     engine.clock.start()
     try:
         try:
-            step(planned)
+            step(make_plan)
         finally:
             if commits := engine.ready[before:]:
-                engine.account(commits, start)
+                engine.record_step(commits, start)
     except BaseException as error:
         _undo(engine)
         if engine.strict or not isinstance(error, Exception):
@@ -121,82 +118,80 @@ def _attempt(engine: Stepping, step: Step, planned: Planner) -> Failure | None:
         failure = Failure.of(error)
         if len(engine.ready) == before:
             return failure
-        _undraft(engine.scheduler.running, failure)  # only drafters fail after commits
+        _stop_drafting(engine.scheduler.running, failure)
     return None
 
 
-def _undo(engine: Stepping) -> None:
-    """Restore all sequences to before the step; the drafter starts over with them."""
+def _undo(engine: SteppedEngine) -> None:
+    """Restore the cache of all sequences to the last commits and drop their drafting state."""
     for seq in engine.scheduler.waiting:
-        engine.cache.free(seq.seq_id)  # it may have been admitted in part
+        engine.cache.free(seq.seq_id)  # the step may have failed while admitting it
     for seq in engine.scheduler.running:
         engine.cache.commit(seq.seq_id, seq.tokens, seq.cached)
     for seq in engine.scheduler.running:
         engine.forget(seq.seq_id)
 
 
-def _undraft(seqs: Sequence[SequenceState], failure: Failure) -> None:
-    """Drafting failed for these: they go on without."""
+def _stop_drafting(seqs: Sequence[SequenceState], failure: Failure) -> None:
+    """Decode these sequences without drafts from now on."""
     log.error("drafting failed: %s; %d requests go on without drafts", failure, len(seqs))
     for seq in seqs:
         seq.drafts = False
 
 
-def _recover(
-    engine: Stepping, trial: Callable[[Planner], Failure | None], failure: Failure
-) -> None:
-    """After a failed step: everything that can be committed is ``engine.ready``. Raises
+def _recover(engine: SteppedEngine, try_step: TryStep, failure: Failure) -> None:
+    """Retry a failed step; every commit that can be made is then in ``engine.ready``. Raises
     EngineLostError after dropping all sequences."""
     log.warning("a step failed and was undone: %s; it is tried again", failure)
     if engine.target.device.type == "cuda":
         with suppress(Exception):  # the device may be lost
             torch.cuda.empty_cache()  # fragmentation may be the cause
-    again = trial(_planner(engine, engine.choices))
-    if again is None:
+    second_failure = try_step(_plan_of_batch(engine, engine.select_drafts))
+    if second_failure is None:
         return
-    drafted = [seq for seq in engine.scheduler.running if seq.drafts]
-    for seq in drafted:
+    drafting = [seq for seq in engine.scheduler.running if seq.drafts]
+    for seq in drafting:
         seq.drafts = False
-    plain = trial(_planner(engine, lambda seqs: [PLAIN] * len(seqs)))
-    if plain is None:
-        _undraft(drafted, again)
+    plain_failure = try_step(_plan_of_batch(engine, lambda seqs: [PLAIN] * len(seqs)))
+    if plain_failure is None:
+        _stop_drafting(drafting, second_failure)
         return
-    _one_by_one(engine, trial, plain)
-    for seq in drafted:
+    _step_one_by_one(engine, try_step, plain_failure)
+    for seq in drafting:
         seq.drafts = True
 
 
-def _one_by_one(engine: Stepping, trial: Trial, failure: Failure) -> None:
-    """Step each sequence alone and end those that fail."""
+def _step_one_by_one(engine: SteppedEngine, try_step: TryStep, failure: Failure) -> None:
+    """Step each sequence alone and end those that fail. ``failure`` is that of the whole batch."""
     scheduler = engine.scheduler
-    culprits: list[tuple[SequenceState, Failure]] = []
-    went_on = False
+    failed: list[tuple[SequenceState, Failure]] = []
+    any_succeeded = False
     for seq in list(scheduler.running):
         if seq not in scheduler.running:
-            continue  # preempted by an older one
-        culprit = trial(partial(scheduler.alone, seq))
-        if culprit is None:
-            went_on = True
+            continue  # an older sequence has preempted it in this loop
+        own_failure = try_step(partial(scheduler.plan_alone, seq))
+        if own_failure is None:
+            any_succeeded = True
         else:
-            culprits.append((seq, culprit))
-    if not culprits and not went_on and scheduler.waiting:
-        culprits.append((scheduler.waiting[0], failure))  # it fails when admitted
-    if not went_on and not _runs(engine):
+            failed.append((seq, own_failure))
+    if not failed and not any_succeeded and scheduler.waiting:
+        failed.append((scheduler.waiting[0], failure))  # admitting it is what fails
+    if not any_succeeded and not _target_runs(engine):
         log.critical("every forward fails, the engine is lost: %s", failure)
         for seq in [*scheduler.running, *scheduler.waiting]:
             engine.abort(seq.seq_id)
         raise EngineLostError(f"every forward fails ({failure.message})")
-    engine.ready += [failed(seq, culprit) for seq, culprit in culprits]
+    engine.ready += [error_commit(seq, own_failure) for seq, own_failure in failed]
 
 
-def _runs(engine: Stepping) -> bool:
-    """Whether the target still yields logits for a token, in a cache of its own."""
+def _target_runs(engine: SteppedEngine) -> bool:
+    """Whether the target still computes logits for one token, in a cache made for this test."""
     target = engine.target
     try:
         cache = target.new_cache(1, 1)
         cache.admit(0, (0,))
         cache.reserve(0, 1)
-        # The transfer waits for the device, so its errors are raised here.
+        # ``tolist`` waits for the device, so errors of its kernels are raised here.
         target(cache.batch_of([Span.of(0, 0, (0,))]), cache).logits.argmax(-1).tolist()
     except Exception:
         return False

@@ -55,7 +55,7 @@ class CompletionStats:
             time_to_first_token=arrivals[0][0] if arrivals else 0.0,
             reached_per_position=list(counts.reached_at),
             arrivals=arrivals,
-            cached_tokens=seq.shared,
+            cached_tokens=seq.prefix_hit_tokens,
             drafters=dict(counts.by_drafter),
             not_drafted=dict(counts.not_drafted),
         )

@@ -126,7 +126,7 @@ class Matcher:
         self._known: dict[tuple[int, ...], torch.Tensor | None] = {}
         self._runs: dict[tuple[int, ...], Sequence[int] | None] = {}
 
-    def read(self, tokens: Sequence[int]) -> int | None:
+    def consume(self, tokens: Sequence[int]) -> int | None:
         self._known.clear()
         self._runs.clear()
         for count, token in enumerate(tokens, 1):
@@ -136,14 +136,14 @@ class Matcher:
                 return count
         return None
 
-    def allowed(self, path: tuple[int, ...]) -> torch.Tensor | None:
+    def allowed_tokens(self, path: tuple[int, ...]) -> torch.Tensor | None:
         if path not in self._known:
             with self._after(path) as matcher:
                 bits = None if matcher is None else matcher.compute_bitmask()
             self._known[path] = None if bits is None else _unpacked(bits, self._width)
         return self._known[path]
 
-    def permits(self, path: tuple[int, ...], token: int) -> bool:
+    def is_allowed(self, path: tuple[int, ...], token: int) -> bool:
         with self._after(path) as matcher:
             if matcher is None:
                 return True
@@ -152,7 +152,7 @@ class Matcher:
                 return token == forced[0]
             return 0 <= token < self._width and matcher.validate_tokens([token]) == 1
 
-    def forced(self, path: tuple[int, ...] = ()) -> Sequence[int] | None:
+    def forced_tokens(self, path: tuple[int, ...] = ()) -> Sequence[int] | None:
         if path not in self._runs:
             with self._after(path) as matcher:
                 tokens = None if matcher is None else matcher.compute_ff_tokens()

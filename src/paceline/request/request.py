@@ -59,7 +59,7 @@ class Request:
     def _decoded(self) -> TextStream:
         """The text of all tokens, decoded again."""
         text = self._new_text()
-        text.read(self.seq.tokens[self.seq.prompt_length :])
+        text.consume(self.seq.tokens[self.seq.prompt_length :])
         return text
 
     def absorb(self, commit: Commit) -> None:
@@ -80,7 +80,7 @@ class Request:
             else:
                 text = ""
                 if self._text is not None:  # it is streamed
-                    self._text.read(commit.tokens)
+                    self._text.consume(commit.tokens)
                     text = self._text.take()
                 if commit.finish_reason is not None:
                     text += self._finish(commit.finish_reason)

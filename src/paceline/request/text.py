@@ -187,7 +187,7 @@ class TextStream:
             self._add(certain, "" if certain else self._detokeniser.guess())
         return self.stopped
 
-    def read(self, tokens: Sequence[int]) -> int | None:
+    def consume(self, tokens: Sequence[int]) -> int | None:
         """Take tokens up to the one that completes a stop string; how many, None if none does."""
         return next((n for n, token in enumerate(tokens, 1) if self.push(token)), None)
 

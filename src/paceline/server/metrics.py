@@ -124,7 +124,7 @@ class Metrics:
             self._begun.add(seq.seq_id)
             self.queue_time.observe(max(0.0, seq.started - seq.queued))
             if request.index == 0:  # as ``prompt_tokens``
-                self.prefix_hits.inc(seq.shared)
+                self.prefix_hits.inc(seq.prefix_hit_tokens)
 
     def _committed(self, request: Request, commit: Commit, drafter: str) -> None:
         arrivals = request.seq.arrivals

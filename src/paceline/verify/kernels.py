@@ -49,7 +49,7 @@ def decide(questions: Sequence[Question], uniforms: torch.Tensor | None) -> list
     verdicts, answers, start = [], [], pointer(uniforms)
     for span, logits, first, row, node in questions:
         stride = logits.stride(0)
-        params, tree, rows = span.seq.params, span.tree, span.judged_rows
+        params, tree, rows = span.seq.params, span.tree, span.verify_rows
         tokens, parents = array("i", tree.host_tokens()), array("i", tree.parents)
         choices, accepted = array("i", bytes(4 * rows)), array("B", bytes(rows))
         q = None if tree.q is None or node is None else tree.q.contiguous()

@@ -132,7 +132,9 @@ class Verifier:
         and be wider than the vocabulary. ``greedy`` as in ModelOutput."""
         if greedy is not None and not needs_logits(span.seq for span in spans):
             return [
-                self._verdict(s, Judged(s.tree.host_tokens(), greedy[s.logit_row : s.end_row]))
+                self._verdict(
+                    s, Judged(s.tree.host_tokens(), greedy[s.logit_row : s.end_logit_row])
+                )
                 for s in spans
             ]
         if not spans:
@@ -165,7 +167,7 @@ class Verifier:
     def _quick(
         self, logits: torch.Tensor, spans: Sequence[Span], greedy: Sequence[int]
     ) -> list[Verdict]:
-        rows = sum(span.judged_rows for span in spans)
+        rows = sum(span.verify_rows for span in spans)
         blocks = [method_of(span, self.rule) == "block" for span in spans]
         nodes = rows - len(spans) if any(blocks) else 0
         drawn = any(draws_unseeded(span.seq.params) for span in spans)
@@ -178,7 +180,7 @@ class Verifier:
         for number, (span, is_block) in enumerate(zip(spans, blocks, strict=True)):
             plain = is_plain(span.seq)
             if span.seq.params.greedy and plain:
-                decided.append((greedy[span.logit_row : span.end_row], ()))
+                decided.append((greedy[span.logit_row : span.end_logit_row], ()))
             elif span.seq.params.greedy:
                 decided.append((greedy_choice(next(scores)).tolist(), ()))
             else:
@@ -186,7 +188,7 @@ class Verifier:
                 node = rows + row - number if is_block else None
                 questions.append(Question(span, part, first, row, node))
                 decided.append(None)
-            row += span.judged_rows
+            row += span.verify_rows
         answers = iter(decide(questions, uniforms) if questions else ())
         pairs = zip(spans, decided, strict=True)
         return [
@@ -261,7 +263,7 @@ class Verifier:
         if len(set(methods)) == 1:
             return _apply(methods[0], probs, spans)
         pairs = list(zip(spans, methods, strict=True))
-        of_rows = [m for span, m in pairs for _ in range(span.judged_rows)]
+        of_rows = [m for span, m in pairs for _ in range(span.verify_rows)]
         of_nodes = [m for span, m in pairs for _ in range(len(span.tree))]
         accept, stop = probs.new_zeros(len(of_nodes)), probs
         for method in wanted:
@@ -299,7 +301,7 @@ class Verifier:
         row = node = 0
         for span in spans:
             end = node + len(span.tree)
-            row_end = row + span.judged_rows
+            row_end = row + span.verify_rows
             judged = Judged(tokens[node:end], choices[row:row_end], accepted[node:end])
             verdict = self._verdict(span, judged)
             most = span.seq.params.logprobs
@@ -343,7 +345,7 @@ def _without_nan(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None
 def _adjusted_rows(logits: torch.Tensor, spans: Sequence[Span]) -> tuple[torch.Tensor, ...]:
     """float32 [rows, V] of each span: its rows after bias, penalties and grammars."""
     scores = adjusted(_rows_of(logits, spans), Rows.of(spans))
-    return torch.split(scores, [span.judged_rows for span in spans])
+    return torch.split(scores, [span.verify_rows for span in spans])
 
 
 def _rows_of(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
@@ -351,9 +353,9 @@ def _rows_of(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
     total = 0
     for span in spans:
         if span.logit_row != total:
-            rows = [row for s in spans for row in range(s.logit_row, s.end_row)]
+            rows = [row for s in spans for row in range(s.logit_row, s.end_logit_row)]
             return logits[transfer.to_device(rows, logits.device)]
-        total += span.judged_rows
+        total += span.verify_rows
     return logits if logits.shape[0] == total else logits[:total]
 
 

@@ -124,7 +124,7 @@ class NoBonus(Verifier):
         verdicts = super().__call__(logits, checks, *rest)
         return [
             replace(verdict, tokens=verdict.tokens[:-1])
-            if check.judged_rows > 1 and len(verdict.path) == check.judged_rows - 1
+            if check.verify_rows > 1 and len(verdict.path) == check.verify_rows - 1
             else verdict
             for check, verdict in zip(checks, verdicts, strict=True)
         ]

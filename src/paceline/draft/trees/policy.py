@@ -44,7 +44,7 @@ class GrammarChain(Growing):
         constraint = self.item.seq.constraint
         assert constraint is not None
         forced: Sequence[int] | None = ()
-        while len(self._path) < most and (forced := constraint.forced(tuple(self._path))):
+        while len(self._path) < most and (forced := constraint.forced_tokens(tuple(self._path))):
             self._path += forced[: most - len(self._path)]
         self._scores += [score] * (len(self._path) - len(self._scores))
         return forced is not None

@@ -171,7 +171,7 @@ class CriteriaReader:
         self._length = row.shape[0]
         self.error: Exception | None = None
 
-    def read(self, tokens: Sequence[int]) -> int | None:
+    def consume(self, tokens: Sequence[int]) -> int | None:
         for count, token in enumerate(tokens, 1):
             self._ids[0, self._length] = token
             self._length += 1

@@ -137,7 +137,7 @@ class SmallStep:
         q = None if self.q is None else self.q.float()
         tree = TokenTree(torch.tensor(tokens), self.parents, self.draw, q).on(probs.device)
         span = Span.of_request(SequenceView(0, [0], 1, params), tree)
-        rule = verifier.rule_probabilities(probs, [span.at(0, 0)])
+        rule = verifier.rule_probabilities(probs, [span.placed(0, 0)])
         if rule is None:
             options = [_options(_thresholds(row[None]), upper) for row in probs]
         else:  # one uniform serves all rows, because a step ends at exactly one of them
@@ -150,7 +150,7 @@ class SmallStep:
             uniforms = torch.cat((row_uniforms, uniforms[:, 1:].flatten()))
         scripted = copy.copy(verifier)  # the same verifier with these uniforms
         vars(scripted)["uniforms"] = lambda count, device: uniforms.flatten()[:count].to(device)
-        spans = [span.at(0, number * rows) for number in range(len(combinations))]
+        spans = [span.placed(0, number * rows) for number in range(len(combinations))]
         verdicts = scripted(probs.log().repeat(len(combinations), 1), spans)
         for verdict, combination in zip(verdicts, combinations, strict=True):
             yield len(verdict.path), verdict.tokens, math.prod(width for _, width in combination)

@@ -249,7 +249,7 @@ class PagedCache:
         size = self.block_size
         for unplaced in spans:
             row, table = len(ids), self._tables[unplaced.seq_id]
-            span = unplaced.at(row, len(logit_rows) + unplaced.scored, table.long)
+            span = unplaced.placed(row, len(logit_rows) + unplaced.scored, table.long)
             batched.append(span)
             ids.extend(span.tokens)
             nodes = span.nodes
