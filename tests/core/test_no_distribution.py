@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.core.draws import choose, coupled_choice, draft, likeliest, pick
+from paceline.core.draws import (
+    coupled_tokens,
+    draft_candidates,
+    sample_by_inversion,
+    sample_tokens,
+    top_candidates,
+)
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import NO_TOKEN, Rows, adjusted, greedy_choice, probs_of_scores
+from paceline.core.sampling import NO_TOKEN, Rows, adjust_logits, greedy_choice, scores_to_probs
 from paceline.core.sequence import SequenceState
 from paceline.errors import ConfigError
 
@@ -46,7 +52,7 @@ KINDS_OF_REQUEST = {
 @pytest.mark.parametrize("uniform", [0.0, 0.3, 1 - 2**-53])
 def test_pick_takes_no_token_where_there_is_no_distribution(row, uniform):
     probs = torch.tensor([row, [0.0, 1.0, 0.0]])
-    chosen = pick(probs, torch.full((2,), uniform, dtype=torch.float64))
+    chosen = sample_by_inversion(probs, torch.full((2,), uniform, dtype=torch.float64))
     assert chosen.tolist() == [NO_TOKEN, 1]
 
 
@@ -58,14 +64,14 @@ def test_a_choice_is_flagged_and_its_neighbours_are_untouched(kind, name):
     seqs = tuple(request(**KINDS_OF_REQUEST[name]) for _ in scores)
     rows = Rows(seqs, (0, 0))
     params = [seq.params for seq in seqs]
-    probs = probs_of_scores(scores, params)
-    chosen = choose(probs, rows, torch.Generator().manual_seed(0))
+    probs = scores_to_probs(scores, params)
+    chosen = sample_tokens(probs, rows, torch.Generator().manual_seed(0))
     assert chosen[1] == NO_TOKEN and 0 <= chosen[0] < VOCAB
-    assert probs[0].equal(probs_of_scores(scores[:1], params[:1])[0])
+    assert probs[0].equal(scores_to_probs(scores[:1], params[:1])[0])
     if name == "greedy":
         assert greedy_choice(scores).tolist() == [int(scores[0].argmax()), NO_TOKEN]
     if name == "seeded":
-        assert coupled_choice(probs, rows)[1] == NO_TOKEN
+        assert coupled_tokens(probs, rows)[1] == NO_TOKEN
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,7 +84,9 @@ def test_a_draft_from_no_distribution_is_a_token_that_is_always_refused(kind, k)
     for name, params in KINDS_OF_REQUEST.items():
         seqs = (request(**params), request(**params), request(temperature=1.0))
         logits = torch.stack([sound, hopeless(kind), sound])
-        drafted = draft(logits, Rows(seqs, (0, 0, 0)), k, torch.Generator().manual_seed(0))
+        drafted = draft_candidates(
+            logits, Rows(seqs, (0, 0, 0)), k, torch.Generator().manual_seed(0)
+        )
         assert drafted.tokens.shape == (3, k), name
         assert ((drafted.tokens >= 0) & (drafted.tokens < VOCAB)).all(), name
         assert drafted.q is not None
@@ -91,7 +99,7 @@ def test_a_draft_from_no_distribution_is_a_token_that_is_always_refused(kind, k)
 def test_nothing_is_likely_where_there_is_no_distribution(kind, name):
     seqs = (request(**KINDS_OF_REQUEST[name]), request(**KINDS_OF_REQUEST[name]))
     logits = torch.stack([torch.randn(VOCAB), hopeless(kind)])
-    tokens, values = likeliest(logits, Rows(seqs, (0, 0)), 3)
+    tokens, values = top_candidates(logits, Rows(seqs, (0, 0)), 3)
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
     assert values[1].eq(-INF).all() and values[0, 0] > -INF
 
@@ -114,13 +122,15 @@ def test_no_valid_request_makes_a_distribution_that_is_none(params, scale):
     warm = request(temperature=0.9)
     seqs = (request(**params), warm, request(**params), warm)
     rows = Rows(seqs, (0,) * 4)
-    scores = adjusted(logits, rows)
-    probs = probs_of_scores(scores, [seq.params for seq in seqs])
+    scores = adjust_logits(logits, rows)
+    probs = scores_to_probs(scores, [seq.params for seq in seqs])
     assert not scores.isnan().any() and not probs.isnan().any()
     assert probs.sum(-1).sub(1).abs().max() < 1e-5
     if params["temperature"] < 1e-20:
         assert probs[::2].argmax(-1).equal(scores[::2].argmax(-1))
-    plain = probs_of_scores(adjusted(logits[1::2], Rows((warm, warm), (0, 0))), [warm.params] * 2)
+    plain = scores_to_probs(
+        adjust_logits(logits[1::2], Rows((warm, warm), (0, 0))), [warm.params] * 2
+    )
     assert probs[1::2].equal(plain), "a neighbour's temperature changed a law"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.core import noise as noise_module
-from paceline.core.noise import gumbel, key_of, keys_of, splitmix64
+from paceline.core.noise import gumbel, noise_key, noise_keys, splitmix64
 
 GOLDEN_KEYS = (-6411193824288604561, 7244599215465125564)
 GOLDEN_HASHES = [
@@ -19,11 +19,11 @@ GOLDEN_GUMBEL = [-0.4440583, -0.1101808, 2.7398062]
 
 def hashes(seeds, positions, vocab):
     ids = noise_module._id_hashes(vocab, torch.device("cpu"))
-    return noise_module._mixed(keys_of(seeds, positions), ids)
+    return noise_module._random_bits(noise_keys(seeds, positions), ids)
 
 
 def exponential(seeds, positions, vocab):
-    return noise_module.exponential(keys_of(seeds, positions), vocab)
+    return noise_module.exponential(noise_keys(seeds, positions), vocab)
 
 
 def test_splitmix64_known_values():
@@ -34,7 +34,7 @@ def test_splitmix64_known_values():
 
 def test_golden_values():
     """A change here changes the text of every seeded request."""
-    assert key_of(0, 0) == GOLDEN_KEYS[0] and key_of(2**63 - 1, 10**6) == GOLDEN_KEYS[1]
+    assert noise_key(0, 0) == GOLDEN_KEYS[0] and noise_key(2**63 - 1, 10**6) == GOLDEN_KEYS[1]
     assert hashes([1, 1, 2], [5, 6, 5], 3).tolist() == GOLDEN_HASHES
     expected = torch.tensor(GOLDEN_GUMBEL)
     assert torch.allclose(gumbel([1], [5], 3)[0], expected, rtol=1e-6, atol=1e-6)
@@ -44,7 +44,7 @@ def slow_hash(seed, position, token):
     """The definition, in Python's whole numbers."""
     bits = (1 << 64) - 1
     stream = splitmix64((token * 0x9E3779B97F4A7C15) & bits)
-    x = ((stream ^ key_of(seed, position)) * 0xBF58476D1CE4E5B9) & bits
+    x = ((stream ^ noise_key(seed, position)) * 0xBF58476D1CE4E5B9) & bits
     x ^= ((x - (x >> 63 << 64)) >> 32) & bits  # the shift copies the sign bit
     return (x * 0x94D049BB133111EB) & bits >> 1
 
@@ -76,7 +76,8 @@ def test_gumbel_is_minus_log_of_the_exponential():
 def test_extreme_hashes_give_finite_noise(extreme, monkeypatch):
     """An infinite or zero entry would make 0 / 0 of an impossible token."""
     monkeypatch.setattr(
-        "paceline.core.noise._mixed", lambda *_: torch.full((1, 2), extreme, dtype=torch.int64)
+        "paceline.core.noise._random_bits",
+        lambda *_: torch.full((1, 2), extreme, dtype=torch.int64),
     )
     noise = exponential([0], [0], 2)
     assert noise.isfinite().all() and (noise > 0).all()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import Rows, penalised
+from paceline.core.sampling import Rows, apply_penalties
 from paceline.core.sequence import SequenceState
 
 VOCAB = 40
@@ -63,21 +63,21 @@ def test_sparse_is_dense(requests, depths, seed, pathless):
     scores[0, ::3], scores[1, 1::4] = -torch.inf, 0.0
     rows = Rows(tuple(seqs), tuple(depths), paths)
     before = scores.clone()
-    assert torch.equal(penalised(scores, rows), dense(scores, seqs, depths, paths))
+    assert torch.equal(apply_penalties(scores, rows), dense(scores, seqs, depths, paths))
     assert torch.equal(scores, before)
     for seq in made:  # counts go on from step to step
         seq.tokens += [*seq.tokens[:2], 7]
-    assert torch.equal(penalised(scores, rows), dense(scores, seqs, depths, paths))
+    assert torch.equal(apply_penalties(scores, rows), dense(scores, seqs, depths, paths))
 
 
 def test_tokens_taken_back_are_not_counted():
     scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     seq = SequenceState(0, [1, 2, 3, 4], 2, SamplingParams(frequency_penalty=1.0))
-    penalised(scores, Rows((seq,), (0,)))
+    apply_penalties(scores, Rows((seq,), (0,)))
     seq.tokens[3:] = [5]
-    assert torch.equal(penalised(scores, Rows((seq,), (0,))), dense(scores, [seq], [0], None))
+    assert torch.equal(apply_penalties(scores, Rows((seq,), (0,))), dense(scores, [seq], [0], None))
     seq.prompt_length = 3
-    assert torch.equal(penalised(scores, Rows((seq,), (0,))), dense(scores, [seq], [0], None))
+    assert torch.equal(apply_penalties(scores, Rows((seq,), (0,))), dense(scores, [seq], [0], None))
 
 
 def test_a_further_step_reads_further_tokens_only():
@@ -94,19 +94,19 @@ def test_a_further_step_reads_further_tokens_only():
     for new in ([], [3, 4], [5]):
         seq.tokens += new
         read.clear()
-        result = penalised(scores, Rows((seq.view(),), (0,)))
+        result = apply_penalties(scores, Rows((seq.view(),), (0,)))
         assert sum(read) == (len(new) or 100)
         assert torch.equal(result, dense(scores, [seq], [0], None))
     earlier = seq.view()
     seq.tokens += [7]
     for view in (seq.view(), earlier, seq.view()):
-        result = penalised(scores, Rows((view,), (0,)))
+        result = apply_penalties(scores, Rows((view,), (0,)))
         assert torch.equal(result, dense(scores, [view], [0], None))
 
 
 def test_views_of_other_tokens_are_counted_by_themselves() -> None:
     seq = SequenceState(0, [1, 2, 3], 1, SamplingParams(presence_penalty=1.0))
     scores = torch.zeros(1, VOCAB)
-    penalised(scores, Rows((seq.view(),), (0,)))
+    apply_penalties(scores, Rows((seq.view(),), (0,)))
     shorter = replace(seq.view(), tokens=[1, 4])
-    assert penalised(scores, Rows((shorter,), (0,))).nonzero()[:, 1].tolist() == [4]
+    assert apply_penalties(scores, Rows((shorter,), (0,))).nonzero()[:, 1].tolist() == [4]

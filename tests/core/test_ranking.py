@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import ranking
-from paceline.core.ranking import inversion, largest, ranked, top
+from paceline.core.ranking import invert_cumulative, row_max, stable_top_k, top_k_indices
 
 WIDTHS = (512, 513, 640, 767, 4096, 50257)
 NAN, INF = float("nan"), float("inf")
@@ -22,10 +22,10 @@ def two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_argmax_is_torchs(width: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(width)
     scores = torch.randn(9, width, generator=generator).to(dtype)
-    assert torch.equal(largest(scores)[1], scores.to(torch.float32).argmax(-1))
+    assert torch.equal(row_max(scores)[1], scores.to(torch.float32).argmax(-1))
     coarse = scores.to(torch.float32).round().to(dtype)  # ties everywhere
-    assert torch.equal(largest(coarse)[1], coarse.to(torch.float32).argmax(-1))
-    assert torch.equal(largest(scores)[0], scores.to(torch.float32).amax(-1))
+    assert torch.equal(row_max(coarse)[1], coarse.to(torch.float32).argmax(-1))
+    assert torch.equal(row_max(scores)[0], scores.to(torch.float32).amax(-1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -38,7 +38,7 @@ def test_the_first_of_equals_wins(width: int, marks: list[tuple[int, float]], fl
     scores = torch.full((1, width), floor)
     for place, value in marks:
         scores[0, (place * 7) % width] = value
-    assert torch.equal(largest(scores)[1], scores.argmax(-1))
+    assert torch.equal(row_max(scores)[1], scores.argmax(-1))
 
 
 @pytest.mark.parametrize("width", [4096, 4224, 5000])
@@ -49,7 +49,7 @@ def test_the_best_are_torchs(width: int, k: int) -> None:
     scores[0] = scores[0].sort().values  # all of them in one stretch
     scores[1] = -INF
     scores[2, 5:] = -INF
-    indices, wanted = top(scores, k), scores.topk(k, dim=-1)
+    indices, wanted = top_k_indices(scores, k), scores.topk(k, dim=-1)
     assert torch.equal(scores.gather(1, indices), wanted.values)
     assert all(len(set(row)) == k and max(row) < width for row in indices.tolist())
 
@@ -62,15 +62,15 @@ def test_what_is_ranked_lists_equals_by_their_ids(width: int, k: int) -> None:
     scores[2, 5:] = -INF
     scores[3, 7] = NAN
     wanted = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    assert torch.equal(ranked(scores, k)[[0, 1, 2, 4, 5, 6]], wanted[[0, 1, 2, 4, 5, 6]])
-    assert all(len(set(row)) == k for row in ranked(scores, k).tolist())
+    assert torch.equal(stable_top_k(scores, k)[[0, 1, 2, 4, 5, 6]], wanted[[0, 1, 2, 4, 5, 6]])
+    assert all(len(set(row)) == k for row in stable_top_k(scores, k).tolist())
 
 
 def test_rows_of_a_wider_tensor() -> None:
     wide = torch.randn(5, 5000)
     cut = wide[:, :4096]
-    assert torch.equal(largest(cut)[1], cut.argmax(-1))
-    assert torch.equal(top(cut, 3), cut.topk(3).indices)
+    assert torch.equal(row_max(cut)[1], cut.argmax(-1))
+    assert torch.equal(top_k_indices(cut, 3), cut.topk(3).indices)
 
 
 @settings(max_examples=80, deadline=None)
@@ -84,13 +84,13 @@ def test_what_weighs_nothing_is_never_drawn(weights: dict[int, float], uniform: 
     probs = torch.zeros(1, 640)
     for place, weight in weights.items():
         probs[0, place] = weight
-    index, _ = inversion(probs, torch.tensor([uniform], dtype=torch.float64))
+    index, _ = invert_cumulative(probs, torch.tensor([uniform], dtype=torch.float64))
     assert probs[0, int(index)] > 0
 
 
 def test_rows_without_a_distribution_are_told_by_their_sums() -> None:
     probs = torch.zeros(4, 640)
     probs[1, 5], probs[2, 630], probs[3, 7] = NAN, INF, 1.0
-    indices, mass = inversion(probs, torch.full((4,), 0.5, dtype=torch.float64))
+    indices, mass = invert_cumulative(probs, torch.full((4,), 0.5, dtype=torch.float64))
     assert ((mass > 0) & (mass < INF)).tolist() == [False, False, False, True]
     assert indices[3] == 7 and bool((indices < 640).all())

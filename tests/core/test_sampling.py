@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import (
     Rows,
-    adjusted,
-    is_plain_greedy,
+    adjust_logits,
+    is_argmax,
     needs_logits,
     needs_paths,
     probabilities,
@@ -193,18 +193,18 @@ def test_logprobs_are_before_temperature_and_truncation():
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(4))
     seq = request(temperature=0.5, top_k=2, logit_bias={0: 1.0}, frequency_penalty=0.5)
     expected = torch.tensor([slow_scores(logits[0].tolist(), seq, [])]).log_softmax(-1)
-    logprobs = torch.log_softmax(adjusted(logits, Rows((seq,), (0,))), dim=-1)
+    logprobs = torch.log_softmax(adjust_logits(logits, Rows((seq,), (0,))), dim=-1)
     assert torch.allclose(logprobs, expected, atol=1e-6)
 
 
 def test_adjusted_leaves_plain_logits_alone():
     logits = torch.randn(2, VOCAB)
     seq = request(temperature=0.5, top_k=3)
-    assert adjusted(logits, Rows((seq,) * 2, (0, 0))) is logits
+    assert adjust_logits(logits, Rows((seq,) * 2, (0, 0))) is logits
 
 
 def test_what_needs_what():
-    assert is_plain_greedy(request()) and not needs_logits([request(), request()])
+    assert is_argmax(request()) and not needs_logits([request(), request()])
     for params in (
         {"temperature": 1.0},
         {"logit_bias": {1: 1.0}},
@@ -213,7 +213,7 @@ def test_what_needs_what():
     ):
         assert needs_logits([request(), request(**params)])
         assert needs_paths([request(**params)]) == ("frequency_penalty" in params)
-    assert is_plain_greedy(request((1, 2, 3, 4), min_tokens=2)), "two have been generated"
+    assert is_argmax(request((1, 2, 3, 4), min_tokens=2)), "two have been generated"
 
 
 def test_positions_are_absolute():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
-from paceline.core.ranking import truncated
+from paceline.core.ranking import truncate
 
 PARAMS = [
     {"top_p": 0.9},
@@ -54,10 +54,10 @@ def test_every_kind_of_request(width, sharpness):
     params = [SamplingParams(temperature=1.0, **asked) for asked in PARAMS]
     probs = torch.softmax(torch.randn(len(PARAMS), width, generator=generator) * sharpness, -1)
     wanted = by_sorting(probs, params)
-    assert torch.equal(truncated(probs.clone(), params), wanted)
+    assert torch.equal(truncate(probs.clone(), params), wanted)
     for row, p in enumerate(params):
         if p.truncates:
-            alone = truncated(probs[row : row + 1].clone(), [p])
+            alone = truncate(probs[row : row + 1].clone(), [p])
             assert torch.equal(alone[0], wanted[row])
 
 
@@ -75,7 +75,7 @@ def test_ties_stay_together(levels, top_p, top_k, min_p):
     probs = torch.softmax(scores, -1)
     p = SamplingParams(temperature=1.0, top_p=top_p, top_k=top_k, min_p=min_p)
     if p.truncates:
-        distribution = truncated(probs.clone(), [p])
+        distribution = truncate(probs.clone(), [p])
         assert torch.equal(distribution, by_sorting(probs, [p]))
         assert all(len(distribution[scores == level].unique()) == 1 for level in set(levels))
 
@@ -85,5 +85,5 @@ def test_a_row_that_is_no_distribution_stays_none(asked):
     probs = torch.full((2, 1000), float("nan"))
     probs[1] = 1e-3
     p = SamplingParams(temperature=1.0, **asked)
-    distribution = truncated(probs, [p, p])
+    distribution = truncate(probs, [p, p])
     assert distribution[0].isnan().all() and distribution[1].isfinite().all()

@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import Rows, probabilities, processed
+from paceline.core.sampling import Rows, apply_logits_processors, probabilities
 from paceline.core.sequence import Constraint, SequenceState
 from paceline.core.tree import Draw, children_of
 from paceline.verify import rules as real_rules
@@ -85,7 +85,9 @@ def distribution_table(model: Fake, setting: Setting, context: Context, depth: i
     request = setting.request(context)
     padded = torch.tensor([[*path, *[0] * (depth - len(path))] for path in paths]).long()
     rows = Rows((request,) * len(paths), tuple(map(len, paths)), padded.view(len(paths), depth))
-    return probabilities(processed(model([(*context, *path) for path in paths]), rows), rows)
+    return probabilities(
+        apply_logits_processors(model([(*context, *path) for path in paths]), rows), rows
+    )
 
 
 def no_repeats(prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import Fake, SamplingParams, Setting, distribution_table, no_repeats, tree_parents
 
-from paceline.core.draws import draft, draw_of
+from paceline.core.draws import draft_candidates, draw_kind
 from paceline.core.sampling import Rows
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
@@ -56,7 +56,7 @@ def from_model(branching):
             paths = torch.tensor(level, dtype=torch.int64).view(len(level), depth)
             rows = Rows((seq,) * len(level), (depth,) * len(level), paths)
             logits = DRAFT([(*seq.tokens, *path) for path in level])
-            drafted = draft(logits, rows, width)
+            drafted = draft_candidates(logits, rows, width)
             first = len(contexts)
             for row, path in enumerate(level):
                 for token in drafted.tokens[row].tolist():
@@ -66,7 +66,7 @@ def from_model(branching):
                         probs.append(drafted.q[row])
         siblings = max(branching) > 1
         q = torch.stack(probs) if probs else None
-        return TokenTree(torch.tensor(tokens), parents, draw_of(seq, siblings), q)
+        return TokenTree(torch.tensor(tokens), parents, draw_kind(seq, siblings), q)
 
     return propose
 
@@ -197,7 +197,7 @@ def test_unseeded_drafting_and_verifying_end_to_end():
     count = 6000
     seqs = [SequenceState(0, [0, 1], 2, setting.params) for _ in range(count)]
     rows = Rows(tuple(seqs), (0,) * count)
-    drafted = draft(setting.draft([(0, 1)] * count), rows, 2, generator)
+    drafted = draft_candidates(setting.draft([(0, 1)] * count), rows, 2, generator)
     checks, logits = [], []
     for row, seq in enumerate(seqs):
         tree = TokenTree(

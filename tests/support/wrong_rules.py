@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.core.draws import pick
+from paceline.core.draws import sample_by_inversion
 from paceline.verify.kernels import Decided, Question, decide
 
 
@@ -17,6 +17,8 @@ def without_residual(questions: Sequence[Question], uniforms: torch.Tensor | Non
         if question.node is not None and uniforms is not None:
             params, rows = question.span.seq.params, question.span.verify_rows
             scores = question.logits[question.first :][:rows].float() / params.temperature
-            choices = pick(scores.softmax(-1), uniforms[question.row :][:rows]).tolist()
+            choices = sample_by_inversion(
+                scores.softmax(-1), uniforms[question.row :][:rows]
+            ).tolist()
         answers.append((choices, accepted))
     return answers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import Rows, adjusted
+from paceline.core.sampling import Rows, adjust_logits
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.errors import ConfigError
@@ -184,7 +184,7 @@ def test_logprobs_along_the_accepted_path(count):
     logits, checks = batch(generator, logprobs=count)
     verdicts = Verifier("auto", generator)(logits, checks)
     assert any(len(verdict.path) > 1 for verdict in verdicts)
-    expected = torch.log_softmax(adjusted(logits, Rows.of(checks)), dim=-1)
+    expected = torch.log_softmax(adjust_logits(logits, Rows.of(checks)), dim=-1)
     for check, verdict in zip(checks, verdicts, strict=True):
         rows = [check.logit_row, *(check.logit_row + 1 + node for node in verdict.path)]
         assert len(verdict.logprobs) == len(verdict.tokens) == len(rows)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.core.noise import fresh_keys, keys_of, race
+from paceline.core.noise import exponential_race, noise_keys, random_keys
 from paceline.core.params import SamplingParams
-from paceline.core.ranking import column, inversion, largest, top
-from paceline.core.sampling import NO_TOKEN, Rows, adjusted, greedy_tokens, probs_of_scores
+from paceline.core.ranking import invert_cumulative, param_column, row_max, top_k_indices
+from paceline.core.sampling import NO_TOKEN, Rows, adjust_logits, greedy_tokens, scores_to_probs
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
@@ -25,58 +25,60 @@ def draws_unseeded(params: SamplingParams) -> bool:
     return params.seed is None and not params.greedy
 
 
-def pick(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def sample_by_inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """int64 [R]: one token from each distribution [R, V] by inversion, given uniforms [R] in [0,
     1).
 
     A token of probability zero is never picked, so a one-hot distribution gives its token.
     Distributions need not sum to one. Sums are float64: no probability is lost to rounding.
     NO_TOKEN where a row is not a distribution: its sum is zero, infinite or not a number."""
-    drawn, mass = inversion(probs, uniforms)
+    drawn, mass = invert_cumulative(probs, uniforms)
     return torch.where((mass > 0) & (mass < torch.inf), drawn, NO_TOKEN)
 
 
-def _coupled(rows: Rows) -> list[int]:
+def _seeded_rows(rows: Rows) -> list[int]:
     """The rows that have a seed."""
     return [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
 
 
-def _keys(rows: Rows, device: torch.device) -> torch.Tensor:
+def _noise_keys(rows: Rows, device: torch.device) -> torch.Tensor:
     """Noise keys of rows that have a seed."""
-    return keys_of([seq.params.seed or 0 for seq in rows.seqs], rows.positions, device)
+    return noise_keys([seq.params.seed or 0 for seq in rows.seqs], rows.positions, device)
 
 
-def coupled_choice(probs: torch.Tensor, rows: Rows) -> torch.Tensor:
+def coupled_tokens(probs: torch.Tensor, rows: Rows) -> torch.Tensor:
     """int64 [R]: argmax_x log p(x) + gumbel(seed, position, x) for rows that have a seed. The
     position is the absolute index of the token that the row chooses. NO_TOKEN where a row is not a
     distribution."""
-    best, tokens = largest(race(probs, _keys(rows, probs.device)))
+    best, tokens = row_max(exponential_race(probs, _noise_keys(rows, probs.device)))
     return torch.where(best > 0, tokens, NO_TOKEN)  # false for NaN
 
 
-def choose(probs: torch.Tensor, rows: Rows, generator: torch.Generator | None) -> torch.Tensor:
+def sample_tokens(
+    probs: torch.Tensor, rows: Rows, generator: torch.Generator | None
+) -> torch.Tensor:
     """int64 [R]: one token per row: coupled with a seed, argmax if greedy, else drawn. NO_TOKEN
     where a row is not a distribution."""
-    if len(_coupled(rows)) == len(rows):
-        return coupled_choice(probs, rows)
+    if len(_seeded_rows(rows)) == len(rows):
+        return coupled_tokens(probs, rows)
     uniforms = torch.rand(len(rows), dtype=torch.float64, device=probs.device, generator=generator)
-    return drawn_choice(probs, probs, rows, uniforms)
+    return sample_stop_tokens(probs, probs, rows, uniforms)
 
 
-def drawn_choice(
+def sample_stop_tokens(
     probs: torch.Tensor, stop: torch.Tensor, rows: Rows, uniforms: torch.Tensor
 ) -> torch.Tensor:
     """int64 [R]: a token of each row's ``stop`` distribution by its uniform; where there is a seed,
     of the row's ``probs`` by the seed's noise. Greedy rows are one-hot: a draw from those is the
     argmax."""
-    choices = pick(stop, uniforms)
-    if coupled := _coupled(rows):
+    choices = sample_by_inversion(stop, uniforms)
+    if coupled := _seeded_rows(rows):
         index = to_device(coupled, probs.device)
-        choices[index] = coupled_choice(probs.index_select(0, index), rows.select(coupled))
+        choices[index] = coupled_tokens(probs.index_select(0, index), rows.select(coupled))
     return choices
 
 
-def draw_of(seq: SequenceView, siblings: bool = False) -> Draw:
+def draw_kind(seq: SequenceView, siblings: bool = False) -> Draw:
     """How ``draft`` drew for this sequence: TokenTree's ``draw``. Greedy and seeded drafts are
     determined by what came before: POINT. Else ``siblings``: WITHOUT_REPLACEMENT, a chain: IID."""
     if not draws_unseeded(seq.params):
@@ -84,7 +86,7 @@ def draw_of(seq: SequenceView, siblings: bool = False) -> Draw:
     return Draw.WITHOUT_REPLACEMENT if siblings else Draw.IID
 
 
-class Drafted(NamedTuple):
+class DraftedTokens(NamedTuple):
     """``tokens`` int64 ``[R, k]``, siblings in drawing order; ``q`` float32 ``[R, V]``, the
     distributions they were drawn from, None if no row needs it. A row whose draft distribution is
     none (all allowed tokens are outside its vocabulary) has zeros: the verifier then refuses its
@@ -94,9 +96,9 @@ class Drafted(NamedTuple):
     q: torch.Tensor | None
 
 
-def draft(
+def draft_candidates(
     logits: torch.Tensor, rows: Rows, k: int = 1, generator: torch.Generator | None = None
-) -> Drafted:
+) -> DraftedTokens:
     """k candidate tokens after each row of a draft model's logits [R, V]. Greedy: the k largest.
     Seeded: the k largest of log q + gumbel, with the verifier's noise at that position. Else drawn
     from q with ``generator``, for k > 1 without replacement (the k largest of log q + fresh gumbel
@@ -104,20 +106,20 @@ def draft(
     params = [seq.params for seq in rows.seqs]
     greedy = all(p.greedy for p in params)
     if greedy and k == 1:
-        return Drafted(greedy_tokens(logits, rows).clamp(min=0).unsqueeze(1), None)
-    scores = adjusted(logits, rows)
+        return DraftedTokens(greedy_tokens(logits, rows).clamp(min=0).unsqueeze(1), None)
+    scores = adjust_logits(logits, rows)
     if greedy:
-        return Drafted(scores.topk(k, dim=-1).indices, None)
-    q = probs_of_scores(scores, params)
+        return DraftedTokens(scores.topk(k, dim=-1).indices, None)
+    q = scores_to_probs(scores, params)
     if k == 1:
-        chosen = choose(q, rows, generator)
-        return Drafted(chosen.clamp(min=0).unsqueeze(1), _emptied(q, chosen >= 0))
-    best = _race(q, scores, rows, generator).topk(k, dim=-1)
+        chosen = sample_tokens(q, rows, generator)
+        return DraftedTokens(chosen.clamp(min=0).unsqueeze(1), _zero_invalid_rows(q, chosen >= 0))
+    best = _race_scores(q, scores, rows, generator).topk(k, dim=-1)
     first = best.values[:, 0]
-    return Drafted(best.indices, _emptied(q, (first > 0) & (first < torch.inf)))
+    return DraftedTokens(best.indices, _zero_invalid_rows(q, (first > 0) & (first < torch.inf)))
 
 
-def _emptied(q: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
+def _zero_invalid_rows(q: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
     """The distributions q [R, V], zeros in rows not ``sound`` [R]; on a CPU q itself if all are."""
     if q.device.type == "cpu" and bool(sound.all()):
         return q
@@ -130,44 +132,44 @@ def _emptied(q: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
 GREEDY_SHARPNESS = 1.75
 
 
-def likeliest(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_candidates(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k likeliest candidates after each row of a draft model's logits [R, V]: tokens int64
     ``[R, k]`` and log-probabilities float32 ``[R, k]``, in falling order; minus infinity for no
     candidate. POINT.
 
     Greedy requests' distributions are sharpened (GREEDY_SHARPNESS). Seeded requests get the chance
     to win the verifier's race: a softmax of log q + gumbel, with that position's noise."""
-    scores = adjusted(logits, rows)
+    scores = adjust_logits(logits, rows)
     params = [seq.params for seq in rows.seqs]
     if all(p.greedy for p in params):
         log_probs = torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1)
     else:
-        probs = probs_of_scores(scores, params)
-        if coupled := _coupled(rows):
+        probs = scores_to_probs(scores, params)
+        if coupled := _seeded_rows(rows):
             index = to_device(coupled, probs.device)
-            keys = _keys(rows.select(coupled), probs.device)
-            raced = race(probs.index_select(0, index), keys)
+            keys = _noise_keys(rows.select(coupled), probs.device)
+            raced = exponential_race(probs.index_select(0, index), keys)
             probs = probs.index_copy(0, index, raced / raced.sum(-1, keepdim=True))
         log_probs = probs.log()
         if any(p.greedy for p in params):
             sharpened = torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1)
-            greedy = column(params, lambda p: p.greedy, scores.device, torch.bool)
+            greedy = param_column(params, lambda p: p.greedy, scores.device, torch.bool)
             log_probs = torch.where(greedy, sharpened, log_probs)
-    tokens = top(log_probs, k)
+    tokens = top_k_indices(log_probs, k)
     values = log_probs.gather(1, tokens)
     # A row that is not a distribution has no candidate.
     return tokens, torch.where(values.isnan(), -torch.inf, values)
 
 
-def _race(
+def _race_scores(
     q: torch.Tensor, scores: torch.Tensor, rows: Rows, generator: torch.Generator | None
 ) -> torch.Tensor:
     """float32 [R, V] whose k largest entries are each row's candidates in drawing order."""
-    keys = fresh_keys(len(rows), q.device, generator)
-    if coupled := _coupled(rows):
-        keys[to_device(coupled, q.device)] = _keys(rows.select(coupled), q.device)
-    raced, params = race(q, keys), [seq.params for seq in rows.seqs]
+    keys = random_keys(len(rows), q.device, generator)
+    if coupled := _seeded_rows(rows):
+        keys[to_device(coupled, q.device)] = _noise_keys(rows.select(coupled), q.device)
+    raced, params = exponential_race(q, keys), [seq.params for seq in rows.seqs]
     if any(p.greedy for p in params):
-        greedy = column(params, lambda p: p.greedy, q.device, torch.bool)
+        greedy = param_column(params, lambda p: p.greedy, q.device, torch.bool)
         raced = torch.where(greedy, torch.softmax(scores, dim=-1), raced)
     return raced

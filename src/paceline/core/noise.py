@@ -35,7 +35,7 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def key_of(seed: int, position: int) -> int:
+def noise_key(seed: int, position: int) -> int:
     """Signed 64-bit key of one row of noise. ``position``: index of the token being chosen."""
     return _signed(splitmix64(splitmix64(seed) ^ position))
 
@@ -51,7 +51,7 @@ def _id_hashes(vocab: int, device: torch.device) -> torch.Tensor:
         return (x ^ ((x >> 31) & ((1 << 33) - 1))).to(device)
 
 
-def _mixed(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _random_bits(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """int64 [rows, n] of 63 random bits each, from well-mixed keys [rows, 1] and ids [n]."""
     # Ids are well mixed too, so two wrapping products with one shift between them suffice. The
     # shift copies the sign bit, which costs one of 64 bits.
@@ -70,15 +70,15 @@ def _exponential(bits: torch.Tensor) -> torch.Tensor:
     return v.clamp_(-_HIGHEST, -_LOWEST).log1p_().neg_()
 
 
-def keys_of(
+def noise_keys(
     seeds: Sequence[int], positions: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """int64 [rows, 1]: the keys of the noise of rows that have a seed."""
-    keys = [key_of(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    keys = [noise_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     return to_device(keys, device).unsqueeze(1)
 
 
-def fresh_keys(rows: int, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
+def random_keys(rows: int, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
     """int64 [rows, 1]: keys drawn from ``generator``. On a CPU noise under keys is faster than
     ``Tensor.exponential_``, and on CUDA more precise in small values (uniforms have 24 bits
     there)."""
@@ -89,17 +89,17 @@ def exponential(keys: torch.Tensor, vocab: int) -> torch.Tensor:
     """float32 [rows, vocab] of Exp(1) noise under keys [rows, 1], finite and above zero, with full
     relative precision in small values. argmax_x p(x) / E(x) is a draw from p, the same token as
     argmax_x log p(x) + gumbel(x), two logarithms cheaper."""
-    return _exponential(_mixed(keys, _id_hashes(vocab, keys.device)))
+    return _exponential(_random_bits(keys, _id_hashes(vocab, keys.device)))
 
 
 def gumbel(
     seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """float32 [rows, vocab] of standard Gumbel noise, ``-log(exponential(...))``."""
-    return exponential(keys_of(seeds, positions, device), vocab).log_().neg_()
+    return exponential(noise_keys(seeds, positions, device), vocab).log_().neg_()
 
 
-def race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def exponential_race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """float32 [rows, vocab]: distributions over exponential noise under keys [rows, 1]; a row's
     argmax is a draw."""
     return probs / exponential(keys, probs.shape[1])

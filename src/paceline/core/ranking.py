@@ -27,7 +27,7 @@ _STRETCH = 128
 _LEAST = 1 << 15  # entries from which two stages are faster than one
 
 
-def largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_max(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's maximum in float32 and its index int64, the first of several; both [R]. ``scores``
     [R, V] of any float dtype. NaN counts as largest, as in torch."""
     if scores.device.type != "cpu":
@@ -38,7 +38,7 @@ def largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(rows[np.arange(len(rows)), indices]), torch.from_numpy(indices)
 
 
-def top(scores: torch.Tensor, k: int) -> torch.Tensor:
+def top_k_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
     """int64 [R, k]: indices of the k largest entries of each row [R, V], the largest first."""
     width = scores.shape[1]
     count = width // _STRETCH
@@ -55,13 +55,13 @@ def top(scores: torch.Tensor, k: int) -> torch.Tensor:
     return stretches.gather(1, best // _STRETCH).mul_(_STRETCH).add_(within)
 
 
-def ranked(scores: torch.Tensor, k: int) -> torch.Tensor:
+def stable_top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
     """``top`` with ties in the order of their ids, for what users see: logits in bf16 tie often,
     and ``topk`` takes any of equals, others in another batch."""
     if scores.is_cuda:
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     best = torch.empty(len(scores), k, dtype=torch.int64)
-    for row, ids in enumerate(top(scores, k) if k else ()):
+    for row, ids in enumerate(top_k_indices(scores, k) if k else ()):
         values: FloatRow = scores[row].to(torch.float32).numpy()
         least = values[int(ids[-1])]
         above = np.flatnonzero(values > least)
@@ -75,7 +75,9 @@ def ranked(scores: torch.Tensor, k: int) -> torch.Tensor:
 _BELOW_ONE = 1.0 - 2.0**-50
 
 
-def inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def invert_cumulative(
+    probs: torch.Tensor, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """An index in each row of ``probs`` [R, V] by its weight, and the row's sum, float64 [R];
     ``uniforms`` [R] in [0, 1). Weights need not sum to one; zero weights are never taken. The index
     is one of the row's, but void, where the sum is zero, infinite or not a number."""
@@ -90,7 +92,7 @@ _ROUNDING = 1e-4  # above that of a softmax's sum
 _SHORTLIST = 1024  # entries that mostly hold the mass of a top_p
 
 
-def column(
+def param_column(
     params: Sequence[SamplingParams],
     value: Callable[[SamplingParams], float],
     device: torch.device,
@@ -100,45 +102,47 @@ def column(
     return to_device([value(p) for p in params], device, dtype).unsqueeze(1)
 
 
-def truncated(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """The distributions [R, V] truncated and renormalised. min_p, top_k and top_p in turn raise a
     threshold [R, 1], below which entries become 0. top_p is a share of the mass left by the others,
     as in vLLM."""
     width, device = probs.shape[1], probs.device
-    limits = [_limit(p, width) for p in params]
+    limits = [_effective_top_k(p, width) for p in params]
     nucleus = any(p.top_p < 1.0 for p in params)
     head = _head(probs, params, limits) if nucleus or any(limits) else probs
     if any(limits) or any(p.min_p > 0 for p in params):
         threshold = torch.zeros(probs.shape[0], 1, device=device)
         if any(p.min_p > 0 for p in params):
-            threshold = probs.amax(dim=-1, keepdim=True) * column(params, lambda p: p.min_p, device)
+            threshold = probs.amax(dim=-1, keepdim=True) * param_column(
+                params, lambda p: p.min_p, device
+            )
         if any(limits):
             limit = to_device(limits, device).unsqueeze(1)
             kth = head.gather(1, (limit - 1).clamp_(min=0))
             threshold = torch.maximum(threshold, torch.where(limit > 0, kth, 0.0))
-        probs = _at_least(probs, threshold)
-        head = _at_least(head, threshold) if nucleus else head
+        probs = _zero_below(probs, threshold)
+        head = _zero_below(head, threshold) if nucleus else head
     mass = probs.sum(dim=-1, keepdim=True)
     if nucleus:
-        share = column(params, lambda p: p.top_p, device)
+        share = param_column(params, lambda p: p.top_p, device)
         before = head.cumsum(dim=-1) - head  # mass of the tokens that rank before each
         size = (before < share * mass).sum(dim=-1, keepdim=True).clamp_(min=1)
         last = torch.where(share < 1.0, head.gather(1, size - 1), 0.0)
-        probs = _at_least(probs, last)
+        probs = _zero_below(probs, last)
         mass = probs.sum(dim=-1, keepdim=True)
     if not all(p.truncates for p in params):
         # Other rows keep their bits.
-        truncates = column(params, lambda p: p.truncates, device, torch.bool)
+        truncates = param_column(params, lambda p: p.truncates, device, torch.bool)
         mass = torch.where(truncates, mass, 1.0)
     return probs.div_(mass)
 
 
-def _limit(params: SamplingParams, width: int) -> int:
+def _effective_top_k(params: SamplingParams, width: int) -> int:
     """top_k, or 0 if it does not limit."""
     return params.top_k if 0 < params.top_k < width else 0
 
 
-def _at_least(probs: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+def _zero_below(probs: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
     """Distributions [R, n] with zeros below thresholds [R, 1]; three times as fast as `where`."""
     return probs.clone().ge_(threshold).mul_(probs)
 

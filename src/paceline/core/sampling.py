@@ -20,7 +20,7 @@ import torch
 
 from paceline.core.batch import Span
 from paceline.core.params import SamplingParams
-from paceline.core.ranking import column, largest, truncated
+from paceline.core.ranking import param_column, row_max, truncate
 from paceline.core.sequence import Occurrences, SequenceView, TokenView
 from paceline.core.transfer import to_device, upload
 from paceline.core.tree import paths_of
@@ -52,7 +52,7 @@ def _tree_paths(spans: Sequence[Span]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _known_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
+def _host_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
     """The drafted tokens before each row that the host must know them of; None if there is no such
     row, or if a tree is not on its way to the host."""
     if not any(span.seq.needs_host_tokens for span in spans):
@@ -109,7 +109,7 @@ class Rows:
             s.seq.needs_host_tokens for s in spans
         )
         paths = _tree_paths(spans) if needed else None
-        return cls(seqs, depths, paths, _known_paths(spans))
+        return cls(seqs, depths, paths, _host_paths(spans))
 
     def select(self, index: Sequence[int]) -> Rows:
         """The rows at these indices."""
@@ -125,12 +125,12 @@ def needs_paths(seqs: Iterable[SequenceView]) -> bool:
     return any(seq.params.penalises or seq.constraint is not None for seq in seqs)
 
 
-def is_plain(seq: SequenceView) -> bool:
+def is_unadjusted(seq: SequenceView) -> bool:
     """Whether only temperature and truncation change the sequence's distributions, at any depth."""
-    return seq.constraint is None and _is_unbiased(seq)
+    return seq.constraint is None and _is_unadjusted_by_params(seq)
 
 
-def _is_unbiased(seq: SequenceView) -> bool:
+def _is_unadjusted_by_params(seq: SequenceView) -> bool:
     """The same, of what a grammar allows."""
     params = seq.params
     if params.logit_bias or params.penalises:
@@ -138,15 +138,15 @@ def _is_unbiased(seq: SequenceView) -> bool:
     return not params.min_tokens or seq.generated >= params.min_tokens
 
 
-def is_plain_greedy(seq: SequenceView) -> bool:
+def is_argmax(seq: SequenceView) -> bool:
     """Whether the sequence's choice is the argmax of the untouched logits, at any depth."""
-    return seq.params.greedy and is_plain(seq)
+    return seq.params.greedy and is_unadjusted(seq)
 
 
 def needs_logits(seqs: Iterable[SequenceView]) -> bool:
     """False if the index of the largest logit is all that is needed."""
     return any(
-        seq.params.logprobs is not None or seq.params.logits_processors or not is_plain_greedy(seq)
+        seq.params.logprobs is not None or seq.params.logits_processors or not is_argmax(seq)
         for seq in seqs
     )
 
@@ -154,13 +154,13 @@ def needs_logits(seqs: Iterable[SequenceView]) -> bool:
 def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """float32 ``[R, V]``: each row's distribution, from logits ``[R, V]`` of any dtype. Temperature
     0: one-hot on the lowest id among the largest scores."""
-    return probs_of_scores(adjusted(logits, rows), [seq.params for seq in rows.seqs])
+    return scores_to_probs(adjust_logits(logits, rows), [seq.params for seq in rows.seqs])
 
 
 # --- logits processors, bias, min_tokens ----------------------------------------------
 
 
-def processed(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+def apply_logits_processors(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """``[R, V]``: logits after the requests' ``logits_processors``; the input itself if there are
     none. Drafters do without: whatever they propose is judged by these. Raises ConfigError for what
     is no row of logits."""
@@ -180,7 +180,7 @@ def processed(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     return scores
 
 
-def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+def adjust_logits(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """float32 ``[R, V]``: logits after bias, min_tokens, penalties and grammars; the input itself
     if nothing applies and it is float32."""
     scores = logits.to(torch.float32)
@@ -190,17 +190,17 @@ def adjusted(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     if (biased or too_short) and scores is logits:
         scores = scores.clone()
     if biased:
-        _add_bias(scores, rows)
+        _apply_logit_bias(scores, rows)
     if too_short:
-        _forbid_stops(scores, rows)
+        _apply_min_tokens(scores, rows)
     if any(seq.params.penalises for seq in seqs):
-        scores = penalised(scores, rows)
+        scores = apply_penalties(scores, rows)
     if any(seq.constraint is not None for seq in seqs):
-        scores = forbid(scores, rows)
+        scores = apply_grammars(scores, rows)
     return scores
 
 
-def _add_bias(scores: torch.Tensor, rows: Rows) -> None:
+def _apply_logit_bias(scores: torch.Tensor, rows: Rows) -> None:
     width = scores.shape[1]
     entries = [
         (row, token, bias)
@@ -215,7 +215,7 @@ def _add_bias(scores: torch.Tensor, rows: Rows) -> None:
         scores.index_put_((index[0], index[1]), values, accumulate=True)
 
 
-def _forbid_stops(scores: torch.Tensor, rows: Rows) -> None:
+def _apply_min_tokens(scores: torch.Tensor, rows: Rows) -> None:
     """Forbid stop ids in rows before which fewer than min_tokens were chosen."""
     width = scores.shape[1]
     forbidden = [
@@ -230,7 +230,7 @@ def _forbid_stops(scores: torch.Tensor, rows: Rows) -> None:
         scores[index[:, 0], index[:, 1]] = -torch.inf
 
 
-def forbid(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
+def apply_grammars(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
     """float32 ``[R, V]``: minus infinity where a row's grammar forbids the token. Waits for the
     device unless the drafted tokens are ``known`` on the host."""
     constrained: list[int] = []
@@ -260,20 +260,20 @@ def forbid(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
 # scores are gathered, changed and scattered back.
 
 
-def penalised(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
+def apply_penalties(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
     """float32 ``[R, V]``: repetition over prompt and output, presence and frequency over output.
     Drafted tokens before a row count as output."""
     distinct = list({id(seq): seq for seq in rows.seqs}.values())
-    ids, counts = _tables(distinct, scores)
+    ids, counts = _count_tables(distinct, scores)
     index = {id(seq): i for i, seq in enumerate(distinct)}
     of_row = to_device([index[id(seq)] for seq in rows.seqs], scores.device)
     ids, counts = ids[of_row], counts[of_row]
     if rows.paths is not None and rows.paths.shape[1]:
-        ids, counts = _with_paths(ids, counts, rows.paths, rows.depths)
+        ids, counts = _add_path_counts(ids, counts, rows.paths, rows.depths)
     params = [seq.params for seq in rows.seqs]
-    repetition = column(params, lambda p: p.repetition_penalty, scores.device)
-    frequency = column(params, lambda p: p.frequency_penalty, scores.device)
-    presence = column(params, lambda p: p.presence_penalty, scores.device)
+    repetition = param_column(params, lambda p: p.repetition_penalty, scores.device)
+    frequency = param_column(params, lambda p: p.frequency_penalty, scores.device)
+    presence = param_column(params, lambda p: p.presence_penalty, scores.device)
     penalized = scores.gather(1, ids)
     discouraged = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
     penalized = torch.where(counts >= 0, discouraged, penalized)
@@ -282,7 +282,7 @@ def penalised(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
     return scores.scatter(1, ids, penalized - frequency * counts - presence * (counts > 0))
 
 
-def _tables(
+def _count_tables(
     distinct: list[SequenceView], scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids int64 and counts float32, both [S, U]; count -1: the token did not occur."""
@@ -312,7 +312,7 @@ def _occurrences(
     return ids[ids < width], counts[ids < width]
 
 
-def _with_paths(
+def _add_path_counts(
     ids: torch.Tensor, counts: torch.Tensor, paths: torch.Tensor, depths: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tables [R, U] with the tokens of each row's path: [R, U + D]."""
@@ -332,7 +332,7 @@ def _with_paths(
 
 def greedy_choice(scores: torch.Tensor) -> torch.Tensor:
     """int64 [R]: the lowest id among each row's largest scores; NO_TOKEN if that is not finite."""
-    best, tokens = largest(scores)
+    best, tokens = row_max(scores)
     return torch.where(best.abs() < torch.inf, tokens, NO_TOKEN)
 
 
@@ -341,8 +341,8 @@ def greedy_tokens(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     whether it allows the largest one, which takes less time than listing all that it allows."""
     distinct = {id(seq): seq for seq in rows.seqs}.values()
     constrained = any(seq.constraint is not None for seq in distinct)
-    if not constrained or logits.is_cuda or not all(map(_is_unbiased, distinct)):
-        return greedy_choice(adjusted(logits, rows))
+    if not constrained or logits.is_cuda or not all(map(_is_unadjusted_by_params, distinct)):
+        return greedy_choice(adjust_logits(logits, rows))
     choices = greedy_choice(logits)
     texts = zip(rows.seqs, rows.depths, rows.on_host, choices.tolist(), strict=True)
     refused = [
@@ -352,7 +352,7 @@ def greedy_tokens(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     ]
     if refused:
         index = to_device(refused, logits.device)
-        choices[index] = greedy_choice(adjusted(logits[index], rows.select(refused)))
+        choices[index] = greedy_choice(adjust_logits(logits[index], rows.select(refused)))
     return choices
 
 
@@ -369,23 +369,23 @@ def _inverse_temperature(params: SamplingParams) -> float:
     return min(1.0 / max(params.temperature, 1e-300), _MAX_INVERSE_TEMPERATURE)
 
 
-def probs_of_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def scores_to_probs(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """float32 [R, V]: temperature, min_p, top_k and top_p of adjusted logits [R, V]. Rows that are
     no distribution (not a number, infinite, all forbidden) give NaN, or zeros if greedy."""
     width = scores.shape[1]
     if all(p.greedy for p in params):
         return one_hot(greedy_choice(scores), width)
-    probs = torch.softmax(_scaled(scores, params), dim=-1)
+    probs = torch.softmax(_apply_temperature(scores, params), dim=-1)
     if any(p.truncates for p in params):
-        probs = truncated(probs, params)
+        probs = truncate(probs, params)
     if any(p.greedy for p in params):
         one_hots = one_hot(greedy_choice(scores), width)
-        greedy = column(params, lambda p: p.greedy, scores.device, torch.bool)
+        greedy = param_column(params, lambda p: p.greedy, scores.device, torch.bool)
         probs = torch.where(greedy, one_hots, probs)
     return probs
 
 
-def _scaled(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _apply_temperature(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Scores over temperatures, finite wherever the scores are."""
     same = all(p is params[0] for p in params)
     inverses = [_inverse_temperature(p) for p in (params[:1] if same else params)]

@@ -18,7 +18,7 @@ import torch
 
 from paceline.core.adapter import Adapter, PerAdapter
 from paceline.core.batch import Commit, ModelOutput, Plan
-from paceline.core.ranking import top
+from paceline.core.ranking import top_k_indices
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
@@ -171,7 +171,7 @@ class RecyclingDrafter(LookupDrafter):
 
     def _best(self, logits: torch.Tensor) -> torch.Tensor:
         """The k likeliest tokens of each row, int32 ``[R, k]``."""
-        return top(logits[:, : self._vocab], self._k).to(torch.int32)
+        return top_k_indices(logits[:, : self._vocab], self._k).to(torch.int32)
 
     def _learn(self, best: torch.Tensor, seen: Sequence[tuple[Commit, _State]]) -> None:
         """Write the lists ``best [R, k]`` of these sequences' rows into their matrix."""

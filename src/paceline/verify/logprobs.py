@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.batch import Span, Verdict
 from paceline.core.params import TokenLogprob
-from paceline.core.ranking import ranked
+from paceline.core.ranking import stable_top_k
 from paceline.core.transfer import to_device
 from paceline.verify.rules import layout_of
 
@@ -44,7 +44,7 @@ class StepLogprobs:
             parts.append(logprobs[layout.parent_rows, tokens.clamp(max=width - 1)])
         # A row without a choice ends its request; its value is unused.
         parts.append(logprobs.gather(1, choices.clamp(min=0).unsqueeze(1)).squeeze(1))
-        best = ranked(logprobs, count)
+        best = stable_top_k(logprobs, count)
         parts.append(logprobs.gather(1, best).flatten())
         values = torch.cat([part.to(torch.float64) for part in (*parts, best.flatten())])
         return cls(values, nodes, scores.shape[0], count)
@@ -93,7 +93,7 @@ def prompt_logprobs(
         ids = list(tokens[first : first + part])
         logprobs = torch.log_softmax(logits[first : first + part].float(), dim=-1)
         chosen = logprobs.gather(1, to_device(ids, logits.device).unsqueeze(1))
-        best = ranked(logprobs, min(count, logits.shape[1]))
+        best = stable_top_k(logprobs, min(count, logits.shape[1]))
         values = torch.cat([chosen, logprobs.gather(1, best)], 1).to(torch.float64).tolist()
         scored += (
             TokenLogprob(token, row[0], tuple(zip(likeliest, row[1:], strict=True)))

@@ -23,17 +23,17 @@ import torch
 
 from paceline.core import transfer
 from paceline.core.batch import Span, Verdict
-from paceline.core.draws import coupled_choice, drawn_choice, draws_unseeded, is_coupled
+from paceline.core.draws import coupled_tokens, draws_unseeded, is_coupled, sample_stop_tokens
 from paceline.core.sampling import (
     NO_TOKEN,
     Rows,
-    adjusted,
+    adjust_logits,
+    apply_logits_processors,
     greedy_choice,
     greedy_tokens,
-    is_plain,
+    is_unadjusted,
     needs_logits,
-    probs_of_scores,
-    processed,
+    scores_to_probs,
 )
 from paceline.core.tree import Draw, children_of
 from paceline.errors import ConfigError
@@ -172,13 +172,13 @@ class Verifier:
         nodes = rows - len(spans) if any(blocks) else 0
         drawn = any(draws_unseeded(span.seq.params) for span in spans)
         uniforms = self.uniforms(rows + nodes, logits.device) if drawn else None
-        others = [span for span in spans if not is_plain(span.seq)]
+        others = [span for span in spans if not is_unadjusted(span.seq)]
         scores = iter(_adjusted_rows(logits, others) if others else ())
         decided: list[Decided | None] = []
         questions: list[Question] = []
         row = 0
         for number, (span, is_block) in enumerate(zip(spans, blocks, strict=True)):
-            plain = is_plain(span.seq)
+            plain = is_unadjusted(span.seq)
             if span.seq.params.greedy and plain:
                 decided.append((greedy[span.logit_row : span.end_logit_row], ()))
             elif span.seq.params.greedy:
@@ -205,9 +205,9 @@ class Verifier:
         rows = Rows.of(spans)
         greedy = all(span.seq.params.greedy for span in spans)
         if greedy and not wanted:
-            tokens = greedy_tokens(processed(logits, rows), rows)
+            tokens = greedy_tokens(apply_logits_processors(logits, rows), rows)
             return self._verdicts(spans, Decisions(tokens), None)
-        scores = adjusted(processed(logits, rows), rows)
+        scores = adjust_logits(apply_logits_processors(logits, rows), rows)
         if greedy:
             decisions = Decisions(greedy_choice(scores))
         else:
@@ -217,15 +217,15 @@ class Verifier:
     # -- deciding, on the device --------------------------------------------------------------
 
     def _decide(self, scores: torch.Tensor, rows: Rows, spans: Sequence[Span]) -> Decisions:
-        probs = probs_of_scores(scores, [seq.params for seq in rows.seqs])
+        probs = scores_to_probs(scores, [seq.params for seq in rows.seqs])
         if all(is_coupled(seq.params) for seq in rows.seqs):
-            return Decisions(coupled_choice(probs, rows))
+            return Decisions(coupled_tokens(probs, rows))
         probs, sound = _without_nan(probs)
         outcome = self.rule_probabilities(probs, spans)
         nodes = 0 if outcome is None else outcome.accept.shape[0]
         uniforms = self.uniforms(len(rows) + nodes, scores.device)
         stop = probs if outcome is None else outcome.stop
-        choices = drawn_choice(probs, stop, rows, uniforms[: len(rows)])
+        choices = sample_stop_tokens(probs, stop, rows, uniforms[: len(rows)])
         if sound is not None:
             choices = torch.where(sound, choices, NO_TOKEN)
         if outcome is None:
@@ -344,7 +344,7 @@ def _without_nan(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None
 @torch.inference_mode()
 def _adjusted_rows(logits: torch.Tensor, spans: Sequence[Span]) -> tuple[torch.Tensor, ...]:
     """float32 [rows, V] of each span: its rows after bias, penalties and grammars."""
-    scores = adjusted(_rows_of(logits, spans), Rows.of(spans))
+    scores = adjust_logits(_rows_of(logits, spans), Rows.of(spans))
     return torch.split(scores, [span.verify_rows for span in spans])
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.batch import Slice
-from paceline.core.draws import GREEDY_SHARPNESS, likeliest
+from paceline.core.draws import GREEDY_SHARPNESS, top_candidates
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
@@ -265,7 +265,7 @@ def test_likeliest_are_the_largest_distributions() -> None:
         rows = Rows((request(params),) * 6, (0,) * 6)
         sharp = torch.softmax(GREEDY_SHARPNESS * logits, -1)
         distribution = sharp if params.greedy else probabilities(logits, rows)
-        tokens, weights = likeliest(logits, rows, 4)
+        tokens, weights = top_candidates(logits, rows, 4)
         assert tokens.equal(distribution.topk(4).indices)
         assert torch.allclose(weights, distribution.topk(4).values.log())
 
@@ -273,9 +273,9 @@ def test_likeliest_are_the_largest_distributions() -> None:
 def test_likeliest_of_a_mixed_batch() -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
     seqs = tuple(request(params) for params in KINDS.values())
-    tokens, weights = likeliest(logits, Rows(seqs, (0,) * 4), 3)
+    tokens, weights = top_candidates(logits, Rows(seqs, (0,) * 4), 3)
     for row, seq in enumerate(seqs):
-        own = likeliest(logits[row : row + 1], Rows((seq,), (0,)), 3)
+        own = top_candidates(logits[row : row + 1], Rows((seq,), (0,)), 3)
         assert tokens[row].equal(own[0][0]) and torch.allclose(weights[row], own[1][0])
 
 
@@ -289,10 +289,10 @@ def test_with_equal_distributions_the_likeliest_of_a_seeded_request_is_the_verif
         logits = torch.stack([table.after(seq, path) for path in [(), *strings(tree)]])
         whole = replace(tree, wants_choices=True)
         (verdict,) = Verifier()(logits, [judged(seq, 0, whole)])
-        first = likeliest(table.after(seq, ())[None], Rows((seq,), (0,)), 1)[0]
+        first = top_candidates(table.after(seq, ())[None], Rows((seq,), (0,)), 1)[0]
         assert int(first) == verdict.choices[0] == verdict.tokens[0]
         for node, path in enumerate(strings(tree)):
             rows = Rows((seq,), (len(path),), torch.tensor([path]))
-            own = likeliest(table.after(seq, path)[None], rows, 1)[0]
+            own = top_candidates(table.after(seq, path)[None], rows, 1)[0]
             assert int(own) == verdict.choices[node + 1]
         assert len(verdict.path) >= 1

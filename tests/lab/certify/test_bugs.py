@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.core.batch import Plan, Span, Verdict
-from paceline.core.draws import pick
+from paceline.core.draws import sample_by_inversion
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows
 from paceline.core.tree import Draw, TokenTree, chain_parents, depths_of
@@ -151,10 +151,12 @@ def test_an_ignored_seed(llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPat
     generator = torch.Generator().manual_seed(5)
 
     def unseeded(distributions: torch.Tensor, rows: Rows) -> torch.Tensor:
-        return pick(distributions, torch.rand(len(distributions), generator=generator))
+        return sample_by_inversion(
+            distributions, torch.rand(len(distributions), generator=generator)
+        )
 
     monkeypatch.setattr("paceline.verify.verifier.can_decide", lambda *_: False)
-    monkeypatch.setattr("paceline.verify.verifier.coupled_choice", unseeded)
+    monkeypatch.setattr("paceline.verify.verifier.coupled_tokens", unseeded)
     assert parts(outcome(llm, prompts)) == {"seeded"}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.draws import draft, draw_of
+from paceline.core.draws import draft_candidates, draw_kind
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, needs_paths
 from paceline.core.sequence import SequenceView
@@ -184,12 +184,12 @@ class MedusaDrafter:
         width = 1 + max(max(shape.ranks) for shape in shapes)
         seqs = tuple(item.seq for item in items for _ in range(levels))
         rows = Rows(seqs, tuple(range(levels)) * batch)
-        drafted = draft(logits.view(-1, vocab), rows, min(width, vocab), self.generator)
+        drafted = draft_candidates(logits.view(-1, vocab), rows, min(width, vocab), self.generator)
         tokens = drafted.tokens.view(batch, -1)
         trees = {}
         for i, (item, shape) in enumerate(zip(items, shapes, strict=True)):
             picks, depths = _picks(shape, drafted.tokens.shape[1], tokens.device)
-            draw = draw_of(item.seq, shape.branches)
+            draw = draw_kind(item.seq, shape.branches)
             probs = None
             if draw is not Draw.POINT:
                 assert drafted.q is not None

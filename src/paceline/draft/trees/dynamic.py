@@ -16,7 +16,7 @@ import torch
 
 from paceline.core import transfer
 from paceline.core.batch import Slice
-from paceline.core.sampling import is_plain
+from paceline.core.sampling import is_unadjusted
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.trees.grow import Growing
@@ -52,7 +52,7 @@ class DynamicTree(Growing):
 
     def plain_size(self) -> tuple[int, int, int] | None:
         size = self._depth, self.width, self._nodes
-        return size if is_plain(self.item.seq) else None
+        return size if is_unadjusted(self.item.seq) else None
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         assert weights is not None

@@ -19,8 +19,8 @@ import torch
 
 from paceline.core.adapter import Adapter
 from paceline.core.batch import Slice, Span
-from paceline.core.draws import draft, draw_of, likeliest
-from paceline.core.sampling import Rows, is_plain, is_plain_greedy, needs_paths
+from paceline.core.draws import draft_candidates, draw_kind, top_candidates
+from paceline.core.sampling import Rows, is_argmax, is_unadjusted, needs_paths
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
 from paceline.draft.trees.shape import Shape
@@ -30,7 +30,7 @@ from paceline.model.backends.base import GrownTree
 @dataclass(frozen=True)
 class Narrow:
     """Logits ``[R, n]`` of the tokens ``ids`` alone, int64 ``[n]``, ascending, out of ``vocab``:
-    enough where the choice is the largest logit (``is_plain_greedy``). A head that knows 8,192 of
+    enough where the choice is the largest logit (``is_argmax``). A head that knows 8,192 of
     49,152 tokens then costs a sixth per row."""
 
     logits: torch.Tensor
@@ -54,8 +54,9 @@ Logits = torch.Tensor | Narrow  # [R, vocab], or of some tokens
 class Growing(ABC):
     """One tree while it grows.
 
-    ``width``: candidates wanted after each newest expanded node; ``samples``: drawn by ``draft``,
-    else the ``likeliest``. ``expanded_parents``: the nodes given to the drafter so far, as a tree.
+    ``width``: candidates wanted after each newest expanded node; ``samples``: drawn by
+    ``draft_candidates``, else the ``top_candidates``. ``expanded_parents``: the nodes given to the
+    drafter so far, as a tree.
     Where only the device knows which they are, ``ancestors`` bool ``[expanded, expanded]`` says
     which nodes a node sees (itself, too), and the parents only have the right depths. ``fresh``
     int64: tokens of the newest expanded nodes. ``above`` int64: the row, among the newest expanded
@@ -169,7 +170,7 @@ def candidates(
         ids = logits.ids
         # A static level takes a fixed number of candidates, however few the head knows.
         drawn = max((tree.width for tree in trees if tree.samples), default=0)
-        if drawn > len(ids) or not all(is_plain_greedy(tree.item.seq) for tree in trees):
+        if drawn > len(ids) or not all(is_argmax(tree.item.seq) for tree in trees):
             return candidates(trees, counts, logits.whole(), generator)
         grown = candidates(trees, counts, logits.logits, generator)
         return [(ids[tokens], weights) for tokens, weights in grown]
@@ -186,9 +187,9 @@ def candidates(
     table, width = _row_table(trees, counts), max(tree.width for tree in trees)
     weights: torch.Tensor | None
     if kinds == {True}:
-        tokens, weights = draft(logits, table, width, generator)
+        tokens, weights = draft_candidates(logits, table, width, generator)
     else:
-        tokens, weights = likeliest(logits, table, min(width, logits.shape[1]))
+        tokens, weights = top_candidates(logits, table, min(width, logits.shape[1]))
     probs = [None] * len(trees) if weights is None else torch.split(weights, list(counts))
     return list(zip(torch.split(tokens, list(counts)), probs, strict=True))
 
@@ -263,14 +264,14 @@ class StaticTree(Growing):
         super().__init__(item, 1 + max(shape.ranks), device, base)
         self.shape = shape
         self._plan = levels_of(shape, self.width, device)
-        self._draw = draw_of(item.seq, shape.branches)
+        self._draw = draw_kind(item.seq, shape.branches)
         assert self._draw is Draw.POINT or shape.complete, "siblings are drawn one after another"
         self._probs: list[torch.Tensor] = []
 
     def plain_size(self) -> tuple[int, int, int] | None:
         shape, depth = self.shape, self.shape.depth
         chain = is_chain(shape.parents) and not any(shape.ranks)
-        return (depth, 1, depth) if chain and is_plain(self.item.seq) else None
+        return (depth, 1, depth) if chain and is_unadjusted(self.item.seq) else None
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         level = self._plan[len(self._tokens)]

@@ -12,7 +12,7 @@ import torch
 from paceline.core.adapter import Adapter
 from paceline.core.batch import Slice, Span
 from paceline.core.costs import CostCurve
-from paceline.core.draws import draw_of, draws_unseeded
+from paceline.core.draws import draw_kind, draws_unseeded
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.draft.trees.dynamic import DynamicTree
@@ -29,7 +29,7 @@ class GrammarChain(Growing):
         self, item: Slice, length: int, device: torch.device, base: int = 0, ending: Ending = WHOLE
     ) -> None:
         super().__init__(item, 1, device, base)
-        self._length, self._draw = length, draw_of(item.seq)
+        self._length, self._draw = length, draw_kind(item.seq)
         self.samples = self._draw is not Draw.POINT
         least = ending.stop ** (1 / ending.power)
         self._least = math.log(least) if least > 0 else -math.inf

@@ -12,7 +12,7 @@ import torch
 from paceline.core.batch import Span
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
-from paceline.core.sampling import Rows, adjusted, probabilities, probs_of_scores
+from paceline.core.sampling import Rows, adjust_logits, probabilities, scores_to_probs
 from paceline.core.sequence import DraftCounts, SequenceView
 from paceline.engine.driver import Drive, sequence
 from paceline.engine.engine import Engine
@@ -216,9 +216,9 @@ def explain(
     others = [_fresh_logits(model, tokens, rows) for rows in _STEP_ROWS]
     spread = max(float((logits - other)[compared].abs().max()) for other in others)
     rows = Rows((SequenceView(0, tokens, len(prompt), params),), (0,))
-    scores, scale, on_edge = adjusted(logits[None], rows), 1.0, False
+    scores, scale, on_edge = adjust_logits(logits[None], rows), 1.0, False
     if not params.greedy:
-        kept = probs_of_scores(scores, [params])[0] > 0
+        kept = scores_to_probs(scores, [params])[0] > 0
         on_edge = params.truncates and _on_edge(scores[0], kept, pair, 2 * max(step, spread))
         noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
         scores, scale = scores / params.temperature + noise, params.temperature
