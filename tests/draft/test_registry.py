@@ -114,7 +114,9 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
 def test_an_option_by_its_former_name(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.core.keywords._told", set())  # by another test of this process
+    monkeypatch.setattr(
+        "paceline.core.keywords._announced", set()
+    )  # by another test of this process
     for _ in range(2):
         assert parse_draft("eagle3:path,layers=2x6") == Eagle3("path", feature_layers=(2, 6))
     (told,) = caplog.messages

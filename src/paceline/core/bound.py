@@ -1,4 +1,4 @@
-"""Values for the callees of a block, through code that does not pass them on."""
+"""Context variables for a block: values for functions that are called without such an argument."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @contextmanager
 def bound(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """A context in which the variable has this value."""
+    """Set a context variable within a ``with`` block."""
     before = variable.set(value)
     try:
         yield

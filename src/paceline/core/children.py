@@ -1,5 +1,5 @@
-"""Processes that one of this package starts beside itself. Each ends when its connection to that
-one, its parent, closes, however the parent ends."""
+"""Child processes of this package. Each ends when its connection to the parent process closes,
+however the parent ends."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ _END_SECONDS = 5.0
 
 
 def start(module: str, *arguments: str, **pipes: Any) -> subprocess.Popen[Any]:
-    """Run ``main`` of a module of this package, importing nothing from the working directory, in a
-    session of its own: Ctrl-C is for the parent. ``pipes``: options of Popen."""
+    """Run ``main`` of a module of this package in a child process. The child imports nothing from
+    the working directory and has a session of its own, so that Ctrl-C reaches the parent only.
+    ``pipes``: options of Popen."""
     command = [sys.executable, "-c", _START.format(module), *arguments]
     return subprocess.Popen(command, start_new_session=True, **pipes)
 
 
 def ignore_signals() -> None:
-    """In a child: what a supervisor sends to all processes is for the parent alone."""
+    """Ignore SIGINT and SIGTERM in a child: supervisors send them to all processes, but only the
+    parent acts on them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process at once: other threads may be in the middle of a forward."""
+    """End this process at once, without waiting for threads that may be in a forward."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def wait_or_kill(child: subprocess.Popen[Any]) -> None:
-    """Wait for a child whose connection has been closed."""
+    """Wait for a child whose connection has been closed; kill it after five seconds."""
     try:
         child.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
@@ -45,7 +47,7 @@ def wait_or_kill(child: subprocess.Popen[Any]) -> None:
 
 
 def exit_reason(code: int) -> str:
-    """How a process with this return code ended."""
+    """Says in words how a process with this return code ended."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"has ended with exit code {code}"

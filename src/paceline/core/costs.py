@@ -1,4 +1,4 @@
-"""Costs of forwards on this machine, in seconds: curves through measured points."""
+"""Cost curves: seconds of forwards on this machine, interpolated between measured points."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Protocol
 
 
-def _between(points: Sequence[float], values: Sequence[float], point: float) -> float:
-    """Linear between points; beyond the ends the outermost slope continues."""
+def _interpolate(points: Sequence[float], values: Sequence[float], point: float) -> float:
+    """Linear interpolation; beyond the ends the outermost slope continues."""
     right = min(max(bisect_left(points, point), 1), len(points) - 1)
     x0, x1, y0, y1 = points[right - 1], points[right], values[right - 1], values[right]
     return y0 + (y1 - y0) * (point - x0) / (x1 - x0)
@@ -18,7 +18,7 @@ def _between(points: Sequence[float], values: Sequence[float], point: float) -> 
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a forward by number of tokens, linear between measured points."""
+    """Seconds of a forward by number of tokens, linearly interpolated between measured points."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -27,49 +27,50 @@ class CostCurve:
         """Seconds for ``count`` tokens; beyond the last point the last slope continues."""
         if len(self.tokens) == 1:
             return self.seconds[0]
-        return max(_between(self.tokens, self.seconds, count), min(self.seconds))
+        return max(_interpolate(self.tokens, self.seconds, count), min(self.seconds))
 
 
 @dataclass(frozen=True)
 class TargetCosts:
-    """Seconds of a target forward: for each number of sequences, by tokens per sequence. Numbers
-    between one and a full batch are measured, too: by the ends alone eight of 32 looked 14 %
-    cheaper than they were."""
+    """Seconds of a target forward: one curve over tokens per sequence for each measured batch size.
+    Sizes between one and the full batch are measured as well, because interpolating between the
+    ends made a batch of 8 (of at most 32) look 14 % cheaper than it was."""
 
     batches: tuple[int, ...]
     curves: tuple[CostCurve, ...]
 
     def __call__(self, batch: float, tokens_each: float) -> float:
-        """A forward over ``tokens_each`` tokens of each of ``batch`` sequences."""
+        """Seconds of a forward over ``tokens_each`` tokens of each of ``batch`` sequences."""
         if len(self.batches) == 1:
             return self.curves[0](tokens_each) * batch / self.batches[0]
         right = min(max(bisect_left(self.batches, batch), 1), len(self.batches) - 1)
         ends = slice(right - 1, right + 1)
         values = [curve(tokens_each) for curve in self.curves[ends]]
-        return max(_between(self.batches[ends], values, batch), 1e-9)
+        return max(_interpolate(self.batches[ends], values, batch), 1e-9)
 
 
-class _Drafts(Protocol):
-    """What is needed of a drafter (draft/base.py)."""
+class _DraftSizes(Protocol):
+    """The part of a Drafter (draft/base.py) that its costs depend on."""
 
     def max_nodes(self, length: int) -> int: ...
 
     def passes(self, length: int) -> int: ...
 
 
-# Of drafters that have them.
+# Optional attributes of drafters that DrafterCosts copies.
 _FLAGS = ("reads", "follows", "ends_early", "shares", "takes_forced")
 
 
 @dataclass(frozen=True)
 class DrafterCosts:
-    """Costs of one drafter's drafts by length; entry 0 is no draft.
+    """What the drafts of one drafter cost, by draft length. Entry 0 of a tuple is no draft.
 
-    ``nodes``: most nodes. ``passes``: forwards of the drafter. ``seconds``: of one pass, by number
-    of sequences. ``reads``: it first reads what it has not seen of a sequence; ``follows``: it has
-    seen the prompt. ``ends_early``: it ends drafts itself where it is unsure. ``shares``: sequences
-    that decode together share out the nodes. ``takes_forced``: so many tokens that a grammar forces
-    become part of its drafts. ``prior``: acceptance by level."""
+    ``nodes``: most nodes of the tree. ``passes``: forwards of the drafter. ``seconds``: of one
+    pass, by number of sequences. ``reads``: the drafter must first prefill the tokens it has not
+    seen. ``follows``: it has seen the prompt already. ``ends_early``: it stops a draft where it is
+    unsure. ``shares``: sequences that decode in one step share the node budget. ``takes_forced``:
+    how many tokens that a grammar forces it adds to its drafts. ``prior``: expected acceptance rate
+    by level."""
 
     nodes: tuple[float, ...]
     passes: tuple[int, ...]
@@ -84,13 +85,14 @@ class DrafterCosts:
     @classmethod
     def of(
         cls,
-        drafter: _Drafts,
+        drafter: _DraftSizes,
         longest: int,
         seconds: CostCurve,
         costless: int = 2,
         prior: tuple[float, ...] = (),
     ) -> DrafterCosts:
-        """For drafts of up to ``longest`` levels; ``costless`` times as many without passes."""
+        """Costs of drafts of up to ``longest`` levels, or ``costless`` times as many levels if the
+        drafter runs no forward."""
         lengths = range(1 + longest * (1 if drafter.passes(1) else costless))
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)
@@ -98,7 +100,7 @@ class DrafterCosts:
         return cls(nodes, passes, seconds, prior=prior, **flags)
 
     def among(self, sequences: int) -> DrafterCosts:
-        """For each of so many sequences that decode in one step."""
+        """The costs for each of ``sequences`` that decode in one step and share the nodes."""
         if not self.shares or sequences < 2:
             return self
         most = self.nodes[-1] // sequences
@@ -107,9 +109,10 @@ class DrafterCosts:
 
     @property
     def longest(self) -> int:
+        """The greatest draft length."""
         return len(self.nodes) - 1
 
     @cached_property
     def costless(self) -> bool:
-        """Whether proposing takes no forward, so drafts can be made before deciding."""
+        """Whether drafts need no forward, so that they can be made before deciding on one."""
         return not any(self.passes)

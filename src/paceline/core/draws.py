@@ -1,4 +1,4 @@
-"""From distributions to tokens, for drafters and verifier. Nothing here waits for the device."""
+"""Sampling tokens from distributions, for drafters and verifier. Nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -16,40 +16,41 @@ from paceline.core.tree import Draw
 
 
 def is_coupled(params: SamplingParams) -> bool:
-    """Whether the request draws with noise of (seed, position) alone."""
+    """Whether the request samples with noise that depends on (seed, position) alone, so that the
+    coupled rule applies."""
     return params.seed is not None and not params.greedy
 
 
 def draws_unseeded(params: SamplingParams) -> bool:
-    """Whether the request draws with the engine's generator: sampled, without a seed."""
+    """Whether the request samples with the engine's generator, as it has no seed."""
     return params.seed is None and not params.greedy
 
 
 def sample_by_inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """int64 [R]: one token from each distribution [R, V] by inversion, given uniforms [R] in [0,
-    1).
+    """int64 [R]: one token from each distribution [R, V] by inversion of the cumulative sum, given
+    uniforms [R] in [0, 1).
 
-    A token of probability zero is never picked, so a one-hot distribution gives its token.
-    Distributions need not sum to one. Sums are float64: no probability is lost to rounding.
-    NO_TOKEN where a row is not a distribution: its sum is zero, infinite or not a number."""
+    A token of probability zero is never sampled, so a one-hot distribution gives its token. Rows
+    need not sum to one. Sums are float64, so that rounding loses no probability. NO_TOKEN where a
+    row is not a distribution: its sum is zero, infinite or NaN."""
     drawn, mass = invert_cumulative(probs, uniforms)
     return torch.where((mass > 0) & (mass < torch.inf), drawn, NO_TOKEN)
 
 
 def _seeded_rows(rows: Rows) -> list[int]:
-    """The rows that have a seed."""
+    """Indices of the rows whose request has a seed."""
     return [row for row, seq in enumerate(rows.seqs) if is_coupled(seq.params)]
 
 
 def _noise_keys(rows: Rows, device: torch.device) -> torch.Tensor:
-    """Noise keys of rows that have a seed."""
+    """int64 [R, 1]: noise keys of rows whose requests have a seed."""
     return noise_keys([seq.params.seed or 0 for seq in rows.seqs], rows.positions, device)
 
 
 def coupled_tokens(probs: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """int64 [R]: argmax_x log p(x) + gumbel(seed, position, x) for rows that have a seed. The
-    position is the absolute index of the token that the row chooses. NO_TOKEN where a row is not a
-    distribution."""
+    """int64 [R]: Gumbel-max samples argmax_x log p(x) + gumbel(seed, position, x) of rows whose
+    requests have a seed. The position is the index of the predicted token in its sequence. NO_TOKEN
+    where a row is not a distribution."""
     best, tokens = row_max(exponential_race(probs, _noise_keys(rows, probs.device)))
     return torch.where(best > 0, tokens, NO_TOKEN)  # false for NaN
 
@@ -57,8 +58,8 @@ def coupled_tokens(probs: torch.Tensor, rows: Rows) -> torch.Tensor:
 def sample_tokens(
     probs: torch.Tensor, rows: Rows, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """int64 [R]: one token per row: coupled with a seed, argmax if greedy, else drawn. NO_TOKEN
-    where a row is not a distribution."""
+    """int64 [R]: one token per row: the coupled sample with a seed, the argmax if greedy, else a
+    sample by ``generator``. NO_TOKEN where a row is not a distribution."""
     if len(_seeded_rows(rows)) == len(rows):
         return coupled_tokens(probs, rows)
     uniforms = torch.rand(len(rows), dtype=torch.float64, device=probs.device, generator=generator)
@@ -68,9 +69,9 @@ def sample_tokens(
 def sample_stop_tokens(
     probs: torch.Tensor, stop: torch.Tensor, rows: Rows, uniforms: torch.Tensor
 ) -> torch.Tensor:
-    """int64 [R]: a token of each row's ``stop`` distribution by its uniform; where there is a seed,
-    of the row's ``probs`` by the seed's noise. Greedy rows are one-hot: a draw from those is the
-    argmax."""
+    """int64 [R]: the token that ends the step at each row: a sample of the row's ``stop``
+    distribution, given uniforms [R]; for a request with a seed, the coupled sample of the row's
+    ``probs``. Greedy rows are one-hot, so a sample is the argmax."""
     choices = sample_by_inversion(stop, uniforms)
     if coupled := _seeded_rows(rows):
         index = to_device(coupled, probs.device)
@@ -79,17 +80,18 @@ def sample_stop_tokens(
 
 
 def draw_kind(seq: SequenceView, siblings: bool = False) -> Draw:
-    """How ``draft`` drew for this sequence: TokenTree's ``draw``. Greedy and seeded drafts are
-    determined by what came before: POINT. Else ``siblings``: WITHOUT_REPLACEMENT, a chain: IID."""
+    """TokenTree's ``draw`` for candidates of ``draft_candidates``: POINT for greedy and seeded
+    requests, whose candidates are determined by the context; else WITHOUT_REPLACEMENT if there are
+    ``siblings``, IID for a chain."""
     if not draws_unseeded(seq.params):
         return Draw.POINT
     return Draw.WITHOUT_REPLACEMENT if siblings else Draw.IID
 
 
 class DraftedTokens(NamedTuple):
-    """``tokens`` int64 ``[R, k]``, siblings in drawing order; ``q`` float32 ``[R, V]``, the
-    distributions they were drawn from, None if no row needs it. A row whose draft distribution is
-    none (all allowed tokens are outside its vocabulary) has zeros: the verifier then refuses its
+    """``tokens`` int64 ``[R, k]``: siblings in drawing order. ``q`` float32 ``[R, V]``: the
+    distributions they were drawn from, None if no row needs it. A row without a draft distribution
+    (all allowed tokens are outside the draft vocabulary) is zero, so the verifier rejects its
     tokens."""
 
     tokens: torch.Tensor
@@ -99,10 +101,11 @@ class DraftedTokens(NamedTuple):
 def draft_candidates(
     logits: torch.Tensor, rows: Rows, k: int = 1, generator: torch.Generator | None = None
 ) -> DraftedTokens:
-    """k candidate tokens after each row of a draft model's logits [R, V]. Greedy: the k largest.
-    Seeded: the k largest of log q + gumbel, with the verifier's noise at that position. Else drawn
-    from q with ``generator``, for k > 1 without replacement (the k largest of log q + fresh gumbel
-    noise, Kool, van Hoof and Welling 2019, arXiv 1903.06059). ``k`` is at most V."""
+    """k candidates (at most V) after each row of a draft model's logits [R, V]. Greedy requests get
+    the k largest; requests with a seed the k largest of log q + gumbel with the noise that the
+    verifier uses at that position; others samples of q by ``generator``, without replacement if
+    k > 1 (the k largest of log q + fresh Gumbel noise; Kool, van Hoof and Welling 2019, arXiv
+    1903.06059)."""
     params = [seq.params for seq in rows.seqs]
     greedy = all(p.greedy for p in params)
     if greedy and k == 1:
@@ -119,26 +122,29 @@ def draft_candidates(
     return DraftedTokens(best.indices, _zero_invalid_rows(q, (first > 0) & (first < torch.inf)))
 
 
-def _zero_invalid_rows(q: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
-    """The distributions q [R, V], zeros in rows not ``sound`` [R]; on a CPU q itself if all are."""
-    if q.device.type == "cpu" and bool(sound.all()):
+def _zero_invalid_rows(q: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The distributions q [R, V] with zeros in rows that are not ``valid`` [R]; q itself if all are
+    and it is on the CPU."""
+    if q.device.type == "cpu" and bool(valid.all()):
         return q
-    return torch.where(sound.unsqueeze(1), q, 0.0)
+    return torch.where(valid.unsqueeze(1), q, 0.0)
 
 
-# A greedy target takes a draft's first choice more often than the draft's distribution says.
-# Tokens a step with trees of 8 nodes, embedded target, mean of five suites, sharpness 1, 1.5, 2, 3:
-# draft model 4.16, 4.70, 4.69, 4.66 (chain of 8: 4.39); EAGLE-3 3.88, 4.18, 4.18, 4.09 (3.92).
+# A greedy target accepts the draft's first choice more often than the draft's distribution says, so
+# trees for greedy requests are built from a sharpened distribution. Tokens per step with trees of 8
+# nodes (embedded target, mean of five suites) at sharpness 1, 1.5, 2 and 3: draft model 4.16, 4.70,
+# 4.69, 4.66 (a chain of 8: 4.39); EAGLE-3 3.88, 4.18, 4.18, 4.09 (a chain: 3.92).
 GREEDY_SHARPNESS = 1.75
 
 
 def top_candidates(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k likeliest candidates after each row of a draft model's logits [R, V]: tokens int64
-    ``[R, k]`` and log-probabilities float32 ``[R, k]``, in falling order; minus infinity for no
-    candidate. POINT.
+    """The k likeliest candidates after each row of a draft model's logits [R, V], for POINT trees:
+    tokens int64 ``[R, k]`` and log-probabilities float32 ``[R, k]`` in descending order; minus
+    infinity where there is no candidate.
 
-    Greedy requests' distributions are sharpened (GREEDY_SHARPNESS). Seeded requests get the chance
-    to win the verifier's race: a softmax of log q + gumbel, with that position's noise."""
+    Distributions of greedy requests are sharpened (GREEDY_SHARPNESS). For requests with a seed the
+    log-probability is that of being the verifier's Gumbel-max choice: a softmax of log q + gumbel
+    with the noise of that position."""
     scores = adjust_logits(logits, rows)
     params = [seq.params for seq in rows.seqs]
     if all(p.greedy for p in params):
@@ -148,8 +154,8 @@ def top_candidates(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tens
         if coupled := _seeded_rows(rows):
             index = to_device(coupled, probs.device)
             keys = _noise_keys(rows.select(coupled), probs.device)
-            raced = exponential_race(probs.index_select(0, index), keys)
-            probs = probs.index_copy(0, index, raced / raced.sum(-1, keepdim=True))
+            scored = exponential_race(probs.index_select(0, index), keys)
+            probs = probs.index_copy(0, index, scored / scored.sum(-1, keepdim=True))
         log_probs = probs.log()
         if any(p.greedy for p in params):
             sharpened = torch.log_softmax(GREEDY_SHARPNESS * scores, dim=-1)
@@ -164,12 +170,12 @@ def top_candidates(logits: torch.Tensor, rows: Rows, k: int) -> tuple[torch.Tens
 def _race_scores(
     q: torch.Tensor, scores: torch.Tensor, rows: Rows, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """float32 [R, V] whose k largest entries are each row's candidates in drawing order."""
+    """float32 [R, V]: scores whose k largest entries are the row's candidates in drawing order."""
     keys = random_keys(len(rows), q.device, generator)
     if coupled := _seeded_rows(rows):
         keys[to_device(coupled, q.device)] = _noise_keys(rows.select(coupled), q.device)
-    raced, params = exponential_race(q, keys), [seq.params for seq in rows.seqs]
+    race_scores, params = exponential_race(q, keys), [seq.params for seq in rows.seqs]
     if any(p.greedy for p in params):
         greedy = param_column(params, lambda p: p.greedy, q.device, torch.bool)
-        raced = torch.where(greedy, torch.softmax(scores, dim=-1), raced)
-    return raced
+        race_scores = torch.where(greedy, torch.softmax(scores, dim=-1), race_scores)
+    return race_scores

@@ -1,5 +1,5 @@
-"""Other names of settings: those of other engines, and ours of another place or of before. Each is
-mapped to the one name here, or answered with what to do."""
+"""Other names of settings: those of other engines, and former names or names of other places of our
+own. Each is mapped to its name here, or answered with advice."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from paceline.files import read_toml
 
 _Made = TypeVar("_Made", bound=Callable[..., Any])
 
-# By section: what each name is here, one name or several, or (with spaces) what to do.
+# By section and foreign name: our name, several names, or advice (a text with spaces).
 TABLES: dict[str, dict[str, str | list[str]]] = read_toml(
     Path(__file__).with_name("keywords.toml"), "the table of keywords"
 )
-_told = set[str]()
+_announced = set[str]()
 
 
 def our_name(name: str, known: Collection[str]) -> str:
-    """What ``name`` is called where the ``known`` names are; else what to do, a text with spaces;
-    else ""."""
+    """Look up a foreign ``name``: our name for it if that is among ``known``; else advice, a text
+    with spaces; else ""."""
     for table in TABLES.values():
         listed = table.get(name, [])
         for ours in [listed] if isinstance(listed, str) else listed:
@@ -35,8 +35,9 @@ def our_name(name: str, known: Collection[str]) -> str:
 
 
 def forgiving(what: str) -> Callable[[_Made], _Made]:
-    """Have a function or class take other names of its keywords, too; each is told once. ``what``
-    is its name in errors: ConfigError for a keyword it does not know, with the nearest it does."""
+    """Decorator: let a function or class accept other names of its keywords; a note is shown once
+    for each. ``what`` is its name in errors. An unknown keyword raises ConfigError, which suggests
+    the nearest known one."""
 
     def decorate(function: _Made) -> _Made:
         if isinstance(function, type):
@@ -62,16 +63,18 @@ def forgiving(what: str) -> Callable[[_Made], _Made]:
 
 
 def announce(what: str, name: str, ours: str, twice: bool) -> None:
-    """Say what a name of ``what`` is here, once; ConfigError if ours is given, too."""
+    """Show once what the foreign keyword ``name`` of ``what`` is called here. ``twice``: our
+    keyword was given as well, which raises ConfigError."""
     line = f"{what}: {name} is {ours} here"
     if twice:
         raise ConfigError(f"{line}; give it once")
-    if line not in _told:
-        _told.add(line)
+    if line not in _announced:
+        _announced.add(line)
         warn(f"note: {line}")
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, likeness: float = 0.6) -> str:
-    """The nearest of the ``known`` names as advice; ``otherwise`` where none is as like."""
+    """Advice that names the most similar of the ``known`` names; ``otherwise`` if none has a
+    similarity of at least ``likeness``."""
     near = get_close_matches(name, known, 1, likeness)
     return f"did you mean {near[0]}?" if near else otherwise

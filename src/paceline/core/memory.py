@@ -1,5 +1,5 @@
-"""Memory of a device and of this process, and the limits of Linux' control groups (versions 2 and
-1) on memory and processors. Imports torch only where it asks it."""
+"""Free memory of a device, memory of this process, and the limits of Linux control groups (versions
+2 and 1) on memory and processors. torch is imported only where it is needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in ``512M``, ``1.5GiB``, ``2 GB`` (powers of 1024) or a number. Raises ConfigError."""
+    """Parse a size: ``512M``, ``1.5GiB``, ``2 GB`` (powers of 1024) or a number of bytes. Raises
+    ConfigError."""
     cleaned = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = cleaned[-1:] if cleaned[-1:] in _UNITS else ""
     try:
@@ -38,8 +39,8 @@ _SELF = Path("/proc/self/cgroup")
 
 
 def memory_left() -> int | None:
-    """Bytes until the nearest limit of the process's groups; None without a limit. Page cache of
-    inactive files counts as free."""
+    """Bytes that the process may still use before it reaches a limit of its control groups; None
+    without a limit. Page cache of inactive files counts as free."""
     left = []
     for version, folder in _folders("memory"):
         names = ("memory.max", "memory.current", "inactive_file")
@@ -53,7 +54,7 @@ def memory_left() -> int | None:
 
 
 def processors() -> int:
-    """Processors the process may use: its affinity, within the quota of its groups."""
+    """Number of processors the process may use: its affinity, within its control groups' quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     for version, folder in _folders("cpu"):
@@ -66,7 +67,7 @@ def processors() -> int:
 
 
 def _folders(controller: str) -> Iterator[tuple[int, Path]]:
-    """The folders of the process's group and its parents, each with its version."""
+    """The folders of the process's control group and its parents, each with the cgroup version."""
     try:
         lines = _SELF.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -94,20 +95,20 @@ def words_of(file: Path) -> list[str]:
 
 
 def number_after(words: Sequence[str], name: str | None = None) -> int | None:
-    """The number after ``name``, or the first; None if there is none."""
+    """The number that follows ``name``, or the first word; None if it is no number."""
     index = 0 if name is None else words.index(name) + 1 if name in words else len(words)
     return int(words[index]) if index < len(words) and words[index].isdigit() else None
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes: of a GPU, or of main memory within the container's limit."""
+    """Free bytes of a GPU, or of main memory within the container's limit."""
     if device.type == "cuda":
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    # Not MemFree: page cache is given up on demand.
+    # Not MemFree, because the system gives up page cache on demand.
     kilobytes = number_after(words_of(Path("/proc/meminfo")), "MemAvailable:")
-    if kilobytes is None:  # macOS says only how much there is
+    if kilobytes is None:  # macOS reports only the total
         known = [name for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if name in os.sysconf_names]
         return os.sysconf(known[0]) * os.sysconf("SC_PAGE_SIZE")
     left = memory_left()
@@ -116,8 +117,8 @@ def free_memory(device: torch.device) -> int:
 
 @lru_cache(maxsize=1)
 def limit_threads() -> None:
-    """At most as many torch threads as the process may use processors: torch counts the machine's,
-    not the container's. OMP_NUM_THREADS overrides it."""
+    """Limit torch's threads to the processors the process may use: torch counts those of the
+    machine, not of the container. OMP_NUM_THREADS overrides this."""
     import torch
 
     allowed = processors()
@@ -126,24 +127,24 @@ def limit_threads() -> None:
 
 
 def trim() -> None:
-    """Return freed memory to the system, which glibc keeps otherwise."""
+    """Return freed memory to the system; glibc would keep it."""
     if sys.platform == "linux":
-        give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if give_back is not None:
-            give_back(0)
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if malloc_trim is not None:
+            malloc_trim(0)
 
 
 def held_memory(but: Collection[str] = ()) -> int | None:
-    """Bytes of main memory that this process uses; None if unknown. ``but``: mapped files (real
-    paths) whose pages are not counted."""
+    """Resident memory of this process in bytes; None if unknown. ``but``: mapped files (real paths)
+    whose pages are not counted."""
     try:
         lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()
     except OSError:
         return None
-    pages, left_out = 0, False
+    kilobytes, excluded = 0, False
     for line in lines:
-        if not line[0].isupper():  # addresses, and the file: a mapping begins
-            left_out = line.split(maxsplit=5)[-1] in but
-        elif line.startswith("Rss:") and not left_out:
-            pages += int(line.split()[1])
-    return pages * 1024
+        if not line[0].isupper():  # a line of addresses and the file name begins a mapping
+            excluded = line.split(maxsplit=5)[-1] in but
+        elif line.startswith("Rss:") and not excluded:
+            kilobytes += int(line.split()[1])
+    return kilobytes * 1024

@@ -1,8 +1,8 @@
 """Counter-based random noise: a pure function of (seed, position, vocabulary id).
 
-With the coupled rule (Daliri, Musco and Suresh 2024, arXiv 2408.07978) drafter and target use the
-same noise. Entry (r, x) depends on ``seeds[r]``, ``positions[r]`` and x alone, not on the batch or
-the vocabulary's width; the integer part has the same bits on every device.
+Under the coupled rule (Daliri, Musco and Suresh 2024, arXiv 2408.07978) drafter and target sample
+with the same noise. Entry (r, x) depends on ``seeds[r]``, ``positions[r]`` and x alone, not on the
+batch or the width of the vocabulary. The integer part has the same bits on every device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BITS64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-# Where -log1p(-v) is finite and above zero in float32.
+# The range of v in which -log1p(-v) is finite and above zero in float32.
 _LOWEST, _HIGHEST = 2.0**-63, 1.0 - 2.0**-24
 
 
@@ -28,7 +28,7 @@ def _signed(value: int) -> int:
 
 
 def splitmix64(value: int) -> int:
-    """Steele, Lea and Flood 2014: one output of the generator in state ``value``."""
+    """One output of the SplitMix64 generator in state ``value`` (Steele, Lea and Flood 2014)."""
     value = (value + _GOLDEN) & _BITS64
     value = ((value ^ (value >> 30)) * _MIX_1) & _BITS64
     value = ((value ^ (value >> 27)) * _MIX_2) & _BITS64
@@ -36,7 +36,7 @@ def splitmix64(value: int) -> int:
 
 
 def noise_key(seed: int, position: int) -> int:
-    """Signed 64-bit key of one row of noise. ``position``: index of the token being chosen."""
+    """Signed 64-bit key of one row of noise. ``position``: index of the token to sample."""
     return _signed(splitmix64(splitmix64(seed) ^ position))
 
 
@@ -52,9 +52,9 @@ def _id_hashes(vocab: int, device: torch.device) -> torch.Tensor:
 
 
 def _random_bits(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """int64 [rows, n] of 63 random bits each, from well-mixed keys [rows, 1] and ids [n]."""
-    # Ids are well mixed too, so two wrapping products with one shift between them suffice. The
-    # shift copies the sign bit, which costs one of 64 bits.
+    """int64 [rows, n] of 63 random bits each, from well-mixed keys [rows, 1] and id hashes [n]."""
+    # The ids are well mixed already, so two wrapping products with a shift between them suffice.
+    # The shift copies the sign bit, which costs one of the 64 bits.
     x = ids ^ keys
     x *= _signed(_MIX_1)
     x ^= x >> 32
@@ -64,7 +64,7 @@ def _random_bits(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _exponential(bits: torch.Tensor) -> torch.Tensor:
-    """float32 Exp(1) noise, finite and above zero, from 63 random bits each."""
+    """float32 Exp(1) noise, finite and above zero, from integers of 63 random bits."""
     v = bits.to(torch.float32)
     v *= -(2.0**-63)
     return v.clamp_(-_HIGHEST, -_LOWEST).log1p_().neg_()
@@ -73,22 +73,22 @@ def _exponential(bits: torch.Tensor) -> torch.Tensor:
 def noise_keys(
     seeds: Sequence[int], positions: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """int64 [rows, 1]: the keys of the noise of rows that have a seed."""
+    """int64 [rows, 1]: the noise keys of rows with these seeds and positions."""
     keys = [noise_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     return to_device(keys, device).unsqueeze(1)
 
 
 def random_keys(rows: int, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
-    """int64 [rows, 1]: keys drawn from ``generator``. On a CPU noise under keys is faster than
-    ``Tensor.exponential_``, and on CUDA more precise in small values (uniforms have 24 bits
-    there)."""
+    """int64 [rows, 1]: noise keys drawn from ``generator``. Noise made from keys is faster than
+    ``Tensor.exponential_`` on a CPU, and more precise in small values on CUDA, where uniforms have
+    24 bits."""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (rows, 1), device=device, generator=generator)
 
 
 def exponential(keys: torch.Tensor, vocab: int) -> torch.Tensor:
-    """float32 [rows, vocab] of Exp(1) noise under keys [rows, 1], finite and above zero, with full
-    relative precision in small values. argmax_x p(x) / E(x) is a draw from p, the same token as
-    argmax_x log p(x) + gumbel(x), two logarithms cheaper."""
+    """float32 [rows, vocab] of Exp(1) noise E from keys [rows, 1], finite and above zero, with full
+    relative precision in small values. argmax_x p(x) / E(x) is a sample of p. It is the token of
+    the Gumbel-max trick, argmax_x log p(x) + gumbel(x), but needs two logarithms less."""
     return _exponential(_random_bits(keys, _id_hashes(vocab, keys.device)))
 
 
@@ -100,6 +100,6 @@ def gumbel(
 
 
 def exponential_race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, vocab]: distributions over exponential noise under keys [rows, 1]; a row's
-    argmax is a draw."""
+    """float32 [rows, vocab]: the distributions ``probs`` divided by the exponential noise of
+    ``keys`` [rows, 1]. The argmax of a row is a sample of its distribution."""
     return probs / exponential(keys, probs.shape[1])

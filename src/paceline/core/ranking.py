@@ -1,13 +1,13 @@
-"""The largest entries of long rows, draws from them, and min_p, top_k and top_p without sorting,
-fast on a CPU.
+"""Argmax, top-k, inversion sampling and truncation (min_p, top_k, top_p) of long rows, made fast on
+a CPU.
 
-torch's ``topk`` and the index of ``max`` are slow on a CPU, numpy's ``argmax`` and torch's amax are
-vectorised. One core of a Zen 4, 8 rows of 49,152 in float32: the best of each 0.33 -> 0.03 ms; the
-best 8 of each, by the maximum of every stretch of a row, 0.48 -> 0.10 ms.
+On a CPU torch's ``topk`` and the index of ``max`` are slow, while numpy's ``argmax`` and torch's
+``amax`` are vectorised. On one core of a Zen 4, for 8 rows of 49,152 in float32, the argmax takes
+0.03 instead of 0.33 ms, and the top 8, found by way of the maximum of every segment of a row, 0.10
+instead of 0.48 ms.
 
-Truncation needs the head of a distribution: its largest probabilities in falling order. On a CPU
-numpy finds it: the 1,024 largest of 9 rows of 49,152 in 0.7 ms, where ``topk`` takes 7.6 and
-``sort`` 120 ms.
+Truncation needs the head of a distribution: its largest probabilities in descending order. On a CPU
+numpy finds the 1,024 largest of 9 rows of 49,152 in 0.7 ms; ``topk`` takes 7.6 and ``sort`` 120 ms.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from paceline.core.transfer import to_device
 
 FloatRow = npt.NDArray[np.float32]
 
-_STRETCH = 128
-_LEAST = 1 << 15  # entries from which two stages are faster than one
+_SEGMENT = 128
+_MIN_TWO_STAGE = 1 << 15  # entries from which two stages are faster than one
 
 
 def row_max(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's maximum in float32 and its index int64, the first of several; both [R]. ``scores``
-    [R, V] of any float dtype. NaN counts as largest, as in torch."""
+    """The maximum of each row, float32 [R], and its index, int64 [R], the lowest among equals.
+    ``scores`` [R, V] have any float dtype. NaN counts as the largest value, as in torch."""
     if scores.device.type != "cpu":
         best = scores.max(dim=-1)
         return best.values.to(torch.float32), best.indices
@@ -39,25 +39,26 @@ def row_max(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def top_k_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """int64 [R, k]: indices of the k largest entries of each row [R, V], the largest first."""
+    """int64 [R, k]: indices of the k largest entries of each row [R, V], the largest first. Which
+    of equal entries are taken is not defined."""
     width = scores.shape[1]
-    count = width // _STRETCH
-    small = scores.numel() < _LEAST or count < 2 * k or width % _STRETCH
+    count = width // _SEGMENT
+    small = scores.numel() < _MIN_TWO_STAGE or count < 2 * k or width % _SEGMENT
     if scores.is_cuda or small:
         wide = scores if scores.is_cuda else scores.to(torch.float32)
         return wide.topk(k, dim=-1).indices
-    # The k largest lie in the k stretches whose largest entries are largest.
-    parts = scores.to(torch.float32).view(-1, count, _STRETCH)
-    stretches = parts.amax(-1).topk(k, dim=-1).indices
-    index = stretches.unsqueeze(-1).expand(-1, -1, _STRETCH)
+    # The k largest entries lie in the k segments with the largest maxima.
+    parts = scores.to(torch.float32).view(-1, count, _SEGMENT)
+    segments = parts.amax(-1).topk(k, dim=-1).indices
+    index = segments.unsqueeze(-1).expand(-1, -1, _SEGMENT)
     best = parts.gather(1, index).flatten(1).topk(k, dim=-1).indices
-    within = best % _STRETCH
-    return stretches.gather(1, best // _STRETCH).mul_(_STRETCH).add_(within)
+    within = best % _SEGMENT
+    return segments.gather(1, best // _SEGMENT).mul_(_SEGMENT).add_(within)
 
 
 def stable_top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """``top`` with ties in the order of their ids, for what users see: logits in bf16 tie often,
-    and ``topk`` takes any of equals, others in another batch."""
+    """``top_k_indices`` with the lowest ids first among equals, for results that users see: logits
+    in bf16 are often equal, and which of them ``topk`` takes depends on the batch."""
     if scores.is_cuda:
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     best = torch.empty(len(scores), k, dtype=torch.int64)
@@ -71,16 +72,17 @@ def stable_top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
     return best
 
 
-# Keeps uniform * mass below the mass despite rounding.
+# Keeps uniform * mass below the mass in spite of rounding.
 _BELOW_ONE = 1.0 - 2.0**-50
 
 
 def invert_cumulative(
     probs: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An index in each row of ``probs`` [R, V] by its weight, and the row's sum, float64 [R];
-    ``uniforms`` [R] in [0, 1). Weights need not sum to one; zero weights are never taken. The index
-    is one of the row's, but void, where the sum is zero, infinite or not a number."""
+    """Sample an index of each row of ``probs`` [R, V] in proportion to its weight, given
+    ``uniforms`` [R] in [0, 1). Returns the indices, int64 [R], and the row sums, float64 [R].
+    Weights need not sum to one; an entry of weight zero is never sampled. The index means nothing
+    where the sum is zero, infinite or NaN."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     mass = cumulative[:, -1:]
     points = mass * (uniforms.to(torch.float64).unsqueeze(1) * _BELOW_ONE)
@@ -88,8 +90,8 @@ def invert_cumulative(
     return indices.clamp_(max=probs.shape[1] - 1), mass.squeeze(1)
 
 
-_ROUNDING = 1e-4  # above that of a softmax's sum
-_SHORTLIST = 1024  # entries that mostly hold the mass of a top_p
+_ROUNDING = 1e-4  # more than the rounding error in the sum of a softmax
+_SHORTLIST = 1024  # entries that usually hold the mass of a top_p
 
 
 def param_column(
@@ -98,14 +100,14 @@ def param_column(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """[R, 1]: one value per row."""
+    """[R, 1] on ``device``: one value per row, from the parameters of the row's request."""
     return to_device([value(p) for p in params], device, dtype).unsqueeze(1)
 
 
 def truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The distributions [R, V] truncated and renormalised. min_p, top_k and top_p in turn raise a
-    threshold [R, 1], below which entries become 0. top_p is a share of the mass left by the others,
-    as in vLLM."""
+    """Apply min_p, top_k and top_p to distributions [R, V] and renormalise them. Each sets a
+    threshold [R, 1] below which entries become 0. top_p is a share of the mass that the other two
+    leave, as in vLLM."""
     width, device = probs.shape[1], probs.device
     limits = [_effective_top_k(p, width) for p in params]
     nucleus = any(p.top_p < 1.0 for p in params)
@@ -131,31 +133,32 @@ def truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
         probs = _zero_below(probs, last)
         mass = probs.sum(dim=-1, keepdim=True)
     if not all(p.truncates for p in params):
-        # Other rows keep their bits.
+        # Rows without truncation keep their bits.
         truncates = param_column(params, lambda p: p.truncates, device, torch.bool)
         mass = torch.where(truncates, mass, 1.0)
     return probs.div_(mass)
 
 
 def _effective_top_k(params: SamplingParams, width: int) -> int:
-    """top_k, or 0 if it does not limit."""
+    """top_k, or 0 if it has no effect."""
     return params.top_k if 0 < params.top_k < width else 0
 
 
 def _zero_below(probs: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """Distributions [R, n] with zeros below thresholds [R, 1]; three times as fast as `where`."""
+    """Distributions [R, n] with zeros below the thresholds [R, 1]; three times as fast as
+    ``torch.where``."""
     return probs.clone().ge_(threshold).mul_(probs)
 
 
 def _head(probs: torch.Tensor, params: Sequence[SamplingParams], limits: list[int]) -> torch.Tensor:
-    """float32 [R, n], in falling order: a row's largest entries, ``limit`` at least, or without a
-    limit as many as hold more than the mass of its top_p."""
+    """float32 [R, n]: the largest entries of each row in descending order: at least as many as its
+    top_k (``limits``) or, without one, as hold more than the mass of its top_p."""
     width, count = probs.shape[1], max(limits)
     shares = [
         p.top_p if p.top_p < 1 and not k else 0.0 for p, k in zip(params, limits, strict=True)
     ]
     if probs.device.type != "cpu":
-        if any(shares):  # only the device knows how many are needed
+        if any(shares):  # the host does not know how many entries are needed
             return probs.sort(dim=-1, descending=True).values
         return probs.topk(count, dim=-1).values
     rows: npt.NDArray[np.float32] = probs.numpy()

@@ -1,10 +1,10 @@
-"""From logits to a request's distribution: penalties, temperature and truncation, along tree paths.
+"""From logits to a request's distribution, along the paths of a draft tree.
 
-Order, as in vLLM: ``logits_processors`` (by the verifier alone); ``logit_bias`` and
-``min_tokens``; repetition, presence and frequency penalties; grammar; temperature; min_p; top_k;
-top_p. All in float32. Verifier and drafters use the same functions. Ties do not depend on the order
-of a sort: top_k keeps all tokens as likely as the k-th, top_p all as likely as the last of the
-smallest set with that mass, greedy takes the lowest id.
+The order is that of vLLM: ``logits_processors`` (only the verifier applies them), ``logit_bias``
+and ``min_tokens``, then repetition, presence and frequency penalties, grammar, temperature, min_p,
+top_k, top_p. Everything is float32. Verifier and drafters use the same functions. Ties do not
+depend on the order of a sort: top_k keeps all tokens that are as likely as the k-th, top_p all that
+are as likely as the last one of the smallest set with that mass, greedy takes the lowest id.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from paceline.errors import ConfigError
 
 # Beyond this the softmax of float32 logits is one-hot anyway.
 _MAX_INVERSE_TEMPERATURE = 1e30
-# Above this a product with a score may leave float32, see _scaled.
+# Above this, score times inverse temperature may overflow float32, see _apply_temperature.
 _LARGE_INVERSE_TEMPERATURE = 1e6
-NO_TOKEN = -1  # the choice of a row that is not a distribution: the verifier ends its request
+# The choice at a row that is not a distribution (NaN, infinite, every token forbidden). The
+# verifier ends such a request with an error.
+NO_TOKEN = -1
 
 
 @lru_cache(maxsize=512)
 def _path_index(parents: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64 [n + 1, depth]: for each row of a tree the nodes from the root to it, then zeros."""
+    """int64 [n + 1, depth]: for each row of a tree the nodes on its path, padded with zeros."""
     paths = paths_of(parents)
     depth = max(map(len, paths))
     return to_device([[*path, *[0] * (depth - len(path))] for path in paths], device)
 
 
 def _tree_paths(spans: Sequence[Span]) -> torch.Tensor:
-    """int64 [R, depth]: the drafted tokens before each row; entries beyond its depth are void."""
+    """int64 [R, depth]: the drafted tokens on the path to each row, padded with any values."""
     deepest = max(max(span.tree.depths, default=0) for span in spans)
     parts = []
     for span in spans:
@@ -53,8 +55,9 @@ def _tree_paths(spans: Sequence[Span]) -> torch.Tensor:
 
 
 def _host_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
-    """The drafted tokens before each row that the host must know them of; None if there is no such
-    row, or if a tree is not on its way to the host."""
+    """The drafted tokens on the path to each row, () for rows of sequences without
+    ``needs_host_tokens``. None if no sequence needs them, or if a tree's tokens are not being
+    copied to the host."""
     if not any(span.seq.needs_host_tokens for span in spans):
         return None
     paths: list[tuple[int, ...]] = []
@@ -71,10 +74,12 @@ def _host_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Whose distribution each row of logits is. ``depths[r]``: drafted tokens between the last
-    committed token of ``seqs[r]`` and the row; ``paths[r, :depths[r]]``: these tokens (int64 ``[R,
-    D]`` on the logits' device; needed if ``needs_paths``). ``known``: paths on the host of rows
-    with a grammar or logits processors."""
+    """The sequence and the tree path that each row of logits belongs to.
+
+    ``seqs[r]``: the sequence of row r. ``depths[r]``: number of drafted tokens between its last
+    committed token and the row. ``paths[r, :depths[r]]``: these tokens, int64 ``[R, D]`` on the
+    logits' device; required if ``needs_paths``. ``known``: the same on the host, for rows of
+    sequences with a grammar or logits processors."""
 
     seqs: tuple[SequenceView, ...]
     depths: tuple[int, ...]
@@ -90,19 +95,19 @@ class Rows:
 
     @property
     def positions(self) -> list[int]:
-        """Absolute index of the token that each row chooses."""
+        """Index in its sequence of the token that each row predicts."""
         return [len(s.tokens) + depth for s, depth in zip(self.seqs, self.depths, strict=True)]
 
     @property
     def on_host(self) -> Sequence[Sequence[int]]:
-        """``known``, else ``paths``, for which it waits."""
+        """The paths on the host; waits for the device unless they are ``known``."""
         if self.known is not None:
             return self.known
         return [()] * len(self) if self.paths is None else self.paths.tolist()
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Rows:
-        """The spans' rows: after the last committed token, then after each node."""
+        """The rows of the spans: one after the last committed token, then one after each node."""
         seqs = tuple(span.seq for span in spans for _ in range(span.verify_rows))
         depths = tuple(depth for span in spans for depth in (0, *span.tree.depths))
         needed = needs_paths(span.seq for span in spans) or any(
@@ -112,7 +117,7 @@ class Rows:
         return cls(seqs, depths, paths, _host_paths(spans))
 
     def select(self, index: Sequence[int]) -> Rows:
-        """The rows at these indices."""
+        """The rows at the given indices."""
         seqs, depths, paths = self.seqs, self.depths, self.paths
         if paths is not None:
             paths = paths[to_device(list(index), paths.device)]
@@ -121,17 +126,19 @@ class Rows:
 
 
 def needs_paths(seqs: Iterable[SequenceView]) -> bool:
-    """Whether a distribution of these sequences depends on the drafted tokens before its row."""
+    """Whether a distribution of these sequences depends on the drafted tokens of its path other
+    than through the logits: penalties or a grammar."""
     return any(seq.params.penalises or seq.constraint is not None for seq in seqs)
 
 
 def is_unadjusted(seq: SequenceView) -> bool:
-    """Whether only temperature and truncation change the sequence's distributions, at any depth."""
+    """Whether ``adjust_logits`` changes nothing for this sequence, at any depth: it has no bias,
+    penalties, grammar or unmet ``min_tokens``."""
     return seq.constraint is None and _is_unadjusted_by_params(seq)
 
 
 def _is_unadjusted_by_params(seq: SequenceView) -> bool:
-    """The same, of what a grammar allows."""
+    """``is_unadjusted``, except that the sequence may have a grammar."""
     params = seq.params
     if params.logit_bias or params.penalises:
         return False
@@ -139,12 +146,12 @@ def _is_unadjusted_by_params(seq: SequenceView) -> bool:
 
 
 def is_argmax(seq: SequenceView) -> bool:
-    """Whether the sequence's choice is the argmax of the untouched logits, at any depth."""
+    """Whether the sequence's next token is the argmax of the model's logits, at any depth."""
     return seq.params.greedy and is_unadjusted(seq)
 
 
 def needs_logits(seqs: Iterable[SequenceView]) -> bool:
-    """False if the index of the largest logit is all that is needed."""
+    """Whether any of these sequences needs more than the argmax of its rows."""
     return any(
         seq.params.logprobs is not None or seq.params.logits_processors or not is_argmax(seq)
         for seq in seqs
@@ -152,8 +159,8 @@ def needs_logits(seqs: Iterable[SequenceView]) -> bool:
 
 
 def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """float32 ``[R, V]``: each row's distribution, from logits ``[R, V]`` of any dtype. Temperature
-    0: one-hot on the lowest id among the largest scores."""
+    """float32 ``[R, V]``: the distribution of each row, from logits ``[R, V]`` of any dtype. With
+    temperature 0 it is one-hot on the lowest id among the largest scores."""
     return scores_to_probs(adjust_logits(logits, rows), [seq.params for seq in rows.seqs])
 
 
@@ -162,8 +169,8 @@ def probabilities(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 def apply_logits_processors(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """``[R, V]``: logits after the requests' ``logits_processors``; the input itself if there are
-    none. Drafters do without: whatever they propose is judged by these. Raises ConfigError for what
-    is no row of logits."""
+    none. Drafters do not apply them, as the verifier decides in the end. Raises ConfigError if a
+    processor returns anything but a row of logits."""
     if not any(seq.params.logits_processors for seq in rows.seqs):
         return logits
     scores = logits.to(torch.float32, copy=True)
@@ -172,17 +179,17 @@ def apply_logits_processors(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     ):
         prompt, output = seq.tokens[: seq.prompt_length], seq.tokens[seq.prompt_length :]
         for processor in seq.params.logits_processors:
-            texts = [prompt] if len(signature(processor).parameters) == 3 else []
-            given = processor(*texts, [*output, *path[:depth]], scores[row])
-            if getattr(given, "shape", None) != scores[row].shape:
-                raise ConfigError(f"a logits processor returned {given!r}; return its logits")
-            scores[row] = given
+            prompts = [prompt] if len(signature(processor).parameters) == 3 else []
+            result = processor(*prompts, [*output, *path[:depth]], scores[row])
+            if getattr(result, "shape", None) != scores[row].shape:
+                raise ConfigError(f"a logits processor returned {result!r}; return its logits")
+            scores[row] = result
     return scores
 
 
 def adjust_logits(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """float32 ``[R, V]``: logits after bias, min_tokens, penalties and grammars; the input itself
-    if nothing applies and it is float32."""
+    """float32 ``[R, V]``: logits after logit_bias, min_tokens, penalties and grammars; the input
+    itself if it is float32 and none of these applies."""
     scores = logits.to(torch.float32)
     seqs = {id(seq): seq for seq in rows.seqs}.values()
     biased = any(seq.params.logit_bias for seq in seqs)
@@ -216,7 +223,7 @@ def _apply_logit_bias(scores: torch.Tensor, rows: Rows) -> None:
 
 
 def _apply_min_tokens(scores: torch.Tensor, rows: Rows) -> None:
-    """Forbid stop ids in rows before which fewer than min_tokens were chosen."""
+    """Forbid stop ids, in place, in rows before ``min_tokens`` tokens."""
     width = scores.shape[1]
     forbidden = [
         (row, token)
@@ -231,8 +238,8 @@ def _apply_min_tokens(scores: torch.Tensor, rows: Rows) -> None:
 
 
 def apply_grammars(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """float32 ``[R, V]``: minus infinity where a row's grammar forbids the token. Waits for the
-    device unless the drafted tokens are ``known`` on the host."""
+    """float32 ``[R, V]``: scores with minus infinity where the row's grammar forbids the token.
+    Waits for the device unless the drafted tokens are ``known`` on the host."""
     constrained: list[int] = []
     masks: list[torch.Tensor] = []
     for row, (seq, depth, path) in enumerate(
@@ -243,7 +250,7 @@ def apply_grammars(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
         )
         if allowed is not None:
             constrained.append(row)
-            # Padding of the logits beyond the vocabulary is forbidden, too.
+            # Padding of the logits beyond the vocabulary is forbidden as well.
             masks.append(torch.nn.functional.pad(allowed, (0, scores.shape[1] - len(allowed))))
     if not masks:
         return scores
@@ -256,13 +263,14 @@ def apply_grammars(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 # --- penalties ------------------------------------------------------------------------------------
-# Only occurring tokens: a text has a thousand different ones, a vocabulary 50,000 to 200,000, so
-# scores are gathered, changed and scattered back.
+# Only tokens that occur are penalised: a text has about a thousand different ones, a vocabulary
+# 50,000 to 200,000. So their scores are gathered, changed and scattered back.
 
 
 def apply_penalties(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """float32 ``[R, V]``: repetition over prompt and output, presence and frequency over output.
-    Drafted tokens before a row count as output."""
+    """float32 ``[R, V]``: scores after the repetition penalty (for tokens of prompt and output) and
+    the presence and frequency penalties (output only). The drafted tokens on a row's path count as
+    output."""
     distinct = list({id(seq): seq for seq in rows.seqs}.values())
     ids, counts = _count_tables(distinct, scores)
     index = {id(seq): i for i, seq in enumerate(distinct)}
@@ -285,13 +293,14 @@ def apply_penalties(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
 def _count_tables(
     distinct: list[SequenceView], scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids int64 and counts float32, both [S, U]; count -1: the token did not occur."""
+    """For each sequence the token ids that occur, int64 [S, U], and how often in the output,
+    float32 [S, U]: 0 means in the prompt only, -1 nowhere (padding)."""
     of_seqs = [_occurrences(seq, scores.shape[1]) for seq in distinct]
     longest = max(1, *(len(ids) for ids, _ in of_seqs))
     ids = np.zeros((len(of_seqs), longest), dtype=np.int64)
     counts = np.full((len(of_seqs), longest), -1, dtype=np.float32)
     for row, (token_ids, times) in enumerate(of_seqs):
-        if len(token_ids):  # padded with the first
+        if len(token_ids):  # rows are padded with their first entry
             ids[row], counts[row] = token_ids[0], times[0]
             ids[row, : len(token_ids)], counts[row, : len(token_ids)] = token_ids, times
     device = scores.device
@@ -301,13 +310,13 @@ def _count_tables(
 def _occurrences(
     seq: SequenceView, width: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Ids below ``width`` that occur, and how often in the output; 0: in the prompt alone."""
-    text = seq.tokens
-    known = text.occurrences if isinstance(text, TokenView) else Occurrences()
-    occurrences = known.count(text, seq.prompt_length)
+    """Token ids below ``width`` that occur in a sequence, and how often in its output (0: in the
+    prompt only)."""
+    tokens = seq.tokens
+    counter = tokens.occurrences if isinstance(tokens, TokenView) else Occurrences()
+    count_of = counter.count(tokens, seq.prompt_length)
     ids, counts = (
-        np.fromiter(numbers, np.int64, len(occurrences))
-        for numbers in (occurrences, occurrences.values())
+        np.fromiter(numbers, np.int64, len(count_of)) for numbers in (count_of, count_of.values())
     )
     return ids[ids < width], counts[ids < width]
 
@@ -315,10 +324,10 @@ def _occurrences(
 def _add_path_counts(
     ids: torch.Tensor, counts: torch.Tensor, paths: torch.Tensor, depths: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables [R, U] with the tokens of each row's path: [R, U + D]."""
+    """Extend the tables [R, U] by the tokens of each row's path, to [R, U + D]."""
     limit = to_device(list(depths), paths.device).unsqueeze(1)
     on_path = torch.arange(paths.shape[1], device=paths.device) < limit
-    # A void entry stands for the row's first id.
+    # Entries beyond the path are replaced by the row's first id.
     tokens = torch.where(on_path, paths, ids[:, :1])
     same = ids.unsqueeze(1) == tokens.unsqueeze(2)  # [R, D, U]
     known = torch.where(same, counts.unsqueeze(1), -1.0).amax(-1)
@@ -331,23 +340,23 @@ def _add_path_counts(
 
 
 def greedy_choice(scores: torch.Tensor) -> torch.Tensor:
-    """int64 [R]: the lowest id among each row's largest scores; NO_TOKEN if that is not finite."""
+    """int64 [R]: argmax of each row, the lowest id among equals; NO_TOKEN if it is not finite."""
     best, tokens = row_max(scores)
     return torch.where(best.abs() < torch.inf, tokens, NO_TOKEN)
 
 
 def greedy_tokens(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """int64 [R]: ``greedy_choice`` of the adjusted logits. On a CPU a grammar is first asked only
-    whether it allows the largest one, which takes less time than listing all that it allows."""
+    """int64 [R]: ``greedy_choice`` of the adjusted logits. On a CPU a grammar is first asked
+    whether it allows the argmax, which takes less time than making the mask of allowed tokens."""
     distinct = {id(seq): seq for seq in rows.seqs}.values()
     constrained = any(seq.constraint is not None for seq in distinct)
     if not constrained or logits.is_cuda or not all(map(_is_unadjusted_by_params, distinct)):
         return greedy_choice(adjust_logits(logits, rows))
     choices = greedy_choice(logits)
-    texts = zip(rows.seqs, rows.depths, rows.on_host, choices.tolist(), strict=True)
+    items = zip(rows.seqs, rows.depths, rows.on_host, choices.tolist(), strict=True)
     refused = [
         row
-        for row, (seq, depth, path, token) in enumerate(texts)
+        for row, (seq, depth, path, token) in enumerate(items)
         if seq.constraint is not None and not seq.constraint.is_allowed(tuple(path[:depth]), token)
     ]
     if refused:
@@ -357,7 +366,7 @@ def greedy_tokens(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def one_hot(tokens: torch.Tensor, width: int) -> torch.Tensor:
-    """float32 [R, width] with a one at each row's token; zeros for NO_TOKEN."""
+    """float32 [R, width]: one-hot rows for ``tokens`` [R]; all zeros for NO_TOKEN."""
     probs = torch.zeros(tokens.shape[0], width, device=tokens.device)
     index = tokens.unsqueeze(1)
     return probs.scatter_(1, index.clamp(min=0), (index >= 0).to(probs.dtype))
@@ -365,13 +374,14 @@ def one_hot(tokens: torch.Tensor, width: int) -> torch.Tensor:
 
 def _inverse_temperature(params: SamplingParams) -> float:
     if params.greedy:
-        return 1.0  # replaced by a one-hot distribution
+        return 1.0  # the row is replaced by a one-hot distribution later
     return min(1.0 / max(params.temperature, 1e-300), _MAX_INVERSE_TEMPERATURE)
 
 
 def scores_to_probs(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """float32 [R, V]: temperature, min_p, top_k and top_p of adjusted logits [R, V]. Rows that are
-    no distribution (not a number, infinite, all forbidden) give NaN, or zeros if greedy."""
+    """float32 [R, V]: the distribution of each row of adjusted logits [R, V] after temperature,
+    min_p, top_k and top_p. A row without a distribution (NaN, infinite, all tokens forbidden) gives
+    NaN, or zeros if greedy."""
     width = scores.shape[1]
     if all(p.greedy for p in params):
         return one_hot(greedy_choice(scores), width)
@@ -386,12 +396,12 @@ def scores_to_probs(scores: torch.Tensor, params: Sequence[SamplingParams]) -> t
 
 
 def _apply_temperature(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Scores over temperatures, finite wherever the scores are."""
+    """Scores divided by the temperatures; finite wherever the scores are."""
     same = all(p is params[0] for p in params)
     inverses = [_inverse_temperature(p) for p in (params[:1] if same else params)]
     if max(inverses) > _LARGE_INVERSE_TEMPERATURE:
-        # The distribution is the same if the largest score is zero, and zero has a finite product.
-        # Other rows keep their bits.
+        # Subtracting the row's maximum leaves the distribution as it is and keeps the product
+        # finite. Rows with larger temperatures keep their bits.
         cold = [inverse > _LARGE_INVERSE_TEMPERATURE for inverse in inverses]
         is_cold = to_device(cold, scores.device, torch.bool).unsqueeze(1)
         scores = scores - torch.where(is_cold, scores.amax(dim=-1, keepdim=True), 0.0)

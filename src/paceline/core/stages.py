@@ -1,7 +1,7 @@
-"""Progress of long work, reported where it is done and shown by a listener.
+"""Progress reports of long work.
 
-Code that reads a model, tokenises a corpus or trains opens a stage; a command listens and shows it;
-without a listener it costs nothing. Stages nest.
+Code that loads a model, tokenises a corpus or trains opens a stage. A command that wants to show
+progress installs a listener; without one, stages cost nothing. Stages nest.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from paceline.core.bound import bound
 
 
 class Stage:
-    """A piece of work under way; this one is not shown."""
+    """A piece of work in progress. This base class shows nothing."""
 
     def advance(self, steps: float = 1, note: str | None = None) -> None:
-        """``steps`` more of ``total`` are done; ``note``: what comes next."""
+        """Report that ``steps`` more of ``total`` are done. ``note``: what is done next."""
 
     def resize(self, total: float) -> None:
-        """The amount of work became known, or changed."""
+        """Set the amount of work, once it is known or has changed."""
 
 
 class Listener:
-    """Shows stages; this one shows none."""
+    """Shows stages. This base class shows nothing."""
 
     def begin(self, what: str, total: float | None, unit: str) -> Stage:
         return Stage()
@@ -34,32 +34,33 @@ class Listener:
         pass
 
     def info(self, line: str) -> None:
-        """A line that stays, between stages."""
+        """Show a line permanently."""
 
 
-_NOBODY = Listener()
-_listener: ContextVar[Listener] = ContextVar("paceline_stages", default=_NOBODY)
+_NO_LISTENER = Listener()
+_listener: ContextVar[Listener] = ContextVar("paceline_stages", default=_NO_LISTENER)
 
 
 @contextmanager
 def stage(what: str, total: float | None = None, unit: str = "") -> Iterator[Stage]:
-    """Begin ``what``, such as "tokenising chat.jsonl". ``total``: amount of work, None while
-    unknown; ``unit`` follows the numbers, "B" is shown as kB, MB or GB."""
+    """Open a stage for the block. ``what`` names the work, as in "tokenising chat.jsonl".
+    ``total``: amount of work, None while unknown. ``unit`` follows the numbers; "B" is shown as kB,
+    MB or GB."""
     listener = _listener.get()
-    begun = listener.begin(what, total, unit)
+    opened = listener.begin(what, total, unit)
     try:
-        yield begun
+        yield opened
     finally:
-        listener.end(begun)
+        listener.end(opened)
 
 
 def info(line: str) -> None:
-    """A line that stays on the screen or in the log."""
+    """Show a line permanently on the screen or in the log."""
     _listener.get().info(line)
 
 
 def warn(line: str) -> None:
-    """As info; without a listener, to the log "paceline"."""
+    """As ``info``; without a listener the line goes to the log "paceline"."""
     if is_heard():
         info(line)
     else:
@@ -68,9 +69,9 @@ def warn(line: str) -> None:
 
 def is_heard() -> bool:
     """Whether there is a listener."""
-    return _listener.get() is not _NOBODY
+    return _listener.get() is not _NO_LISTENER
 
 
 def listening(listener: Listener) -> AbstractContextManager[None]:
-    """Stages of this block are shown by ``listener``."""
+    """Show the stages of the block by ``listener``."""
     return bound(_listener, listener)
