@@ -47,11 +47,11 @@ def decode(target, draft, length):
         tree = TokenTree.chain(guess.tokens[len(text.tokens) :])
         logits, spans = target.read(tree)  # verify
         (verdict,) = Verifier()(logits, spans)  # accept
-        taken, end = text.ending(verdict.tokens, text.remaining)
+        kept, end = text.check_stop(verdict.tokens, text.remaining)
         cached = len(text.tokens) + len(verdict.path)
-        target.commit(text.tokens + list(verdict.tokens[:taken]), cached)  # commit
+        target.commit(text.tokens + list(verdict.tokens[:kept]), cached)  # commit
         draft.commit(text.tokens, min(guess.cached, cached))
-        yield verdict.tokens[:taken]
+        yield verdict.tokens[:kept]
 
 
 if __name__ == "__main__":

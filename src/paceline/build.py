@@ -35,7 +35,7 @@ from paceline.model.target import CausalModel
 from paceline.model.tokenizer import Tokenizer
 from paceline.settings import EngineSettings, entries
 from paceline.settings.tuned import KnownCosts
-from paceline.verify.logprobs import most_rows, scoring_bytes
+from paceline.verify.logprobs import max_scored_rows, scoring_bytes
 from paceline.verify.verifier import Verifier
 
 # Start-up measures forwards over so many tokens of each sequence, of at most so many rows (beyond,
@@ -234,7 +234,7 @@ def build_engine(
     limits = SchedulerConfig(
         max_batch_size=options.max_batch_size,
         max_positions=min(options.positions(target), blocks * BLOCK_SIZE),
-        max_scored_rows=most_rows(target.vocab_size),
+        max_scored_rows=max_scored_rows(target.vocab_size),
     )
     verifier = Verifier(options.rule, generator)
     parts = target, cache, drafter, verifier, Scheduler(limits, cache), controller

@@ -65,7 +65,7 @@ def test_a_problem_is_named_and_fails(
 @pytest.mark.skipif(functions() is None, reason="the kernels are not there")
 def test_a_missing_residual_is_found_at_default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """It passed: the bias was smaller than what so many samples see."""
-    monkeypatch.setattr("paceline.verify.verifier.decide", without_residual)
+    monkeypatch.setattr("paceline.verify.verifier.decide_in_kernels", without_residual)
     pair = ["--model", "paceline/tiny", "--draft", "paceline/tiny-draft"]
     result = paceline("certify", *pair, "--json")
     assert result.exit_code == 1, result.output

@@ -35,7 +35,7 @@ MIXED = [
 ]
 LOOKS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 # Who looks at tensors of the host, or does so only where the device is the host.
-ON_HOST = {"_without_nan", "_zero_invalid_rows", "_noise_keys", "row_max"}
+ON_HOST = {"_replace_nan_rows", "_zero_invalid_rows", "_noise_keys", "row_max"}
 ON_HOST |= {
     "_top",
     "learn_scores",

@@ -28,7 +28,7 @@ from placed import Placed, verifier_error
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
 from paceline.verify import rules, verifier
-from paceline.verify.verifier import method_of
+from paceline.verify.verifier import rule_for
 from support.spans import judged
 
 PARAMS = {
@@ -206,7 +206,7 @@ ALL_KINDS = ("plain", "top_p", "penalties", "min_tokens", "logits_processors")
 @pytest.mark.parametrize("case", VERIFIED.values(), ids=VERIFIED.keys())
 def test_verifier_follows_the_distribution(case, name, kernels, monkeypatch):
     if not kernels:
-        monkeypatch.setattr(verifier, "can_decide", lambda *_: False)
+        monkeypatch.setattr(verifier, "can_use_kernels", lambda *_: False)
     drafter, depth, rule, method = case
     setting = Setting.random(3, PARAMS[name], seed=3)
     assert verifier_error(setting, drafter, depth, Placed(rule), method) < 1e-6
@@ -219,7 +219,7 @@ def test_which_method_decides():
 
     def method(params, draw, rule="auto"):
         tree = TokenTree(tokens, chain_parents(2), draw, ones)
-        return method_of(judged(SequenceState(0, [0], 1, params), 0, tree), rule)
+        return rule_for(judged(SequenceState(0, [0], 1, params), 0, tree), rule)
 
     assert method(free, Draw.IID) == method(free, Draw.IID, "block") == "block"
     assert method(free, Draw.IID, "token") == "siblings"

@@ -51,7 +51,7 @@ RULES_MUTATIONS = {
         "siblings",
     ),
     "siblings: residual without renormalising": (
-        "_normalised((target - draft).clamp_(min=0.0), target)",
+        "_normalise((target - draft).clamp_(min=0.0), target)",
         "(target - draft).clamp_(min=0.0)",
         "siblings",
     ),
@@ -61,7 +61,7 @@ RULES_MUTATIONS = {
         "siblings",
     ),
     "siblings: q zeroed but not renormalised": (
-        "draft = _normalised(draft, draft)",
+        "draft = _normalise(draft, draft)",
         "pass",
         "siblings",
     ),
@@ -106,8 +106,8 @@ VERIFIER_MUTATIONS = {
     "bonus from the wrong position": (" choices[end])", " choices[max(end - 1, 0)])"),
     "bonus from the root": (" choices[end])", " choices[0])"),
     "block stops at the first failure": (
-        "return last_accepted(parents, accepted)",
-        "return first_accepted(parents, accepted)",
+        "return walk_last_accepted(parents, accepted)",
+        "return walk_first_accepted(parents, accepted)",
     ),
     "decisions of the wrong node": ("accepted[node:end]", "accepted[node:end][::-1]"),
 }
@@ -115,7 +115,7 @@ VERIFIER_MUTATIONS = {
 
 @pytest.mark.parametrize("mutation", VERIFIER_MUTATIONS.values(), ids=VERIFIER_MUTATIONS.keys())
 def test_mutated_verifier_is_caught(mutation, monkeypatch):
-    monkeypatch.setattr(verifier, "can_decide", lambda *_: False)
+    monkeypatch.setattr(verifier, "can_use_kernels", lambda *_: False)
     setting = Setting.random(3, PLAIN)
     chain = sampled_chain(2)
     assert verifier_error(setting, chain, 2, Placed("block"), "block") < EXACT

@@ -12,7 +12,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
-from paceline.verify.verifier import matching
+from paceline.verify.verifier import walk_matching
 
 Scores = Callable[[list[int]], torch.Tensor]  # tokens so far -> scores [vocab] of the next one
 
@@ -50,7 +50,7 @@ def run_step(
         logits += [target(seq.tokens + path) for path in ([], *paths_of(tree))]
         choices = [int(row.argmax()) for row in logits[start:]]
         tokens = tree.tokens.tolist()
-        path = matching(tree.parents, tokens, choices)
+        path = walk_matching(tree.parents, tokens, choices)
         emitted = (*(tokens[n] for n in path), choices[path[-1] + 1 if path else 0])
         commits.append(
             Commit(

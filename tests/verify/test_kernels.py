@@ -14,7 +14,7 @@ from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.kernels.library import INSTRUCTIONS, choose, instructions
 from paceline.verify import verifier as verifier_module
-from paceline.verify.verifier import Verifier, method_of
+from paceline.verify.verifier import Verifier, rule_for
 from support.spans import judged
 
 BRANCHING = (-1, -1, 0, 0, 1)
@@ -53,7 +53,7 @@ def decided(
     """Path, tokens and error of each span, in the kernels or without."""
     with pytest.MonkeyPatch.context() as patch:
         if not quick:
-            patch.setattr(verifier_module, "can_decide", lambda *_: False)
+            patch.setattr(verifier_module, "can_use_kernels", lambda *_: False)
         return [(v.path, v.tokens, v.error) for v in verifier(logits, spans)]
 
 
@@ -194,7 +194,7 @@ def test_a_drafter_that_learns_from_all_rows_gets_all_choices(kernels: None) -> 
     tree = TokenTree(torch.tensor([3, 1, 4, 1, 5]), BRANCHING, wants_choices=True)
     (quick,) = Verifier()(logits, [judged(seq, 0, tree)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verifier_module, "can_decide", lambda *_: False)
+        patch.setattr(verifier_module, "can_use_kernels", lambda *_: False)
         (slow,) = Verifier()(logits, [judged(seq, 0, tree)])
     assert quick.choices == slow.choices and min(quick.choices) >= 0
 
@@ -225,7 +225,7 @@ def test_the_token_rule_and_siblings_are_torchs() -> None:
     siblings = judged(
         seq, 0, TokenTree(torch.tensor([0, 1]), (-1, -1), Draw.WITHOUT_REPLACEMENT, q)
     )
-    assert method_of(chain, "token") == method_of(siblings) == "siblings"
+    assert rule_for(chain, "token") == rule_for(siblings) == "siblings"
     for rule, span in (("token", chain), ("auto", siblings)):
         assert not Verifier(rule)._is_quick([span], torch.zeros(3, 4), None)
     assert Verifier()._is_quick([chain], torch.zeros(3, 4), None)

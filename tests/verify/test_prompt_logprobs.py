@@ -15,7 +15,7 @@ from paceline.errors import ConfigError
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.target import CausalModel
 from paceline.verify import logprobs as prompts
-from paceline.verify.logprobs import _MOST_SCORED, prompt_logprobs
+from paceline.verify.logprobs import _MAX_LOGITS_AT_ONCE, prompt_logprobs
 
 TEXT = "Once upon a time there was a little girl named Lily. She loved to play in the garden. " * 3
 
@@ -110,7 +110,7 @@ def test_rows_are_scored_in_parts() -> None:
     tokens = torch.randint(50_000, (150,)).tolist()
     with Sizes() as made:
         entries = prompt_logprobs(logits, tokens, 2)
-    assert made.largest <= 4 * _MOST_SCORED
+    assert made.largest <= 4 * _MAX_LOGITS_AT_ONCE
     whole = torch.log_softmax(logits.float(), -1)
     assert [entry.token_id for entry in entries] == tokens
     assert [entry.logprob for entry in entries] == whole[range(150), tokens].tolist()
@@ -122,7 +122,7 @@ def test_rows_of_a_step_are_bounded_and_counted(llm: LLM, monkeypatch: pytest.Mo
     ids = llm.tokenizer.encode(TEXT)
     alone = scored(llm, [ids])[0]
     width = llm.target.vocab_size
-    monkeypatch.setattr(prompts, "_MOST_LOGITS", 7 * width)
+    monkeypatch.setattr(prompts, "_MAX_LOGITS_PER_STEP", 7 * width)
     few, most = llm.beside(), 0
 
     call = CausalModel.__call__
@@ -146,7 +146,7 @@ def test_what_scoring_takes_is_no_memory_of_the_cache(
     monkeypatch.setattr(CausalModel, "free_memory", lambda self: 2**28)
     blocks, needed = [], []
     for rows in (1, 512):
-        monkeypatch.setattr(prompts, "_MOST_LOGITS", rows * target.vocab_size)
+        monkeypatch.setattr(prompts, "_MAX_LOGITS_PER_STEP", rows * target.vocab_size)
         blocks.append(cache_blocks(options, target))
         needed.append(prompts.scoring_bytes(target.vocab_size, 2048))
     assert needed[1] >= 512 * target.vocab_size * 4

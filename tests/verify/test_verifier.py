@@ -96,7 +96,7 @@ def test_each_request_of_a_mixed_batch_as_if_alone(rule, seed):
     node = rows
     for check, verdict in zip(checks, together, strict=True):
         own = slice(check.logit_row, check.logit_row + check.verify_rows)
-        decides = verifier_module.method_of(check, rule) != "match"
+        decides = verifier_module.rule_for(check, rule) != "match"
         deciding = uniforms[node : node + len(check.tree)] if decides else uniforms[:0]
         verifier.placed = torch.cat((uniforms[own], deciding))
         (alone,) = verifier(logits[own], [judged(check.seq, 0, check.tree)])

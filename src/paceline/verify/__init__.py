@@ -1,1 +1,1 @@
-"""The lossless rules: from target distributions and a drafted tree to the tokens that hold."""
+"""Verification: which tokens of a draft tree the target accepts, by lossless acceptance rules."""

@@ -1,4 +1,4 @@
-"""Log-probabilities: of new tokens, within the step's one transfer, and of a prompt's tokens."""
+"""Log-probabilities of generated tokens (within the step's one transfer) and of prompt tokens."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from paceline.core.ranking import stable_top_k
 from paceline.core.transfer import to_device
 from paceline.verify.rules import layout_of
 
-_MOST_LOGITS = 2**24  # of one step
-_MOST_SCORED = 2**21  # at a time in float32, of which there are several copies
+_MAX_LOGITS_PER_STEP = 2**24
+_MAX_LOGITS_AT_ONCE = 2**21  # converted to float32 together; there are several copies of them
 
 
 @dataclass(frozen=True)
 class StepLogprobs:
-    """Log-softmax of the adjusted logits: after bias and penalties (along the tree path), before
-    temperature and truncation, so independent of how tokens are drawn.
+    """Log-probabilities of one step: the log-softmax of the adjusted logits, after bias and
+    penalties along the tree path, but before temperature and truncation, so that they do not depend
+    on how tokens are sampled.
 
-    ``values`` float64, flat, on the device: of each node's token at its parent's row [N], of each
-    row's choice [R], then per row the ``count`` largest [R, count] and their ids [R, count]."""
+    ``values`` is float64, flat, on the device: the log-probability of each node's token at its
+    parent's row [N], that of each row's choice [R], the ``count`` largest of each row [R, count],
+    and the ids of those [R, count]."""
 
     values: torch.Tensor
     nodes: int
@@ -32,7 +34,7 @@ class StepLogprobs:
 
     @classmethod
     def of(cls, scores: torch.Tensor, spans: Sequence[Span], choices: torch.Tensor) -> StepLogprobs:
-        """From adjusted logits [R, V] and the choices [R] of all rows."""
+        """Compute them from the adjusted logits [R, V] and the choices [R] of all rows."""
         logprobs = torch.log_softmax(scores, dim=-1)
         width = scores.shape[1]
         count = min(max(span.seq.params.logprobs or 0 for span in spans), width)
@@ -42,7 +44,7 @@ class StepLogprobs:
             layout = layout_of(tuple(span.tree.parents for span in spans), scores.device)
             tokens = torch.cat([span.tree.tokens for span in spans])
             parts.append(logprobs[layout.parent_rows, tokens.clamp(max=width - 1)])
-        # A row without a choice ends its request; its value is unused.
+        # The request of a row without a choice ends with an error, so its value is not used.
         parts.append(logprobs.gather(1, choices.clamp(min=0).unsqueeze(1)).squeeze(1))
         best = stable_top_k(logprobs, count)
         parts.append(logprobs.gather(1, best).flatten())
@@ -52,8 +54,8 @@ class StepLogprobs:
     def read(
         self, values: list[float], first_row: int, first_node: int, verdict: Verdict, wanted: int
     ) -> tuple[TokenLogprob, ...]:
-        """One entry per emitted token with ``wanted`` alternatives; ``values``: this record's, on
-        the host. ``first_row``, ``first_node``: the tree's first row and node."""
+        """One entry for each token of a verdict, with ``wanted`` alternatives. ``values``: those of
+        this record, on the host. ``first_row``, ``first_node``: first row and node of the tree."""
         rows = [first_row, *(first_row + node + 1 for node in verdict.path)]
         logprobs = [values[first_node + node] for node in verdict.path]
         logprobs.append(values[self.nodes + rows[-1]])
@@ -67,28 +69,29 @@ class StepLogprobs:
         return tuple(entries)
 
 
-def most_rows(vocab_size: int) -> int:
-    """Rows that one step may score: their logits take at most 64 MiB in float32."""
-    return max(1, _MOST_LOGITS // vocab_size)
+def max_scored_rows(vocab_size: int) -> int:
+    """How many prompt tokens one step may score: their logits take at most 64 MiB in float32."""
+    return max(1, _MAX_LOGITS_PER_STEP // vocab_size)
 
 
 def scoring_bytes(vocab_size: int, step_tokens: int) -> int:
-    """Memory for scoring in a step of so many tokens: the logits, and three copies of a part."""
-    rows = min(step_tokens, most_rows(vocab_size))
-    return 4 * vocab_size * (rows + 3 * min(rows, _part(vocab_size)))
+    """Bytes that scoring takes in a step of ``step_tokens``: the logits, and three float32 copies
+    of the rows that are scored at once."""
+    rows = min(step_tokens, max_scored_rows(vocab_size))
+    return 4 * vocab_size * (rows + 3 * min(rows, _rows_at_once(vocab_size)))
 
 
-def _part(vocab_size: int) -> int:
-    return max(1, _MOST_SCORED // vocab_size)
+def _rows_at_once(vocab_size: int) -> int:
+    return max(1, _MAX_LOGITS_AT_ONCE // vocab_size)
 
 
 @torch.inference_mode()
 def prompt_logprobs(
     logits: torch.Tensor, tokens: Sequence[int], count: int
 ) -> tuple[TokenLogprob, ...]:
-    """Log-softmax of the logits [R, V] at the R tokens that follow their rows, with the ``count``
-    likeliest of each row; without bias, penalties or temperature."""
-    part, scored = _part(logits.shape[1]), list[TokenLogprob]()
+    """Log-probabilities of R prompt ``tokens`` by the logits [R, V] of the rows before them, with
+    the ``count`` likeliest tokens of each row; without bias, penalties or temperature."""
+    part, scored = _rows_at_once(logits.shape[1]), list[TokenLogprob]()
     for first in range(0, len(tokens), part):
         ids = list(tokens[first : first + part])
         logprobs = torch.log_softmax(logits[first : first + part].float(), dim=-1)

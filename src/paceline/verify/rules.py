@@ -1,20 +1,23 @@
-"""The lossless rules as pure functions of distributions; nothing is drawn here.
+"""The lossless acceptance rules as pure functions of distributions; nothing is sampled here.
 
-A rule gives every node's probability to be accepted, and every row's distribution of the token that
-ends the step there: all that drawing (``verifier.py``) or enumerating (the law tests) needs.
+A rule computes the acceptance probability of every node, and for every row the stop distribution:
+that of the token that ends the step if the walk ends there. ``verifier.py`` samples from these, the
+law tests enumerate them.
 
-* ``siblings``: a node's chance given that its parent was reached and its earlier siblings were
-  refused. Walk down from the root through the first accepted child; without one, the row's stop
-  distribution gives the last token. For chains: the token rule of Leviathan, Chen et al. 2023.
-* ``block``: independent chances along a chain; the last accepted node counts, past refused ones.
+* ``siblings``: a node's probability is conditional on its parent being accepted and its earlier
+  siblings rejected. Walk down from the root to the first accepted child each time; where none is
+  accepted, the row's stop distribution (the residual distribution) gives the last token. On chains
+  this is the token-by-token rule of Leviathan et al. and Chen et al. 2023.
+* ``block``: nodes of a chain are accepted independently; the walk goes to the last accepted node,
+  past rejected ones (block verification).
 
-The trees' rows of logits follow one another, each tree's root first; its nodes likewise::
+The rows of logits of all trees follow one another, the root of each tree first; so do the nodes::
 
     rows   R0 a b c  R1 d e        nodes   a b c d e
-    a node's parent row is the row of the distribution that its token was a candidate for
+    the parent row of a node holds the distribution that its token was a candidate for
 
-Distributions are ``[R, V]`` for the target and ``[N, V]`` for the draft, of equal width and dtype;
-``aligned`` pads them to equal width.
+Distributions are ``[R, V]`` for the target and ``[N, V]`` for the draft, with the same dtype and
+width (see ``pad_to_same_width``).
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ Shapes = tuple[tuple[int, ...], ...]  # the parents of each tree
 
 @dataclass(frozen=True)
 class Layout:
-    """Index tensors on the device, int64. ``parent_rows`` [N]: row of each node's parent.
-    ``ranks``: for k = 0, 1, ... the rows that have a k-th child, and those children (nodes), both
-    [n_k]; ``within[k]`` [n_k]: indices of rank k's rows among those of rank k - 1."""
+    """Index tensors of some trees, int64 on the device. ``parent_rows`` [N]: the parent row of each
+    node. ``ranks[k]``: the rows that have a k-th child, and these children (nodes), both [n_k].
+    ``within[k]`` [n_k]: indices of the rows of ``ranks[k]`` among those of ``ranks[k - 1]``."""
 
     parent_rows: torch.Tensor
     ranks: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -44,6 +47,7 @@ class Layout:
 
 @lru_cache(maxsize=512)  # 4,096 of 32 trees each held 67 MB
 def layout_of(shapes: Shapes, device: torch.device) -> Layout:
+    """The layout of trees of these shapes."""
     parent_rows: list[int] = []
     ranks: list[tuple[list[int], list[int]]] = []
     row = node = 0
@@ -71,9 +75,9 @@ def layout_of(shapes: Shapes, device: torch.device) -> Layout:
 
 @dataclass(frozen=True)
 class ChainGrid:
-    """Chains side by side, one per row, padded. ``nodes`` int64 [B, longest]: 0 beyond a chain's
-    end. ``positions`` int64 [N]: each node's index in the flattened grid. ``ends`` bool [N]: the
-    last node of each chain."""
+    """Chains as the rows of a padded grid. ``nodes`` int64 [B, longest]: the nodes of each chain,
+    padded with 0. ``positions`` int64 [N]: index of each node in the flattened grid. ``ends`` bool
+    [N]: whether a node is the last of its chain."""
 
     nodes: torch.Tensor
     positions: torch.Tensor
@@ -82,6 +86,7 @@ class ChainGrid:
 
 @lru_cache(maxsize=512)
 def chain_grid(shapes: Shapes, device: torch.device) -> ChainGrid:
+    """The grid of chains of these shapes."""
     longest = max(map(len, shapes))
     nodes: list[list[int]] = []
     positions: list[int] = []
@@ -98,47 +103,50 @@ def chain_grid(shapes: Shapes, device: torch.device) -> ChainGrid:
 
 @dataclass(frozen=True)
 class RuleProbabilities:
-    """``accept`` [N] and ``stop`` [R, V] of nodes and rows."""
+    """``accept`` [N]: acceptance probability of each node. ``stop`` [R, V]: distribution of the
+    last token if the walk ends at the row."""
 
     accept: torch.Tensor
     stop: torch.Tensor
 
 
-def aligned(*distributions: torch.Tensor) -> list[torch.Tensor]:
-    """All padded to the greatest width with probability zero."""
+def pad_to_same_width(*distributions: torch.Tensor) -> list[torch.Tensor]:
+    """Pad distributions [*, V] with probability zero to the greatest width among them."""
     width = max(probs.shape[1] for probs in distributions)
     missing = [(probs, width - probs.shape[1]) for probs in distributions]
     return [torch.nn.functional.pad(p, (0, more)) if more else p for p, more in missing]
 
 
-def _normalised(
+def _normalise(
     weights: torch.Tensor, otherwise: torch.Tensor, mass: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """weights / sum(weights) by row; ``otherwise`` where the sum is 0: p equals q there, and such a
-    row ends a step through rounding only."""
+    """weights / sum(weights) by row; ``otherwise`` where the sum is 0. There p equals q, so that
+    a walk ends at such a row only through rounding."""
     if mass is None:
         mass = weights.sum(dim=-1)
     mass = mass.unsqueeze(1)
     empty = (mass <= 0).to(mass.dtype)
-    # A sum with zeros, as a `where` over whole rows takes three times as long.
+    # A sum with zeros, because torch.where over whole rows takes three times as long.
     return torch.addcmul(weights / (mass + empty), otherwise, empty)
 
 
 def siblings(
     p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes
 ) -> RuleProbabilities:
-    """Siblings drawn one after another without replacement (SpecInfer, Sequoia).
+    """The rule for siblings that were sampled one after another without replacement (SpecInfer,
+    Sequoia).
 
-    The k-th child x of a row is accepted with min(1, p(x) / q(x)); if refused, p <- norm(max(0, p -
-    q)), and q[x] <- 0, renormalised, for the next sibling. All rows at once, one pass per rank.
-    ``q[i]``: the distribution before any sibling of node i was drawn. A child beyond q's tokens
-    cannot have been drawn: it is refused, and the empty q leaves p as it is."""
+    Child x of a row is accepted with probability min(1, p(x) / q(x)). If it is rejected, p becomes
+    the residual norm(max(0, p - q)), and q[x] becomes 0, renormalised, for the next sibling. All
+    rows are computed at once, with one pass for each rank of siblings. ``q[i]``: the draft
+    distribution before any sibling of node i was drawn. A child that q gives probability zero
+    cannot have been drawn: it is rejected, and where q is empty p stays as it is."""
     layout = layout_of(shapes, p.device)
     stop = p.clone()
     accept = p.new_zeros(tokens.shape[0])
     draft = q
     for rank, (rows, nodes) in enumerate(layout.ranks):
-        # The q of the first child serves all its siblings, less the tokens drawn so far.
+        # All siblings use the q of the first one, without the tokens drawn so far.
         source, index = (q, nodes) if rank == 0 else (draft, layout.within[rank])
         draft = source.index_select(0, index)
         target = stop.index_select(0, rows)
@@ -147,27 +155,28 @@ def siblings(
         ratio = (target.gather(1, token) / chance_q).clamp_(max=1.0)
         chance = torch.where(chance_q > 0, ratio, 0.0).squeeze(1)
         accept.index_copy_(0, nodes, chance)
-        stop.index_copy_(0, rows, _normalised((target - draft).clamp_(min=0.0), target))
+        stop.index_copy_(0, rows, _normalise((target - draft).clamp_(min=0.0), target))
         if rank + 1 < len(layout.ranks):
             draft = draft.scatter(1, token, 0.0)
-            draft = _normalised(draft, draft)
+            draft = _normalise(draft, draft)
     return RuleProbabilities(accept, stop)
 
 
 def block(
     p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, shapes: Shapes
 ) -> RuleProbabilities:
-    """Block verification of independently drawn chains (Sun et al. 2024, arXiv 2403.10444).
+    """Block verification of chains sampled token by token from q (Sun et al. 2024, arXiv
+    2403.10444).
 
-    With P_0 = 1 and P_i = min(1, P_{i-1} p(x_i) / q(x_i)), and p, q the distributions after node i,
-    Z_i = sum max(0, P_i p - q): node i is accepted with h_i = Z_i / (Z_i + 1 - P_i), the last one
-    with P_g. Then at least i tokens are accepted with chance P_i, whatever stands behind it: what
-    was drawn may say where a chain ends. The stop distribution after node i is norm(max(0, P_i p -
-    q)), after the last one p.
+    Let P_0 = 1 and P_i = min(1, P_{i-1} p(x_i) / q(x_i)), and with p, q the distributions after
+    node i let Z_i = sum max(0, P_i p - q). Node i is accepted with h_i = Z_i / (Z_i + 1 - P_i), the
+    last node with P_g. Then at least i tokens are accepted with probability P_i, whatever follows
+    node i; so the drawn tokens may decide where a chain ends. The stop distribution after node i is
+    norm(max(0, P_i p - q)), after the last node p.
     """
     parent_rows = layout_of(shapes, p.device).parent_rows
     grid = chain_grid(shapes, p.device)
-    target = p.index_select(0, parent_rows)  # distribution that node i was a candidate for, like q
+    target = p.index_select(0, parent_rows)  # row i: p where node i was a candidate, as for q
     token = tokens.unsqueeze(1)
     chance_q = q.gather(1, token)
     ratio = torch.where(chance_q > 0, target.gather(1, token) / chance_q, 0.0).squeeze(1)
@@ -180,10 +189,10 @@ def block(
 
     weights = (before.unsqueeze(1) * target).sub_(q).clamp_(min=0.0)
     mass = weights.sum(dim=-1)
-    stop = p.index_copy(0, parent_rows, _normalised(weights, target, mass))
+    stop = p.index_copy(0, parent_rows, _normalise(weights, target, mass))
 
-    # Z after node i is the mass at the next node, which is the next in its chain but for the last.
+    # Z after node i is the mass at the next node of its chain. (Last nodes are handled below.)
     following = mass.roll(-1)
-    left = following + (1.0 - prefix_probs)  # in this order: the bracket is exact near one
-    chances = torch.where(left > 0, following / left, 1.0)
+    total = following + (1.0 - prefix_probs)  # in this order, as the bracket is exact near one
+    chances = torch.where(total > 0, following / total, 1.0)
     return RuleProbabilities(torch.where(grid.ends, prefix_probs, chances), stop)

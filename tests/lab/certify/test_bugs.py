@@ -18,8 +18,8 @@ from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.run import Certifier
 from paceline.llm import LLM
-from paceline.verify.rules import RuleProbabilities, aligned
-from paceline.verify.verifier import Decisions, Verifier
+from paceline.verify.rules import RuleProbabilities, pad_to_same_width
+from paceline.verify.verifier import DeviceDecisions, Verifier
 
 Named = Sequence[tuple[str, Sequence[int]]]
 SMALL = Effort(num_prompts=2, max_tokens=16, prefixes=1, samples=600)
@@ -102,19 +102,21 @@ class NoResidual(Verifier):
     ) -> RuleProbabilities | None:
         rule = super().rule_probabilities(probs, spans)
         return (
-            None if rule is None else RuleProbabilities(rule.accept, aligned(probs, rule.stop)[0])
+            None
+            if rule is None
+            else RuleProbabilities(rule.accept, pad_to_same_width(probs, rule.stop)[0])
         )
 
 
 class Lenient(Verifier):
     """Accepts whatever it likes every other time."""
 
-    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Span]) -> Decisions:
+    def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Span]) -> DeviceDecisions:
         decisions = super()._decide(scores, rows, checks)
         if decisions.accepted is None:
             return decisions
         liked = torch.rand(len(decisions.accepted), generator=self.generator) < 0.5
-        return Decisions(decisions.choices, decisions.accepted | liked)
+        return DeviceDecisions(decisions.choices, decisions.accepted | liked)
 
 
 class NoBonus(Verifier):
@@ -155,7 +157,7 @@ def test_an_ignored_seed(llm: LLM, prompts: Named, monkeypatch: pytest.MonkeyPat
             distributions, torch.rand(len(distributions), generator=generator)
         )
 
-    monkeypatch.setattr("paceline.verify.verifier.can_decide", lambda *_: False)
+    monkeypatch.setattr("paceline.verify.verifier.can_use_kernels", lambda *_: False)
     monkeypatch.setattr("paceline.verify.verifier.coupled_tokens", unseeded)
     assert parts(outcome(llm, prompts)) == {"seeded"}
 

@@ -13,7 +13,7 @@ import torch
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.kernels.lookup import functions
 from paceline.lab.certify.exact import _PARAMS, ExactCheck, SmallStep, enumerate_step
-from paceline.verify.kernels import Question, decide
+from paceline.verify.kernels import SampledSpan, decide_in_kernels
 from paceline.verify.rules import RuleProbabilities
 from paceline.verify.verifier import Verifier
 from support.wrong_rules import without_residual
@@ -84,18 +84,18 @@ def test_a_wrong_draft_distribution_shows() -> None:
 # -- faults of one way to decide alone ------------------------------------------------------------
 
 
-def a_little_lenient(questions: Sequence[Question], uniforms: torch.Tensor) -> list[Any]:
+def a_little_lenient(questions: Sequence[SampledSpan], uniforms: torch.Tensor) -> list[Any]:
     """The kernels with thresholds that are a hundredth too low: far from the intervals' middles."""
     lowered = uniforms.clone()
     first = min(question.node for question in questions if question.node is not None)
     lowered[first:] -= 0.01
-    return decide(questions, lowered)
+    return decide_in_kernels(questions, lowered)
 
 
 @pytest.mark.skipif(functions() is None, reason="the kernels are not there")
 @pytest.mark.parametrize("fault", [without_residual, a_little_lenient])
 def test_a_fault_of_the_kernels_is_theirs(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.verify.verifier.decide", fault)
+    monkeypatch.setattr("paceline.verify.verifier.decide_in_kernels", fault)
     lower, upper, *of_torch = distances(Verifier(), STEPS["chain"])
     assert max(lower, upper) > 1e-3 and max(of_torch) < 1e-7
 

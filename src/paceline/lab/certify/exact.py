@@ -19,7 +19,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import Draw, TokenTree, children_of, paths_of
 from paceline.lab.certify.decoding import TokenIds
-from paceline.verify.verifier import Verifier, method_of
+from paceline.verify.verifier import Verifier, rule_for
 
 _MAX_DEPTH, _MAX_SIBLINGS, _MAX_NODES = 2, 3, 4  # of the enumerated tree
 _VOCABULARY = 4  # tokens of the reduced vocabulary
@@ -223,7 +223,7 @@ def _max_outcomes(verifier: Verifier, tree: TokenTree, vocab_size: int) -> int:
     """An upper bound of the outcomes that one call of ``SmallStep.distance`` enumerates."""
     nodes, drafts = len(tree), 1 if tree.q is None else vocab_size ** len(tree)
     span = Span.of_request(SequenceView(0, [0], 1, _PARAMS[0]), tree)
-    if method_of(span, verifier.rule) == "match":
+    if rule_for(span, verifier.rule) == "match":
         return int(drafts * vocab_size ** (nodes + 1))
     return int(drafts * vocab_size * (nodes + 1) * 2**nodes)
 
