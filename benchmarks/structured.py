@@ -116,11 +116,11 @@ def forced_tokens(matcher: Matcher, tokens: Sequence[int]) -> int:
     """How many of a text's tokens its grammar forces where they stand."""
     count = position = 0
     while position < len(tokens):
-        pairs = zip(matcher.forced(), tokens[position:], strict=False)
+        pairs = zip(matcher.forced_tokens(), tokens[position:], strict=False)
         right = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
         if right is None:
-            right = min(len(matcher.forced()), len(tokens) - position)
-        matcher.read(tokens[position : position + max(right, 1)])
+            right = min(len(matcher.forced_tokens()), len(tokens) - position)
+        matcher.consume(tokens[position : position + max(right, 1)])
         position, count = position + max(right, 1), count + right
     return count
 

@@ -42,7 +42,7 @@ class SampledSpan(NamedTuple):
 
 
 def decide_in_kernels(
-    questions: Sequence[SampledSpan], uniforms: torch.Tensor | None
+    sampled: Sequence[SampledSpan], uniforms: torch.Tensor | None
 ) -> list[KernelDecisions]:
     """Decide on all sampled spans of a step, in parallel on all threads. ``uniforms`` float64 [rows
     + nodes]; None if all requests have a seed."""
@@ -50,7 +50,7 @@ def decide_in_kernels(
     assert native is not None
     kept: list[Any] = []  # keeps alive the memory that the structures point to
     verdicts, answers, start = [], [], pointer(uniforms)
-    for span, logits, first, row, node in questions:
+    for span, logits, first, row, node in sampled:
         stride = logits.stride(0)
         params, tree, rows = span.seq.params, span.tree, span.verify_rows
         tokens, parents = array("i", tree.host_tokens()), array("i", tree.parents)
