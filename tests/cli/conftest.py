@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def hushed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a command says while it loads depends on the machine; errors are looked at alone."""
-    monkeypatch.setattr("paceline.request.progress._SOON", 60.0)
+    monkeypatch.setattr("paceline.request.progress._FIRST_LINE", 60.0)

@@ -24,8 +24,8 @@ from support.simulated_clock import Clock
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undoes what hushes the other commands under test; seconds become hundredths."""
-    monkeypatch.setattr(progress, "_SOON", 0.01)
-    monkeypatch.setattr(progress, "_APART", 0.01)
+    monkeypatch.setattr(progress, "_FIRST_LINE", 0.01)
+    monkeypatch.setattr(progress, "_LINE_INTERVAL", 0.01)
 
 
 def pipe() -> Console:
@@ -125,7 +125,7 @@ def test_of_many_alike_within_a_longer_one_the_longer_one_is_told() -> None:
 
 
 def test_many_short_stages_are_not_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_APART", 1000.0)
+    monkeypatch.setattr(progress, "_LINE_INTERVAL", 1000.0)
     console = pipe()
     with showing(console, seconds=1000.0):
         with stage("first"):

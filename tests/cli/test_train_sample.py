@@ -113,7 +113,7 @@ def test_it_says_what_it_does(
     tiny_pair: TinyPair, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where stderr is no terminal, from the first second: the heartbeat is next to nothing."""
-    for name in ("_SOON", "_APART"):
+    for name in ("_FIRST_LINE", "_LINE_INTERVAL"):
         monkeypatch.setattr(progress, name, 0.01)
     monkeypatch.setattr(progress.showing, "__defaults__", (None, 0.01))
     command = arguments(tiny_pair, prompts, tmp_path / "a.jsonl", "--max-tokens=120")

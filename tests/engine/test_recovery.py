@@ -177,7 +177,7 @@ def test_a_text_or_grammar_that_fails_takes_nobody_along(
     requests = prepared(llm)
     seq = requests[1].seq
     if where in ("text", "stops"):
-        seq.stops = requests[1]._new_text()
+        seq.stops = requests[1]._new_text_stream()
         reader = seq.stops if where == "stops" else requests[1]._text
         Fault(reader, "push", lambda own, *_: own.calls == at, RuntimeError("planted"))
     elif where == "grammar":

@@ -24,7 +24,7 @@ def answer(
         end = None if seq.stops is None else seq.stops.consume(step)
         reason = "stop" if end is not None else "length" if place == len(steps) else None
         seq.tokens += step[:end]
-        request.absorb(Commit(0, tuple(step[:end]), finish_reason=reason))
+        request.apply_commit(Commit(0, tuple(step[:end]), finish_reason=reason))
         if reason is not None:
             break
     return request, "".join(event.text for event in request.events)

@@ -15,18 +15,18 @@ if TYPE_CHECKING:  # a server's HTTP process reads these records, and has no tor
 class CompletionStats:
     """How a completion was decoded.
 
-    ``acceptance_per_position[i]``: of the ``reached_per_position[i]`` drafts that had a token to
-    try at position i, all earlier ones accepted, the share whose token was accepted.
-    ``mean_accepted_length``: tokens per target step, the target's own included.
-    ``time_to_first_token``: seconds since the request was queued, as in ``arrivals``, one
-    ``(seconds, tokens)`` for each step that yielded tokens. ``decode_seconds``: wall time of the
-    request's steps, prefill included. ``drafters``: accepted tokens by drafter. ``not_drafted``:
-    steps without a draft by reason. ``cached_tokens``: of the prompt, in the cache when the request
-    first ran."""
+    ``acceptance_per_position[i]``: acceptance rate at draft position i, over the
+    ``reached_per_position[i]`` drafts that had a token there and whose earlier positions were all
+    accepted. ``mean_accepted_length``: tokens per target step, the target's own token included.
+    ``arrivals``: ``(seconds, tokens)`` for each step that yielded tokens, in seconds since the
+    request was queued; ``time_to_first_token`` is the first of these. ``decode_seconds``: wall time
+    of the request's steps, prefill included. ``drafters``: accepted tokens by drafter.
+    ``not_drafted``: steps without a draft, by reason. ``cached_tokens``: prompt tokens found in the
+    prefix cache when the request first ran."""
 
     drafted_tokens: int
     accepted_tokens: int
-    acceptance_rate: float | None  # of drafted tokens; None: no draft was tried
+    acceptance_rate: float | None  # accepted by drafted tokens; None: nothing was drafted
     mean_accepted_length: float
     acceptance_per_position: list[float]
     target_steps: int
@@ -63,13 +63,14 @@ class CompletionStats:
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished sequence. ``token_ids`` includes the end token that stopped it, if any.
+    """One finished sequence. ``token_ids`` include the end token that stopped it, if any.
 
     ``finish_reason``: "stop" (end token or stop string), "length", "abort" (``AsyncLLM.abort``) or
-    "error" (``error`` says why in a line; text and tokens are those it had). ``draft_mask[i]``:
-    token i was proposed by the draft. ``index`` counts the n completions of a prompt.
-    ``prompt_logprobs``: of the prompt's tokens but the first, if asked for. ``receipt``: if asked
-    for, of an answer that ended by itself (request/receipt.py)."""
+    "error" (``error`` says why in one line; text and tokens are those decoded before).
+    ``draft_mask[i]``: whether token i was proposed by a drafter. ``index``: number of the
+    completion among the ``n`` of a prompt. ``prompt_logprobs``: if asked for, those of all prompt
+    tokens but the first. ``receipt``: if asked for, the record of an answer that ended with "stop"
+    or "length" (request/receipt.py)."""
 
     prompt: str | list[int]
     text: str
@@ -85,16 +86,17 @@ class Completion:
 
     @property
     def outputs(self) -> list[Completion]:
-        """Itself: ``outputs[0].outputs[0].text`` is what one writes for vLLM."""
+        """A list of this completion alone, so that vLLM's ``outputs[0].outputs[0].text`` works."""
         return [self]
 
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """What one step added to one sequence; the last event of a sequence has its completion.
+    """What one step added to one sequence. The last event of a sequence has its completion.
 
-    ``request``: index of the prompt in the list given to ``stream``. Tokens that are ``from_draft``
-    come first. ``logprobs``: one a token, if asked for; ``prompt_logprobs``: the first event's."""
+    ``request``: index of the prompt in the list given to ``stream``. ``from_draft[i]``: whether
+    token i was drafted; drafted tokens come first. ``logprobs``: one per token, if asked for.
+    ``prompt_logprobs``: if asked for, in the first event."""
 
     request: int
     index: int
@@ -104,4 +106,4 @@ class StreamEvent:
     completion: Completion | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
-    drafter: str = ""  # who drafted those that are ``from_draft``
+    drafter: str = ""  # name of the drafter of the tokens ``from_draft``

@@ -1,4 +1,4 @@
-"""Grammars for constrained decoding: JSON schemas, regular expressions, Lark, by llguidance."""
+"""Constrained decoding by llguidance: JSON schemas, regular expressions and Lark grammars."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
-# JSON on one line: with free white space a model may write blanks until its tokens run out.
+# JSON is written on one line: with free white space a model may write blanks until max_tokens.
 _LAYOUT: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
 
-# Keywords of a JSON schema whose values are data, those with schemas by name, and those that
-# combine the properties of several schemas.
+# Keywords of a JSON schema: those whose values are data, those whose values are schemas by name,
+# and those that combine the properties of several schemas.
 _DATA = {"const", "default", "enum", "examples", "required"}
 _NAMED = {"$defs", "definitions", "patternProperties", "properties"}
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "properties"}
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer, on any thread; caches compiled grammars."""
+    """Makes matchers for one tokenizer and caches compiled grammars. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: frozenset[int]) -> None:
-        """``end_tokens`` are allowed only where a text is complete."""
+        """``end_tokens`` are allowed only where the text is complete."""
         self._tokenizer, self._width = tokenizer, vocab_size
         self._ends = sorted(end_tokens)
         self._compiled = lru_cache(maxsize=64)(self._compile)
@@ -73,6 +73,7 @@ class GrammarCompiler:
 
 
 def _compiled_text(grammar: Grammar) -> str:
+    """The grammar in llguidance's own format."""
     from llguidance import LLMatcher
 
     if grammar.kind == "regex":
@@ -80,32 +81,34 @@ def _compiled_text(grammar: Grammar) -> str:
     if grammar.kind == "lark":
         return str(LLMatcher.grammar_from_lark(grammar.text))
     schema: dict[str, Any] = json.loads(grammar.text)
-    _close(schema)
+    _forbid_unlisted_properties(schema)
     return str(LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, _LAYOUT)))
 
 
-def _close(schema: Any) -> None:
-    """Objects that list ``properties`` get no others unless ``additionalProperties`` is given, as
-    xgrammar (vLLM) and llama.cpp read schemas: a small model may add fields until its context is
-    full. A schema that combines properties stays open, for each part would forbid the others'."""
+def _forbid_unlisted_properties(schema: Any) -> None:
+    """Set ``additionalProperties`` to False, unless it is given, in objects that list
+    ``properties``, as xgrammar (vLLM) and llama.cpp read schemas: a small model may otherwise add
+    fields until its context is full. Schemas that combine the properties of several parts are left
+    as they are, because each part would forbid the properties of the others."""
     nodes = list(_schemas(schema))
-    if any(map(_combines, nodes)):
+    if any(map(_combines_properties, nodes)):
         return
     for node in nodes:
         listed, required = node.get("properties"), node.get("required", [])
-        asked = required if isinstance(required, list) else [None]
-        if isinstance(listed, dict) and all(str(name) in listed for name in asked):
+        names = required if isinstance(required, list) else [None]
+        if isinstance(listed, dict) and all(str(name) in listed for name in names):
             node.setdefault("additionalProperties", False)
 
 
-def _combines(node: dict[str, Any]) -> bool:
-    """One schema alone in ``allOf`` is combined with nothing: Pydantic writes references so."""
+def _combines_properties(node: dict[str, Any]) -> bool:
+    """Whether a schema combines several. An ``allOf`` of one schema does not: Pydantic writes
+    references that way."""
     parts = node.get("allOf", [])
     return not isinstance(parts, list) or len(parts) > 1 or len(_COMBINING & node.keys()) > 1
 
 
 def _schemas(node: Any) -> Iterator[dict[str, Any]]:
-    """The schema and all within it."""
+    """The schema and all schemas within it."""
     if isinstance(node, list):
         for item in node:
             yield from _schemas(item)
@@ -118,52 +121,53 @@ def _schemas(node: Any) -> Iterator[dict[str, Any]]:
 
 
 class Matcher:
-    """A sequence's state in its grammar: a ``core.sequence.Constraint``."""
+    """The state of a sequence in its grammar; implements ``core.sequence.Constraint``."""
 
     def __init__(self, matcher: LLMatcher, width: int) -> None:
         self._matcher, self._width = matcher, width
-        # Since the last token, by path: drafters and the verifier ask for the same.
-        self._known: dict[tuple[int, ...], torch.Tensor | None] = {}
-        self._runs: dict[tuple[int, ...], Sequence[int] | None] = {}
+        # Results by path since the last commit: drafters and the verifier ask for the same paths.
+        self._masks: dict[tuple[int, ...], torch.Tensor | None] = {}
+        self._forced_runs: dict[tuple[int, ...], Sequence[int] | None] = {}
 
     def consume(self, tokens: Sequence[int]) -> int | None:
-        self._known.clear()
-        self._runs.clear()
+        self._masks.clear()
+        self._forced_runs.clear()
         for count, token in enumerate(tokens, 1):
-            taken = self._matcher.consume_token(token)
-            assert taken, f"token {token} was committed against its grammar"
+            accepted = self._matcher.consume_token(token)
+            assert accepted, f"token {token} was committed against its grammar"
             if self._matcher.is_stopped():
                 return count
         return None
 
     def allowed_tokens(self, path: tuple[int, ...]) -> torch.Tensor | None:
-        if path not in self._known:
+        if path not in self._masks:
             with self._after(path) as matcher:
                 bits = None if matcher is None else matcher.compute_bitmask()
-            self._known[path] = None if bits is None else _unpacked(bits, self._width)
-        return self._known[path]
+            self._masks[path] = None if bits is None else _unpack_bits(bits, self._width)
+        return self._masks[path]
 
     def is_allowed(self, path: tuple[int, ...], token: int) -> bool:
         with self._after(path) as matcher:
             if matcher is None:
                 return True
             forced = matcher.compute_ff_tokens()
-            if forced:  # text that is forced may be written in one way only
+            if forced:  # forced text has one tokenisation only
                 return token == forced[0]
             return 0 <= token < self._width and matcher.validate_tokens([token]) == 1
 
     def forced_tokens(self, path: tuple[int, ...] = ()) -> Sequence[int] | None:
-        if path not in self._runs:
+        if path not in self._forced_runs:
             with self._after(path) as matcher:
                 tokens = None if matcher is None else matcher.compute_ff_tokens()
             # A tokenizer may have more tokens than the target has logits.
             run = tokens and list(takewhile(lambda token: token < self._width, tokens))
-            self._runs[path] = run
-        return self._runs[path]
+            self._forced_runs[path] = run
+        return self._forced_runs[path]
 
     @contextmanager
     def _after(self, path: tuple[int, ...]) -> Iterator[LLMatcher | None]:
-        """The matcher behind ``path``; None if that is forbidden or final."""
+        """The matcher advanced by ``path`` for the block; None if the grammar forbids the path or
+        the text is complete after it."""
         matcher = self._matcher
         if matcher.is_stopped() or matcher.validate_tokens(list(path)) < len(path):
             yield None
@@ -173,13 +177,13 @@ class Matcher:
         try:
             yield None if matcher.is_stopped() else matcher
         finally:
-            if path:  # also after an error
+            if path:  # after an error as well
                 matcher.rollback(len(path))
 
 
-def _unpacked(bits: bytes, width: int) -> torch.Tensor:
-    """bool [width] from one bit a token, lowest first."""
-    # numpy takes 10 microseconds for 150,000 tokens, torch's shifts 800.
+def _unpack_bits(bits: bytes, width: int) -> torch.Tensor:
+    """bool [width] from a bit mask with the lowest bit first."""
+    # For 150,000 tokens numpy takes 10 microseconds, shifts in torch take 800.
     packed = np.frombuffer(bits, dtype=np.uint8)
     single = np.unpackbits(packed, bitorder="little", count=width)
     return torch.from_numpy(single.view(np.bool_))

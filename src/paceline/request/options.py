@@ -1,7 +1,7 @@
-"""A request's parameters as a table of settings: options of commands, and what they say in text;
-and how requests sample that do not say it.
+"""Sampling parameters as command-line options, and the defaults of parameters that a request leaves
+open. The first source that sets a parameter wins:
 
-the request's own --> the LLM's default_temperature ... --> generation_config.json --> neutral
+the request --> the LLM's default_temperature ... --> generation_config.json --> neutral values
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from paceline.settings import under
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Values of ``SamplingParams``; None is left open. Raises ConfigError for one out of range."""
+    """Default values of ``SamplingParams``; None leaves a parameter open. Raises ConfigError for a
+    value out of range."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -32,15 +33,16 @@ class SamplingDefaults:
 
     @property
     def named(self) -> dict[str, Any]:
-        """What is not left open."""
+        """The parameters that are not left open."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def over(self, below: SamplingDefaults) -> SamplingDefaults:
-        """These, and what they leave open from ``below``."""
+        """These defaults, with those of ``below`` for parameters left open here."""
         return SamplingDefaults(**(below.named | self.named))
 
     def filled(self) -> dict[str, Any]:
-        """All of them. What is open is neutral; temperature 0, but 1 if top_p, top_k, min_p cut."""
+        """Values for all parameters. Open ones get neutral values; an open temperature is 0, or 1
+        if top_p, top_k or min_p truncate."""
         neutral = {item.name: getattr(SamplingParams, item.name) for item in fields(self)}
         filled = neutral | self.named
         if self.temperature is None and (
@@ -51,8 +53,9 @@ class SamplingDefaults:
 
 
 def of_checkpoint(generation: Any, model: str) -> SamplingDefaults:
-    """What a ``generation_config`` of transformers, or None, says of sampling. ``do_sample`` true
-    is temperature 1 if none is named, false is greedy. Raises ConfigError, naming the ``model``."""
+    """The sampling defaults in a ``generation_config`` of transformers (or None). ``do_sample``
+    true means temperature 1 unless one is given, false means greedy. Raises ConfigError, which
+    names the ``model``."""
     names = [item.name for item in fields(SamplingDefaults)]
     settings = {name: getattr(generation, name, None) for name in names}
     samples = getattr(generation, "do_sample", None)
@@ -69,7 +72,8 @@ def of_checkpoint(generation: Any, model: str) -> SamplingDefaults:
 
 
 def sampling_defaults(settings: dict[str, Any], generation: Any, model: str) -> SamplingDefaults:
-    """An engine's ``settings`` (``default_top_p``, ...) over its checkpoint's. ConfigError."""
+    """The defaults of an engine's ``settings`` (``default_top_p`` ...), then those of the
+    checkpoint's generation config. Raises ConfigError."""
     try:
         overrides = SamplingDefaults(
             **{item.name: settings[f"default_{item.name}"] for item in fields(SamplingDefaults)}
@@ -87,8 +91,8 @@ _of_model = partial(_sampling, None, shown="the model's")
 
 @dataclass(frozen=True)
 class DistributionOptions:
-    """What shapes a request's distribution: parameters of SamplingParams. What is None is as the
-    model's default (``SamplingDefaults``)."""
+    """The options that shape a request's distribution, as in SamplingParams. None takes the model's
+    default (``SamplingDefaults``)."""
 
     temperature: float | None = _of_model("0 is greedy.", flags=("--temperature", "-t"))
     top_k: int | None = _of_model("Keep the k likeliest; 0 is off.")
@@ -100,9 +104,10 @@ class DistributionOptions:
     logit_bias: tuple[str, ...] = _sampling((), "Add to a token's logit.", metavar="ID=VALUE")
 
     def params(self, defaults: SamplingDefaults | None = None) -> SamplingParams:
-        """``defaults`` are the model's. Raises ConfigError on a value out of range."""
-        given = {item.name: vars(self)[item.name] for item in fields(SamplingDefaults)}
-        filled = SamplingDefaults(**given).over(defaults or SamplingDefaults()).filled()
+        """The sampling parameters, with the model's ``defaults`` for options that are None. Raises
+        ConfigError for a value out of range."""
+        chosen = {item.name: vars(self)[item.name] for item in fields(SamplingDefaults)}
+        filled = SamplingDefaults(**chosen).over(defaults or SamplingDefaults()).filled()
         values = vars(self) | filled
         values["logit_bias"] = parse_logit_bias(self.logit_bias)
         if values.get("grammar") is not None:
@@ -112,7 +117,7 @@ class DistributionOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions(DistributionOptions):
-    """One request's parameters."""
+    """The options of one request."""
 
     max_tokens: int = _sampling(128, "Most new tokens.")
     min_tokens: int = _sampling(0, "Fewest new tokens.")
@@ -132,6 +137,7 @@ class SamplingOptions(DistributionOptions):
 
 
 def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
+    """Parse biases written as ID=VALUE. Raises ConfigError."""
     split = (pair.partition("=") for pair in pairs)
     try:
         return {int(token): float(value) for token, _, value in split}
@@ -140,7 +146,7 @@ def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
 
 
 def parse_grammar(text: str) -> Grammar:
-    """``json``, ``KIND:TEXT`` or ``KIND:@FILE``. Raises ConfigError."""
+    """Parse ``json``, ``KIND:TEXT`` or ``KIND:@FILE``. Raises ConfigError."""
     kind, colon, body = text.partition(":")
     if text == "json":
         return Grammar.json()

@@ -1,12 +1,12 @@
-"""One engine for callers on any thread and in any event loop.
+"""Shares one engine among callers on any thread and in any event loop.
 
-    a caller that is alone     takes the steps itself, on its own thread
-    several at the same time   the engine's thread takes the steps for all, and wakes each caller
-                               when its own requests have got what it waits for
+    a single caller        runs the steps itself, on its own thread
+    concurrent callers     a thread of the owner runs the steps for all, and wakes each caller when
+                           its requests have what it waits for
 
-Only the holder of one lock touches the engine. Other threads put what they want (a request queued
-or dropped) into an inbox, which is read between two steps; they do not wait for that. Steps are
-taken only while somebody waits for one.
+Only the thread that holds the lock touches the engine. Other threads put their commands (add, drop
+or abort a request) into an inbox and do not wait; the lock's holder runs these commands between two
+steps. Steps run only while a caller waits for one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from paceline.engine.recovery import Failure
 from paceline.errors import CacheMemoryError, EngineLostError, PacelineError
 from paceline.request.request import Request, advance
 
-_IDLE_SECONDS = 1.0  # then the engine's thread ends and callers take the steps
-_EXIT_SECONDS = 10.0  # for the last step when the interpreter exits
+_IDLE_SECONDS = 1.0  # the engine's thread ends after this time without callers
+_EXIT_SECONDS = 10.0  # how long the interpreter's exit waits for the last step
 
 
 def _closed() -> PacelineError:
@@ -37,7 +37,7 @@ def _closed() -> PacelineError:
 
 @dataclass
 class Waiter:
-    """A caller waiting until ``done()``; ``error``: why nothing more will come."""
+    """A caller that waits until ``done()`` is true. ``error``: why that will never be."""
 
     done: Callable[[], bool]
     wake: Callable[[], object]
@@ -45,19 +45,20 @@ class Waiter:
 
 
 class EngineOwner:
-    """An engine, its requests, and who takes its steps. All methods may be called on any thread."""
+    """Owns an engine and its requests, and decides which thread runs its steps. All methods may be
+    called on any thread."""
 
     def __init__(self, engine: Engine, on_close: Callable[[], None] = lambda: None) -> None:
         """``on_close`` is called once nothing uses the engine any more."""
-        self.requests: dict[int, Request] = {}  # by sequence
+        self.requests: dict[int, Request] = {}  # by sequence id
         self._engine: Engine | None = engine
         self._on_close = on_close
         self._lock = threading.Lock()  # only its holder uses the engine
-        self._holder: int | None = None  # thread of the holder
-        self._inbox: deque[Callable[[Engine], None]] = deque()  # in order
+        self._holder: int | None = None  # id of the holder's thread
+        self._inbox: deque[Callable[[Engine], None]] = deque()  # commands, run in this order
         self._waiters: dict[int, Waiter] = {}
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()  # for beginning and ending the thread
+        self._starting = threading.Lock()  # guards starting and ending the thread
         self._work = threading.Event()
         self._closing = self._exiting = False
         _LIVE.add(self)
@@ -69,81 +70,83 @@ class EngineOwner:
             raise _closed()
         return self._engine
 
-    # -- what callers want of it -----------------------------------------------------------------
+    # -- commands of callers ---------------------------------------------------------------------
 
     def enqueue(self, requests: Sequence[Request]) -> None:
-        """Queue all, or none if one is refused (CacheMemoryError); a set ``queued`` time stays."""
+        """Queue all requests, or none if one is refused (CacheMemoryError). A ``queued`` time that
+        is already set is kept."""
         for request in requests:
             self.engine.scheduler.check(request.seq)
         now = time.perf_counter()
         for request in requests:
             request.seq.queued = request.seq.queued or now
-            self._inbox.append(partial(self._add, request))
-        self._tidy()
+            self._inbox.append(partial(self._add_request, request))
+        self._try_inbox()
 
     def release(self, requests: Iterable[Request]) -> None:
         """Forget requests; unfinished ones are cancelled and their cache blocks freed."""
         for request in requests:
-            self._inbox.append(partial(self._drop, request))
-        self._tidy()
+            self._inbox.append(partial(self._drop_request, request))
+        self._try_inbox()
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """End unfinished requests with what they have; ``finish_reason`` is "abort"."""
+        """End unfinished requests with the tokens they have and ``finish_reason`` "abort"."""
         for request in requests:
-            self._inbox.append(partial(self._end, request))
-        self._tidy()
+            self._inbox.append(partial(self._abort_request, request))
+        self._try_inbox()
 
     def close(self) -> None:
-        """Drop everything; who waits gets a PacelineError. Waits for the step under way, unless
-        called in that step: the engine is then dropped after it."""
+        """Drop all requests and the engine; callers that wait get a PacelineError. Waits for a
+        running step, unless called from within it: the engine is then dropped after it."""
         self._closing = True
         if self._holder != threading.get_ident():
-            with self._locked():
-                self._settle()
+            with self._engine_lock():
+                self._run_inbox()
         self._work.set()
 
-    def _add(self, request: Request, engine: Engine) -> None:
-        moment = request.seq.queued
+    def _add_request(self, request: Request, engine: Engine) -> None:
+        queued = request.seq.queued
         try:
             engine.add(request.seq)
-        except CacheMemoryError as error:  # checked before, but the cache has changed
+        except CacheMemoryError as error:  # checked in ``enqueue``, but the cache has changed
             request.fail(str(error))
             return
-        request.seq.queued = moment
+        request.seq.queued = queued
         self.requests[request.seq.seq_id] = request
 
-    def _drop(self, request: Request, engine: Engine) -> None:
+    def _drop_request(self, request: Request, engine: Engine) -> None:
         if request.completion is None:
             engine.abort(request.seq.seq_id)
         self.requests.pop(request.seq.seq_id, None)
 
-    def _end(self, request: Request, engine: Engine) -> None:
+    def _abort_request(self, request: Request, engine: Engine) -> None:
         seq_id = request.seq.seq_id
-        left = [commit for commit in engine.ready if commit.seq_id == seq_id]
-        for commit in (*left, Commit(seq_id, (), finish_reason="abort")):
+        unreturned = [commit for commit in engine.ready if commit.seq_id == seq_id]
+        for commit in (*unreturned, Commit(seq_id, (), finish_reason="abort")):
             if request.completion is None:
-                request.absorb(commit)
+                request.apply_commit(commit)
         engine.abort(seq_id)
 
-    # -- taking steps ----------------------------------------------------------------------------
+    # -- running steps ---------------------------------------------------------------------------
 
     def step(self) -> list[tuple[Request, Commit]]:
-        """One step, for a caller that takes all steps. Raises EngineLostError if the engine cannot
-        go on, PacelineError after ``close``."""
-        with self._locked():
+        """Run one step, for a caller that runs all steps itself. Raises EngineLostError if the
+        engine cannot go on, PacelineError after ``close``."""
+        with self._engine_lock():
             advanced = self._step()
-        self._tidy()
+        self._try_inbox()
         return advanced
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Return once ``done()``: take steps, or wait for them if other callers wait, too. Raises
-        EngineLostError if the engine cannot go on, PacelineError after ``close``."""
+        """Return once ``done()`` is true. Runs steps on this thread, or waits for the engine's
+        thread if other callers wait as well. Raises EngineLostError if the engine cannot go on,
+        PacelineError after ``close``."""
         try:
-            with self._locked(wait=False) as locked:
+            with self._engine_lock(wait=False) as locked:
                 while locked and self._thread is None and not done() and not self._waiters:
                     self._step()
         finally:
-            self._tidy()
+            self._try_inbox()
         if done():
             return
         ready = threading.Event()
@@ -152,8 +155,8 @@ class EngineOwner:
 
     @contextmanager
     def waiting(self, done: Callable[[], bool], wake: Callable[[], object]) -> Iterator[None]:
-        """Have steps taken meanwhile; the engine's thread calls ``wake`` once ``done()``. Raises at
-        the end what ``until`` does."""
+        """Let the engine's thread run steps during the block; it calls ``wake`` once ``done()`` is
+        true. Raises the errors of ``until`` at the end of the block."""
         waiter = self._waiters[id(wake)] = Waiter(done, wake)
         try:
             with self._starting:
@@ -169,16 +172,17 @@ class EngineOwner:
             raise waiter.error
 
     def _step(self) -> list[tuple[Request, Commit]]:
-        self._settle()
+        self._run_inbox()
         engine = self.engine
-        if not engine.has_work:  # these would wait for ever
+        if not engine.has_work:  # requests that the engine does not know would wait for ever
             for request in self.requests.values():
                 request.fail("the engine has dropped this request")
         return advance(engine, self.requests)
 
     @contextmanager
-    def _locked(self, wait: bool = True) -> Iterator[bool]:
-        """Hold the engine's lock; yields whether it was to be had."""
+    def _engine_lock(self, wait: bool = True) -> Iterator[bool]:
+        """Hold the engine's lock in the block. Yields False if ``wait`` is False and another thread
+        holds it."""
         locked = self._lock.acquire(blocking=wait)
         try:
             if locked:
@@ -189,24 +193,25 @@ class EngineOwner:
                 self._holder = None
                 self._lock.release()
 
-    def _tidy(self) -> None:
-        """Empty the inbox, unless another thread holds the engine: that one does it then."""
+    def _try_inbox(self) -> None:
+        """Run the commands of the inbox, unless another thread holds the lock: that one runs
+        them."""
         while self._inbox or (self._closing and self._engine is not None):
-            with self._locked(wait=False) as locked:
+            with self._engine_lock(wait=False) as locked:
                 if not locked:
                     return
-                self._settle()
+                self._run_inbox()
 
-    def _settle(self) -> None:
-        """Empty the inbox; called by the lock's holder, between two steps."""
+    def _run_inbox(self) -> None:
+        """Run the commands of the inbox. Called by the lock's holder, between two steps."""
         engine = self._engine
         while self._inbox:
-            wanted = self._inbox.popleft()
+            command = self._inbox.popleft()
             if engine is not None:
-                wanted(engine)
+                command(engine)
         if self._closing and engine is not None:
             for request in list(self.requests.values()):
-                self._drop(request, engine)
+                self._drop_request(request, engine)
             self._engine = None
             self._on_close()
 
@@ -215,9 +220,9 @@ class EngineOwner:
     def _serve(self) -> None:
         while True:
             if self._waiters and not self._exiting:
-                with self._locked():
+                with self._engine_lock():
                     self._serve_waiters()
-                self._tidy()
+                self._try_inbox()
             idle = not self._work.wait(_IDLE_SECONDS)
             self._work.clear()
             if idle or self._exiting:
@@ -227,7 +232,7 @@ class EngineOwner:
                         return
 
     def _serve_waiters(self) -> None:
-        """Until nobody waits any more."""
+        """Run steps until no caller waits any more."""
         while not self._exiting:
             for key, waiter in self._waiters.copy().items():
                 if waiter.done():
@@ -236,7 +241,7 @@ class EngineOwner:
                 return
             try:
                 self._step()
-            except BaseException as error:  # raised in each caller
+            except BaseException as error:  # every waiting caller raises it
                 lost = isinstance(error, EngineLostError)
                 text = str(error) if isinstance(error, PacelineError) else str(Failure.of(error))
                 for key, waiter in self._waiters.copy().items():
@@ -260,6 +265,6 @@ _LIVE: WeakSet[EngineOwner] = WeakSet()
 
 @atexit.register
 def _exit_all() -> None:
-    """Wait for steps under way before the interpreter is torn down."""
+    """Wait for running steps before the interpreter is torn down."""
     for owner in list(_LIVE):
         owner._exit()

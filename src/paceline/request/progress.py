@@ -1,5 +1,5 @@
-"""How far stages are, on stderr: bars on a terminal, for commands and for a call from Python; in a
-pipe or a log a line at least every 20 seconds."""
+"""Shows the progress of stages (core/stages.py) on stderr: bars on a terminal; in a pipe or a log a
+line at least every 20 seconds. Used by commands and by calls from Python."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from rich.text import Text
 from paceline.core.stages import Listener, Stage, is_heard, listening
 
 HEARTBEAT_SECONDS = 20.0
-_SOON = 1.0  # seconds after which a new stage is worth a line
-_APART = 3.0  # seconds between lines of many short stages
+_FIRST_LINE = 1.0  # seconds after which a new stage gets a line
+_LINE_INTERVAL = 3.0  # least seconds between the lines of short stages
 
 
 def bars(shown: bool) -> AbstractContextManager[None]:
-    """``showing``, if ``shown`` and nobody listens to these stages yet."""
+    """``showing`` if ``shown`` is true and no listener is installed yet; else nothing."""
     return showing() if shown and not is_heard() else nullcontext()
 
 
 class OpenStage(Stage):
+    """A stage in progress, with its counts and times."""
+
     def __init__(self, what: str, total: float | None, unit: str) -> None:
         self.what, self.total, self.unit, self.note = what, total, unit, ""
         self.done = 0.0
@@ -41,7 +43,8 @@ class OpenStage(Stage):
 
     @property
     def counts(self) -> str:
-        """``120 of 2,000 records``, ``31 of 93 MB``, or what is known of it."""
+        """The amount of work done, as ``120 of 2,000 records`` or ``31 of 93 MB``; shorter if the
+        total is unknown."""
         done, total, unit = self.done, self.total, self.unit
         if not done and total is None:
             return ""
@@ -56,7 +59,7 @@ class OpenStage(Stage):
 
     @property
     def left(self) -> str:
-        """How long it may last yet, as ``about 3 min left``, once that can be said."""
+        """The estimated time left, as ``about 3 min left``; "" while it cannot be estimated."""
         elapsed = time.monotonic() - self.start
         if not self.total or not 0 < self.done < self.total or elapsed < 5:
             return ""
@@ -64,6 +67,7 @@ class OpenStage(Stage):
         return f"about {duration(rest if self.unit == 's' else rest * elapsed / self.done)} left"
 
     def line(self) -> str:
+        """The stage in one line of text."""
         elapsed = time.monotonic() - self.start
         so_far = f"{duration(elapsed)} so far" if elapsed >= 1 else ""
         parts = [part for part in (self.counts, self.note, so_far, self.left) if part]
@@ -71,7 +75,7 @@ class OpenStage(Stage):
 
 
 def duration(seconds: float) -> str:
-    """``45 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    """Format seconds as ``45 s``, ``3 min 20 s`` or ``2 h 5 min``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -82,18 +86,19 @@ def duration(seconds: float) -> str:
 
 
 class OpenStages(Listener):
-    """The open stages, the innermost last; shown from ``start`` to ``stop``, while any is open."""
+    """Keeps the open stages, the innermost last. Subclasses show them between ``start`` and
+    ``stop``, which enclose the time while any stage is open."""
 
     def __init__(self, console: Console) -> None:
-        self.open: tuple[OpenStage, ...] = ()  # replaced, not changed: another thread reads it
+        self.open: tuple[OpenStage, ...] = ()  # replaced, never changed: another thread reads it
         self._console = console
 
     def begin(self, what: str, total: float | None, unit: str) -> Stage:
-        first, begun = not self.open, OpenStage(what, total, unit)
-        self.open = (*self.open, begun)
+        first, opened = not self.open, OpenStage(what, total, unit)
+        self.open = (*self.open, opened)
         if first:
             self.start()
-        return begun
+        return opened
 
     def end(self, stage: Stage) -> None:
         self.open = tuple(other for other in self.open if other is not stage)
@@ -108,14 +113,14 @@ class OpenStages(Listener):
 
 
 class Bars(OpenStages):
-    """A bar for every open stage; gone when the stage ends."""
+    """Shows a bar for every open stage, which disappears when the stage ends."""
 
     def start(self) -> None:
         self._live = Live(
             get_renderable=self._drawn,
             console=self._console,
             transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # else piped output would go to the terminal
+            redirect_stdout=sys.stdout.isatty(),  # otherwise piped output would go to the terminal
         )
         self._live.start()
 
@@ -144,13 +149,13 @@ def showing(
 
 
 class _Lines(OpenStages):
-    """A line when a stage has lasted a second, then one every ``seconds``; from a thread, because
-    what takes long is often one call of a library."""
+    """Prints a line when a stage has lasted a second, then one every ``seconds``. The lines come
+    from a thread, because long work is often a single call of a library."""
 
     def __init__(self, console: Console, seconds: float) -> None:
         super().__init__(console)
         self._seconds = seconds
-        self._shown: set[str] = set()  # what has had a line of its own
+        self._shown: set[str] = set()  # names of stages that have had a line
         self._last = time.monotonic()
 
     def start(self) -> None:
@@ -163,7 +168,7 @@ class _Lines(OpenStages):
         self._thread.join()
 
     def info(self, line: str) -> None:
-        # Not by Rich: where nobody reads any more it would end the program, and the work goes on.
+        # Not printed by Rich, which would end the program if the reader of the pipe has gone.
         with suppress(OSError, ValueError):
             print(f"{line}\n", end="", file=self._console.file, flush=True)
         self._last = time.monotonic()
@@ -176,13 +181,14 @@ class _Lines(OpenStages):
                 self.info(stage.line())
 
     def _due(self) -> OpenStage | None:
-        """The innermost new stage, once it has lasted; else, when nothing was said for long, the
-        innermost that lasts (of many short ones, what they are part of)."""
+        """The stage to print a line about, if any: the innermost one without a line, once it has
+        lasted a second; otherwise, if there was no line for ``seconds``, the innermost long stage
+        (short stages are represented by the one they are part of)."""
         now, stages = time.monotonic(), self.open
         quiet = now - self._last
-        soon, apart = min(_SOON, self._seconds), min(_APART, self._seconds)
-        new = [s for s in stages if s.what not in self._shown and now - s.start >= soon]
-        if new and (quiet >= apart or not self._shown):
+        delay, interval = min(_FIRST_LINE, self._seconds), min(_LINE_INTERVAL, self._seconds)
+        new = [s for s in stages if s.what not in self._shown and now - s.start >= delay]
+        if new and (quiet >= interval or not self._shown):
             return new[-1]
         if not stages or quiet < self._seconds:
             return None

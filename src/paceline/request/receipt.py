@@ -1,12 +1,13 @@
-"""Receipts: what an answer was decoded from, so that anyone with the model can decode it again.
+"""Receipts: records from which anyone who has the model can decode an answer again.
 
     SamplingParams(receipt=True) --> Completion.receipt --> paceline replay
 
-A receipt is JSON. It has the ids of prompt and answer with their hashes, those of the weights and
-the tokenizer, what ran them, and the sampling parameters that decide tokens. ``seal`` is the hash
-of all else: it finds a receipt that was changed, but anybody can make a new one, and whether its
-text is the model's says the replay alone. With our kernels a row's bits depend on that row alone,
-so plain decoding of one request writes what a full batch with drafts wrote.
+A receipt is JSON. It holds the token ids of prompt and answer with their hashes, the hashes of the
+weights and the tokenizer, the backend, and the sampling parameters that decide tokens. ``seal`` is
+the hash of all other fields. It reveals a receipt that was changed, but anybody can make a new one;
+only a replay shows whether the text is the model's. In the native kernels the bits of a row depend
+on that row alone, so plain decoding of one request gives the tokens that a full batch with drafts
+gave.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from paceline.model.target import CausalModel
 
 FORMAT = 1
-_PIECE = 1 << 24  # bytes of a file that are hashed together
-# Parameters that decide tokens; the others choose a drafter or what is shown.
+_CHUNK = 1 << 24  # bytes of a file that are read at once
+# Parameters that decide tokens. The others choose a drafter or change what is shown.
 _DECIDING = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "seed", "max_tokens", "min_tokens", "stop"),
@@ -44,18 +45,19 @@ _FIELDS = {
 
 
 class ReceiptError(PacelineError):
-    """A receipt cannot be replayed: it was changed, or is of other weights or settings."""
+    """A receipt cannot be replayed: it was changed, or belongs to other weights or settings."""
 
 
 class Receipts:
-    """Those of an LLM: ``origin`` is what all of them say."""
+    """Makes the receipts of an LLM. ``origin`` is the part that all of them share."""
 
     def __init__(self, target: CausalModel, tokenizer: Any) -> None:
         self._target, self._tokenizer = target, tokenizer
 
     def begin(self, params: SamplingParams) -> tuple[SamplingParams, dict[str, Any] | None]:
-        """A request's parameters, with a seed if it samples, and the origin; None if no receipt is
-        asked for. Raises ConfigError where an answer could not be replayed."""
+        """The request's parameters, with a seed added if it samples without one, and the origin;
+        the origin is None if no receipt is asked for. Raises ConfigError if an answer of this LLM
+        could not be replayed."""
         if not params.receipt:
             return params, None
         if not params.greedy and params.seed is None:
@@ -64,7 +66,8 @@ class Receipts:
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """Hashes of weights (all are read) and tokenizer, backend, settings. Raises ConfigError."""
+        """Hashes of the weights (all files are read) and the tokenizer, backend and settings.
+        Raises ConfigError."""
         target = self._target
         if not target.checkpoint:
             raise ConfigError(
@@ -80,7 +83,7 @@ class Receipts:
             "paceline_receipt": FORMAT,
             "model": target.name,
             "weights": _hash_of_files(target.checkpoint),
-            "tokenizer": _hash(_spelt(self._tokenizer)),
+            "tokenizer": _hash(_tokenizer_content(self._tokenizer)),
             "backend": backend,
             "settings": {
                 "dtype": dtype,
@@ -99,15 +102,15 @@ def _hash_of_files(checkpoint: tuple[FileStamp, ...]) -> str:
         if FileStamp.of(path) != stamp:
             raise ConfigError(f"receipt: {path} has changed since it was loaded; load it again")
         with path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
     return digest.hexdigest()
 
 
 def receipt_of(
     origin: dict[str, Any], params: SamplingParams, prompt: list[int], done: Completion
 ) -> dict[str, Any]:
-    """The receipt of an answer that has ended by itself, from its LLM's ``origin``."""
+    """Make the receipt of a finished answer, from the LLM's ``origin``."""
     sampling = {name: getattr(params, name) for name in _DECIDING}
     sampling = {k: v for k, v in sampling.items() if v != getattr(_NEUTRAL, k)}
     if params.grammar is not None:
@@ -121,16 +124,16 @@ def receipt_of(
         "prompt_sha256": _hash(prompt),
         "tokens_sha256": _hash(done.token_ids),
     }
-    record = json.loads(json.dumps(record))  # as it will be read
+    record = json.loads(json.dumps(record))  # the types that a reader of the JSON will see
     return {**record, "seal": _hash(record)}
 
 
 def read_receipts(path: Path) -> list[dict[str, Any]]:
-    """The receipts in a JSON file: one, or those of an answer of the server or of ``generate
-    --json`` that has them. Raises ReceiptError if there is none, or one was changed."""
+    """The receipts in a JSON file, which is a receipt or contains some: an answer of the server or
+    the output of ``generate --json``. Raises ReceiptError if there is none, or one was changed."""
     try:
         text = path.read_text(encoding="utf-8")
-        receipts = list(_within(json.loads(text)))
+        receipts = list(_find_receipts(json.loads(text)))
     except OSError as error:
         raise ReceiptError(f"{path} cannot be read: {error.strerror}; give a receipt") from None
     except (ValueError, RecursionError) as error:
@@ -141,10 +144,10 @@ def read_receipts(path: Path) -> list[dict[str, Any]]:
         if receipt["paceline_receipt"] != FORMAT:
             raise ReceiptError(f"{path} is a receipt of another version of paceline; use that one")
         rest = {key: value for key, value in receipt.items() if key != "seal"}
-        listed = receipt.keys() == _FIELDS and {
+        hashes = receipt.keys() == _FIELDS and {
             f"{name}_sha256": _hash(receipt[name]) for name in ("prompt", "tokens")
         }
-        if not listed or receipt.get("seal") != _hash(rest) or not listed.items() <= rest.items():
+        if not hashes or receipt.get("seal") != _hash(rest) or not hashes.items() <= rest.items():
             raise ReceiptError(
                 f"{path} was changed: its seal is not that of its content; get the receipt again "
                 "from whoever made it"
@@ -153,7 +156,7 @@ def read_receipts(path: Path) -> list[dict[str, Any]]:
 
 
 def sampling_of_receipt(receipt: dict[str, Any]) -> SamplingParams:
-    """The parameters with which a receipt's answer is decoded plainly."""
+    """The sampling parameters to decode a receipt's answer again, without drafts."""
     sampling = dict(receipt["sampling"])
     if "grammar" in sampling:
         sampling["grammar"] = Grammar(*sampling["grammar"])
@@ -163,22 +166,23 @@ def sampling_of_receipt(receipt: dict[str, Any]) -> SamplingParams:
     )
 
 
-def _within(value: Any) -> Any:
-    """Receipts inside a value, in order."""
+def _find_receipts(value: Any) -> Any:
+    """The receipts inside a JSON value, in order."""
     if isinstance(value, dict) and "paceline_receipt" in value:
         yield value
     elif isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _within(item)
+            yield from _find_receipts(item)
 
 
-def _spelt(tokenizer: Any) -> Any:
-    """All that turns text into ids and back."""
+def _tokenizer_content(tokenizer: Any) -> Any:
+    """Everything about a tokenizer that decides how text becomes ids and back."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return backend.to_str() if backend is not None else tokenizer.get_vocab()
 
 
 def _hash(value: Any) -> str:
+    """SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

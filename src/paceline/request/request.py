@@ -1,4 +1,4 @@
-"""One completion in the making: from commits to events and the final record."""
+"""One request from its first commit to its Completion: collects tokens, text and events."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class Request:
-    """A sequence, its prompt's number, and what was committed to it so far. ``hidden``: special
-    tokens that are not text; None is all of them. ``origin``: what a receipt says of the LLM."""
+    """A sequence and the text and events that come of its commits.
+
+    ``number``: index of the prompt in the call; ``index``: of the sample, for ``n`` > 1.
+    ``streams``: whether events are made. ``hidden``: special tokens that are not part of the text,
+    None for all. ``origin``: the part of a receipt that describes the LLM; None: no receipt."""
 
     seq: SequenceState
     prompt: str | list[int]
@@ -37,36 +40,38 @@ class Request:
 
     def __post_init__(self) -> None:
         seq = self.seq
-        self.lost = False  # the engine was lost
-        self.whole_characters = False  # omit a character that max_tokens cuts, else U+FFFD
-        self.prompt_logprobs: list[TokenLogprob] = []  # of all its tokens but the first
+        self.lost = False  # whether it ended because the engine was lost
+        # Whether a character that max_tokens cuts is left out of the text; else it is U+FFFD.
+        self.whole_characters = False
+        self.prompt_logprobs: list[TokenLogprob] = []  # of all prompt tokens but the first
         self.completion: Completion | None = None
         self.events: deque[StreamEvent] = deque()
         self._draft_mask: list[bool] = []
         self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
-        # Decoded commit by commit only if it is streamed.
-        self._text: TextStream | None = self._new_text() if self.streams else None
-        self._shown: list[str] = []  # the pieces given out
-        seq.stops = self._new_text() if seq.params.stop else None
+        # Text is decoded commit by commit only if it is streamed.
+        self._stream: TextStream | None = self._new_text_stream() if self.streams else None
+        self._shown: list[str] = []  # the text of each event
+        seq.stops = self._new_text_stream() if seq.params.stop else None
 
-    def _new_text(self) -> TextStream:
-        """An empty text after the prompt."""
+    def _new_text_stream(self) -> TextStream:
+        """A new text stream that begins after the prompt."""
         seq, params = self.seq, self.seq.params
         prompt = seq.tokens[: seq.prompt_length]
         stops = params.stop, params.min_tokens, self.hidden, prompt
         return TextStream(self.tokenizer, *stops, params.include_stop_str_in_output)
 
-    def _decoded(self) -> TextStream:
-        """The text of all tokens, decoded again."""
-        text = self._new_text()
+    def _decode_all(self) -> TextStream:
+        """Decode all output tokens again."""
+        text = self._new_text_stream()
         text.consume(self.seq.tokens[self.seq.prompt_length :])
         return text
 
-    def absorb(self, commit: Commit) -> None:
-        """Take in a commit. Raises nothing: text that cannot be decoded ends it with an error."""
-        # A preempted prompt is read, and scored, again.
-        known = len(self.prompt_logprobs) - commit.position
-        self.prompt_logprobs.extend(commit.prompt_logprobs[max(0, known) :])
+    def apply_commit(self, commit: Commit) -> None:
+        """Add what a commit brings. Raises nothing: if the text cannot be decoded, the request ends
+        with an error."""
+        # A prompt that was preempted is prefilled, and its tokens scored, again.
+        already_scored = len(self.prompt_logprobs) - commit.position
+        self.prompt_logprobs.extend(commit.prompt_logprobs[max(0, already_scored) :])
         if not commit.tokens and commit.finish_reason is None:
             return
         mask = [index < len(commit.path) for index in range(len(commit.tokens))]
@@ -76,16 +81,18 @@ class Request:
             self._logprobs.extend(logprobs)
         try:
             if commit.error is not None:
-                text = self._end(commit.error)
+                text = self._end_with_error(commit.error)
             else:
                 text = ""
-                if self._text is not None:  # it is streamed
-                    self._text.consume(commit.tokens)
-                    text = self._text.take()
+                if self._stream is not None:
+                    self._stream.consume(commit.tokens)
+                    text = self._stream.take()
                 if commit.finish_reason is not None:
-                    text += self._finish(commit.finish_reason)
+                    text += self._finish_text(commit.finish_reason)
         except Exception as error:
-            text = self._end(f"the text could not be decoded: {Failure.of(error).message}")
+            text = self._end_with_error(
+                f"the text could not be decoded: {Failure.of(error).message}"
+            )
         if self.streams:
             scores = None if self._shown else self.prompt_logprobs or None
             self._shown.append(text)
@@ -104,35 +111,35 @@ class Request:
             )
 
     def fail(self, message: str) -> None:
-        """End it with what it has and an error; nothing if it has ended."""
+        """End the request with an error and the tokens it has, unless it has ended already."""
         if self.completion is None:
             seq_id = self.seq.seq_id
-            self.absorb(Commit(seq_id, (), finish_reason="error", error=message))
+            self.apply_commit(Commit(seq_id, (), finish_reason="error", error=message))
 
-    def _finish(self, reason: str) -> str:
-        """Build the completion; returns the text that had been held back."""
-        text = self._text or self._decoded()
+    def _finish_text(self, reason: str) -> str:
+        """Build the completion; returns the text that had been held back until now."""
+        text = self._stream or self._decode_all()
         rest = text.finish(whole=self.whole_characters and reason == "length")
         # A stop string may be complete only at the very end.
-        self._complete(text.text, "stop" if text.stopped else reason)
+        self._build_completion(text.text, "stop" if text.stopped else reason)
         return rest
 
-    def _end(self, error: str) -> str:
-        """The completion of a failed request; returns the rest of its text, which is decoded again,
-        as the running text may be what failed."""
+    def _end_with_error(self, error: str) -> str:
+        """Build the completion of a failed request; returns the rest of its text. The text is
+        decoded again, because the text stream may be what failed."""
         shown = "".join(self._shown)
         try:
-            text = self._decoded()
+            text = self._decode_all()
             text.finish()
             whole = text.text
         except Exception:
             whole = shown
         if not whole.startswith(shown):
             whole = shown
-        self._complete(whole, "error", error)
+        self._build_completion(whole, "error", error)
         return whole[len(shown) :]
 
-    def _complete(self, text: str, reason: str, error: str | None = None) -> None:
+    def _build_completion(self, text: str, reason: str, error: str | None = None) -> None:
         seq = self.seq
         asked = seq.params.prompt_logprobs is not None
         self.completion = Completion(
@@ -154,8 +161,9 @@ class Request:
 
 
 def advance(engine: Engine, requests: Mapping[int, Request]) -> list[tuple[Request, Commit]]:
-    """One step, absorbed by those of ``requests`` (by sequence id) that it advanced. Raises
-    EngineLostError if the engine cannot go on; all requests have then ended."""
+    """Run one step of the engine and apply its commits to ``requests`` (by sequence id). Returns
+    the requests that advanced, with their commits. Raises EngineLostError if the engine cannot go
+    on; all requests have then ended."""
     try:
         commits = engine.step()
     except EngineLostError as error:
@@ -165,9 +173,9 @@ def advance(engine: Engine, requests: Mapping[int, Request]) -> list[tuple[Reque
         raise
     advanced = [(requests[c.seq_id], c) for c in commits if c.seq_id in requests]
     for request, commit in advanced:
-        request.absorb(commit)
+        request.apply_commit(commit)
         if request.completion is not None and commit.finish_reason is None:
-            engine.abort(commit.seq_id)  # its text failed
+            engine.abort(commit.seq_id)  # its text could not be decoded
     return advanced
 
 

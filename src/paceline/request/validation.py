@@ -1,4 +1,4 @@
-"""Checks of what users pass: prompts, parameters and messages."""
+"""Validation of user input: prompts, parameters and messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Lora = str | Sequence[str | None] | None  # an adapter's name for all prompts, o
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list. Raises PromptError."""
+    """Make a list of one prompt or several. Raises PromptError."""
     if isinstance(prompts, str):
         return [prompts]
     items = _listed(prompts)
@@ -37,7 +37,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def as_params(
     params: SamplingParams | Sequence[SamplingParams], count: int, lora: Lora = None
 ) -> list[SamplingParams]:
-    """Parameters for each of ``count`` prompts, with ``lora``'s adapters. Raises ConfigError."""
+    """A list of the parameters of each of ``count`` prompts, with the adapters of ``lora``. Raises
+    ConfigError."""
     if lora is not None:
         if not isinstance(lora, str | list | tuple):
             raise ConfigError(f"lora is {shown(lora)}; give an adapter's name, or a list of them")
@@ -63,7 +64,8 @@ def as_params(
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """The members of an iterable that is neither text nor a mapping, else None."""
+    """The items of an iterable as a list; None for text, mappings and values that are no
+    iterable."""
     if isinstance(value, (bytes, bytearray, memoryview, dict)) or not isinstance(value, Iterable):
         return None
     return list(value)
@@ -71,8 +73,8 @@ def _listed(value: Any) -> list[Any] | None:
 
 @dataclass(frozen=True)
 class ContextBudget:
-    """Most tokens of a sequence, prompt and answer: the model's ``positions``, and what is
-    ``cached`` at most."""
+    """The most tokens of a sequence, prompt and answer together: the model's ``positions`` and the
+    ``cached`` tokens that the whole KV cache can hold."""
 
     model: str
     positions: int
@@ -83,7 +85,8 @@ class ContextBudget:
         return min(self.positions, self.cached)
 
     def refusal(self, count: int) -> str | None:
-        """Why a prompt of ``count`` tokens is refused; None if it is not."""
+        """The error message for a prompt of ``count`` tokens that leaves no room for an answer;
+        None if there is room."""
         if count < self.limit:
             return None
         if self.positions <= self.cached:
@@ -101,7 +104,8 @@ class ContextBudget:
 def encode(
     tokenizer: Tokenizer, prompt: Prompt, width: int, context_budget: ContextBudget
 ) -> list[int]:
-    """Token ids of a prompt, all below ``width``. Raises PromptError."""
+    """Encode a prompt to token ids, or check ids that are given; all must be below ``width``.
+    Raises PromptError."""
     if isinstance(prompt, str):
         if not is_unicode(prompt):
             raise PromptError(
@@ -126,8 +130,8 @@ def encode(
 
 
 def check_params(params: SamplingParams, known: int, width: int, drafters: Sequence[str]) -> None:
-    """Checks that depend on the model: ``known`` ids of the tokenizer, ``width`` of them with
-    logits, and the loaded ``drafters``. Raises ConfigError."""
+    """Check parameters against the model: the tokenizer has ``known`` ids, of which the first
+    ``width`` have logits, and ``drafters`` are loaded. Raises ConfigError."""
     bad = [t for t in (*params.logit_bias, *params.stop_token_ids) if not 0 <= t < known]
     if bad:
         raise ConfigError(
@@ -146,7 +150,8 @@ def check_params(params: SamplingParams, known: int, width: int, drafters: Seque
 def endings(
     params: SamplingParams, end_tokens: frozenset[int]
 ) -> tuple[frozenset[int], frozenset[int] | None]:
-    """The ids that end a request, and the special ones that are not text; None is all of them."""
+    """The token ids that end a request, and the special tokens that are not part of its text (None:
+    all special tokens)."""
     stops = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stops |= end_tokens
@@ -156,14 +161,14 @@ def endings(
 
 
 def params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of sample ``index`` of a prompt: seeds differ."""
+    """The parameters of sample ``index`` of a prompt: samples differ in their seeds."""
     if params.seed is None or not index:
         return params
     return replace(params, seed=(params.seed + index) % 2**63)
 
 
 def as_conversations(messages: Any) -> list[Sequence[Message]]:
-    """One conversation or several as a list. Raises PromptError."""
+    """Make a list of one conversation or several. Raises PromptError."""
     items = None if isinstance(messages, str) else _listed(messages)
     if items is None:
         raise PromptError(
@@ -173,13 +178,14 @@ def as_conversations(messages: Any) -> list[Sequence[Message]]:
     return items if many else [items]
 
 
-# Types of parts that are text, and of a model's thoughts that are sent back.
+# Types of message parts that are text, and of reasoning that clients send back.
 _TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
 def text_of(content: Any) -> str | None:
-    """Of a message's content; other fields of its parts change nothing. Raises ValueError."""
+    """The text of a message's content, a string or a list of parts. Fields of parts other than
+    their type and text are ignored. Raises ValueError."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -203,7 +209,7 @@ def _part(part: Any) -> str:
 
 
 def render_chat(tokenizer: Tokenizer, model: str, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation in the model's chat format. Raises PromptError."""
+    """Render a conversation by the model's chat template to token ids. Raises PromptError."""
     items = None if isinstance(messages, str) else _listed(messages)
     for item in [messages] if items is None else items:
         if not isinstance(item, dict):
@@ -233,10 +239,10 @@ def render_chat(tokenizer: Tokenizer, model: str, messages: Sequence[Message]) -
 def apply_template(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
 ) -> list[int]:
-    """Token ids of messages in the tokenizer's chat template. Raises PromptError."""
+    """Render messages by the tokenizer's chat template to token ids. Raises PromptError."""
     try:
         ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
-    except Exception as error:  # jinja errors of any kind: the template refused the messages
+    except Exception as error:  # templates raise Jinja errors of any kind
         reason = " ".join(str(error).split())
         raise PromptError(f"the chat template refused the messages: {reason}") from None
     return [int(token) for token in ids]
