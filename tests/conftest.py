@@ -52,7 +52,7 @@ def few_prices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.model.measure.measure", ends)
         patch.setattr("paceline.build.measure", ends)
-        patch.setattr("paceline.build._MEASURING", 0.0)
+        patch.setattr("paceline.build._MEASURING_SECONDS", 0.0)
         yield
 
 

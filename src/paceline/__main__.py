@@ -6,12 +6,12 @@ import sys
 
 
 def main() -> None:
-    """Ctrl-C is one line, also while the commands are imported."""
+    """Run the command line. Ctrl-C prints one line, even while the commands are being imported."""
     try:
         from paceline.cli.main import app
 
         app()
-    except KeyboardInterrupt:  # inside a command the commands' group says it
+    except KeyboardInterrupt:  # within a command, the command group handles it
         print("interrupted", file=sys.stderr)
         sys.exit(130)
 

@@ -1,4 +1,4 @@
-"""``LLM`` for coroutines."""
+"""``AsyncLLM``: the interface of ``LLM`` for coroutines."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ _P = ParamSpec("_P")
 def _as_llm(
     _: Callable[Concatenate[LLM, _P], None],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[AsyncLLM, _P], None]]:
-    """The parameters of ``LLM``, for type checkers and ``help``."""
+    """Decorator: give ``AsyncLLM`` the parameters of ``LLM`` for type checkers and ``help``."""
     return wraps(LLM.__init__, ("__annotations__",))
 
 
 class AsyncLLM:
-    """``LLM`` with ``await``: requests of all coroutines share steps.
+    """``LLM`` with ``await``: the requests of all coroutines share the engine's steps.
 
-    Takes what ``LLM`` takes and raises what it does; loading blocks. ``llm`` is the LLM underneath,
-    which threads may call meanwhile. Steps run on the engine's thread. Cancelling a coroutine, or
-    closing a stream early, cancels its requests. ``async with`` closes it at the end.
+    Takes the arguments of ``LLM`` and raises the same errors. Loading the model blocks. ``llm`` is
+    the LLM underneath, which threads may call at the same time. Steps run on the engine's thread.
+    Cancelling a coroutine, or closing a stream early, cancels its requests. ``async with`` closes
+    the LLM at the end.
     """
 
     @_as_llm(LLM.__init__)
     def __init__(self, *args: object, **settings: object) -> None:
         self.llm = LLM(*args, **settings)  # type: ignore[arg-type]
-        self._calls: dict[object, list[Request]] = {}  # by name
+        self._calls: dict[object, list[Request]] = {}  # by request_id
 
     @classmethod
     def over(cls, llm: LLM) -> AsyncLLM:
-        """Over an existing LLM."""
-        made = cls.__new__(cls)
-        made.llm, made._calls = llm, {}
-        return made
+        """Make an AsyncLLM that uses an existing LLM."""
+        async_llm = cls.__new__(cls)
+        async_llm.llm, async_llm._calls = llm, {}
+        return async_llm
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -59,7 +60,8 @@ class AsyncLLM:
         lora: Lora = None,
         request_id: str | None = None,
     ) -> list[Completion]:
-        """As ``LLM.generate``. ``request_id``: a name for ``abort``; ConfigError if in use."""
+        """As ``LLM.generate``. ``request_id`` names the call for ``abort``; raises ConfigError if
+        another call has that name."""
         async with self._running(prompts, params, request_id, False, lora) as requests:
             await self._until(lambda: all(request.completion for request in requests))
         return completions_of(requests)
@@ -72,7 +74,8 @@ class AsyncLLM:
         lora: Lora = None,
         request_id: str | None = None,
     ) -> AsyncIterator[StreamEvent]:
-        """As ``LLM.stream``, with ``async for``; its first event raises errors of the arguments."""
+        """As ``LLM.stream``, for ``async for``. Errors in the arguments are raised when the first
+        event is awaited."""
         async with self._running(prompts, params, request_id, True, lora) as requests:
             while any(request.completion is None or request.events for request in requests):
                 await self._until(partial(any_events, requests))
@@ -96,12 +99,12 @@ class AsyncLLM:
         return await self.generate(prompts, params, lora=lora, request_id=request_id)
 
     async def abort(self, request_id: str) -> None:
-        """End a call by its name: it returns what it has, with ``finish_reason`` "abort". Unknown
-        names are ignored."""
+        """End a call by its ``request_id``: it returns what has been decoded, with
+        ``finish_reason`` "abort". Unknown names are ignored."""
         self.llm.owner.abort(self._calls.pop(request_id, ()))
 
     async def close(self) -> None:
-        """As ``LLM.close``; calls that are under way raise PacelineError."""
+        """As ``LLM.close``; running calls raise PacelineError."""
         await asyncio.to_thread(self.llm.close)
 
     @asynccontextmanager
@@ -118,11 +121,11 @@ class AsyncLLM:
         if self._calls.setdefault(name, requests) is not requests:
             raise ConfigError(f"request_id {shown(request_id)} is in use; give each call its own")
         try:
-            # On a thread: long prompts and grammars would block the event loop.
-            made = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams, lora)
-            owner.enqueue(made)
-            requests += made
-            if self._calls.get(name) is not requests:  # aborted meanwhile
+            # On a thread, because long prompts and grammars would block the event loop.
+            prepared = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams, lora)
+            owner.enqueue(prepared)
+            requests += prepared
+            if self._calls.get(name) is not requests:  # aborted in the meantime
                 owner.abort(requests)
             yield requests
         finally:
@@ -131,7 +134,8 @@ class AsyncLLM:
             owner.release(requests)
 
     async def _until(self, done: Callable[[], bool]) -> None:
-        """Have steps taken until ``done()``. Raises EngineLostError, PacelineError."""
+        """Let the engine's thread run steps until ``done()`` is true. Raises EngineLostError,
+        PacelineError."""
         ready, loop = asyncio.Event(), asyncio.get_running_loop()
         with self.llm.owner.waiting(done, partial(loop.call_soon_threadsafe, ready.set)):
             await ready.wait()

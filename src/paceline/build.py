@@ -1,4 +1,4 @@
-"""Builds an engine from a target, a prepared drafter and options."""
+"""Composition root: builds an engine from a target, a prepared drafter and options."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from paceline.settings.tuned import KnownCosts
 from paceline.verify.logprobs import max_scored_rows, scoring_bytes
 from paceline.verify.verifier import Verifier
 
-# Start-up measures forwards over so many tokens of each sequence, of at most so many rows (beyond,
-# costs grow evenly): about a second and a half for a model of 135M.
-_TOKENS, _ROWS = (1, 2, 3, 5, 8, 16, 32), 64
-_MEASURING = 1.0  # seconds after which no further batch size is measured
-_REPEATING = 0.15  # seconds of rounds for each batch size
-_WARM_UP_SECONDS = 0.1  # for a drafter's pass
-_COSTLESS = 4  # times as many levels for drafters without passes
-# States of recurrent layers for each sequence: the committed one, those of a step's pending tokens
-# and of its draft's nodes; where memory is short, of no nodes. Prefixes keep what is left of them.
-_STATES, LEAST_STATES = 12, 1 + PENDING_SLOTS
+# Start-up measures forwards over these numbers of tokens per sequence, up to so many rows in all
+# (beyond, costs grow linearly). It takes about a second and a half for a model of 135M.
+_MEASURED_TOKENS, _MAX_MEASURED_ROWS = (1, 2, 3, 5, 8, 16, 32), 64
+_MEASURING_SECONDS = 1.0  # after this time no further batch size is measured
+_SECONDS_PER_BATCH_SIZE = 0.15
+_WARM_UP_SECONDS = 0.1  # for measuring a drafter's pass
+_COSTLESS = 4  # drafters without forwards may draft this many times as many levels
+# Slots for states of recurrent layers per sequence: the committed state, those of a step's pending
+# tokens and those of its draft's nodes; at least the first two. The prefix cache uses spare slots.
+_STATES_PER_SEQUENCE, MIN_STATES_PER_SEQUENCE = 12, 1 + PENDING_SLOTS
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class EngineOptions(EngineSettings):
 
     max_batch_size: int = 8
     draft_length: int | str = "auto"  # tree levels; "auto" adapts, 0 decodes plainly
-    max_draft_length: int = 8  # of the adaptive length; more where drafting takes no forward
+    max_draft_length: int = 8  # limit of "auto"; higher for drafters that run no forward
     rule: str = "auto"
-    controller: Controller | None = None  # in place of the adaptive one
-    known: KnownCosts | None = None  # of tuned settings; None: measured at start-up
+    controller: Controller | None = None  # replaces the adaptive controller
+    known: KnownCosts | None = None  # costs from tuned settings; None: measured at start-up
 
     def __post_init__(self) -> None:
         missing = [name for name in METHODS if not hasattr(self.controller, name)]
@@ -70,57 +70,59 @@ class EngineOptions(EngineSettings):
             )
         for entry in entries(EngineSettings):
             value = getattr(self, entry.name)
-            # Objects, such as torch dtypes, and sizes in bytes are not parsed.
-            written = isinstance(value, (str, int, float, list, tuple, dict))
-            in_bytes = entry.key.kind == "size" and type(value) is int
-            if written and not in_bytes:
+            # Objects, such as torch dtypes, and sizes given in bytes need no parsing.
+            is_plain = isinstance(value, (str, int, float, list, tuple, dict))
+            is_bytes = entry.key.kind == "size" and type(value) is int
+            if is_plain and not is_bytes:
                 object.__setattr__(self, entry.name, entry.read(value, entry.name))
 
     def positions(self, target: CausalModel) -> int:
-        """Most tokens of a sequence: ``max_model_len``, else all that the target sees. Raises
-        ConfigError if those are fewer."""
-        asked, seen = self.max_model_len, target.max_positions
-        if asked is not None and asked > seen:
+        """The most tokens of a sequence: ``max_model_len``, or the context length of the target.
+        Raises ConfigError if the target's context is shorter than ``max_model_len``."""
+        limit, context = self.max_model_len, target.max_positions
+        if limit is not None and limit > context:
             raise ConfigError(
-                f"max_model_len is {asked}, but {target.name} sees {seen} tokens; lower it or "
+                f"max_model_len is {limit}, but {target.name} sees {context} tokens; lower it or "
                 "leave it out"
             )
-        return asked or seen
+        return limit or context
 
 
 def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
-    """Randomness of requests without a seed; ``seed`` None takes it from the system."""
+    """The generator for requests without a seed; with ``seed`` None the system seeds it."""
     generator = torch.Generator(device)
     generator.manual_seed(int.from_bytes(os.urandom(7), "little") if seed is None else seed)
     return generator
 
 
-def most_kept(max_batch_size: int) -> int:
-    """Most tokens whose features drafters keep: a step's, waiting ones, and whole forwards'."""
+def max_feature_tokens(max_batch_size: int) -> int:
+    """For how many tokens drafters may keep features: the tokens of a step, and for the step and
+    each sequence those that wait for the drafter's forward."""
     return SchedulerConfig.max_step_tokens + (1 + max_batch_size) * (1 + MOST_WAITING)
 
 
 def _cache_memory(options: EngineOptions, target: CausalModel) -> int:
-    """Bytes for caches: ``kv_cache_memory``, else a quarter of the device's free memory less what
-    forwards and scoring take."""
+    """Bytes for caches: ``kv_cache_memory``, or a quarter of the device's free memory after
+    subtracting what forwards and scoring need."""
     if options.kv_cache_memory is not None:
         return options.kv_cache_memory
     rows = SchedulerConfig.max_step_tokens
-    taken = scoring_bytes(target.vocab_size, rows) + target.backend.scratch_bytes(rows)
-    return max(0, target.free_memory() - taken) // 4
+    scratch = scoring_bytes(target.vocab_size, rows) + target.backend.scratch_bytes(rows)
+    return max(0, target.free_memory() - scratch) // 4
 
 
 def state_slots(options: EngineOptions, target: CausalModel, draft_bytes: int = 0) -> int:
-    """States that the cache holds, in at most half of its memory; a recurrent draft, whose state
-    takes ``draft_bytes``, has as many. Raises CacheMemoryError if a full batch cannot run."""
+    """How many states of recurrent layers the cache holds, in at most half of its memory. A
+    recurrent draft model, whose state takes ``draft_bytes``, gets as many. Raises CacheMemoryError
+    if a full batch cannot run."""
     per_state = target.state_bytes + draft_bytes
     if not per_state:
         return 0
     batch, memory = options.max_batch_size, _cache_memory(options, target)
     slots = slots_within(memory, per_state, batch)
-    if slots < batch * LEAST_STATES:
+    if slots < (needed := batch * MIN_STATES_PER_SEQUENCE):
         raise CacheMemoryError(
-            f"{batch} sequences need {batch * LEAST_STATES} states of recurrent layers of "
+            f"{batch} sequences need {needed} states of recurrent layers of "
             f"{per_state:,} bytes, in half of {memory:,}; lower max_batch_size or raise "
             "kv_cache_memory"
         )
@@ -128,8 +130,9 @@ def state_slots(options: EngineOptions, target: CausalModel, draft_bytes: int = 
 
 
 def slots_within(memory: int, per_state: int, batch: int) -> int:
-    """States of ``per_state`` bytes, at least one, that a cache in ``memory`` holds."""
-    return min(batch * _STATES, memory // 2 // per_state)
+    """How many states of ``per_state`` bytes a cache of ``memory`` bytes holds for ``batch``
+    sequences."""
+    return min(batch * _STATES_PER_SEQUENCE, memory // 2 // per_state)
 
 
 def cache_blocks(
@@ -139,19 +142,20 @@ def cache_blocks(
     feature_bytes: int = 0,
     state_bytes: int = 0,
 ) -> int:
-    """Blocks of the cache. A drafter's cache, of ``draft_bytes`` a token, has as many; it may keep
-    features of ``feature_bytes`` a token (draft/heads/features.py). ``state_bytes``: of all states.
+    """How many blocks the cache has. A drafter's cache, with ``draft_bytes`` per token, has as many
+    blocks, and the drafter may keep features of ``feature_bytes`` per token
+    (draft/heads/features.py). ``state_bytes``: memory of all recurrent states.
 
-    Without ``kv_cache_memory``: a full batch of full contexts at most. Raises CacheMemoryError if
-    not even two blocks fit.
+    Without ``kv_cache_memory`` the cache holds at most a full batch of full contexts. Raises
+    CacheMemoryError if not even two blocks fit.
     """
     per_token = bytes_per_token(target.cache_shapes, target.cache_dtype) + draft_bytes
     memory = options.kv_cache_memory
     affordable_bytes = _cache_memory(options, target) - state_bytes
-    kept = most_kept(options.max_batch_size)
-    blocks = blocks_within(affordable_bytes, per_token, feature_bytes, kept, BLOCK_SIZE)
+    feature_tokens = max_feature_tokens(options.max_batch_size)
+    blocks = blocks_within(affordable_bytes, per_token, feature_bytes, feature_tokens, BLOCK_SIZE)
     if memory is None:
-        # One spare block a sequence, for drafts.
+        # One spare block per sequence, for drafts.
         full_context = -(-options.positions(target) // BLOCK_SIZE) + 1
         blocks = min(blocks, options.max_batch_size * full_context)
     if blocks < 2:
@@ -164,19 +168,19 @@ def cache_blocks(
 
 
 def load_target(name: str, options: EngineOptions) -> CausalModel:
-    """A target loaded as the options say: whole, partly on disk, or in several processes. Raises
-    ModelLoadError, UnsupportedModelError, ConfigError."""
-    how: dict[str, Any] = {
+    """Load the target as the options say: in this process, with offloaded layers, or shared among
+    several processes. Raises ModelLoadError, UnsupportedModelError, ConfigError."""
+    loading: dict[str, Any] = {
         key: getattr(options, key) for key in ("dtype", "device", "backend", "quantize")
     }
     if options.tensor_parallel == 1:
         target = CausalModel.load(
-            name, **how, offload=options.offload, weights_memory=options.weights_memory
+            name, **loading, offload=options.offload, weights_memory=options.weights_memory
         )
     elif options.offload is None:
         from paceline.parallel.shared import load_shared
 
-        target = load_shared(name, options.tensor_parallel, **how)
+        target = load_shared(name, options.tensor_parallel, **loading)
     else:
         raise ConfigError(
             f"offload={options.offload!r} and tensor_parallel={options.tensor_parallel}: weights "
@@ -194,7 +198,7 @@ def load_draft(
     tokenizer: Tokenizer,
     settings: EngineSettings,
 ) -> Prepared:
-    """One drafter, or several to choose from, loaded as the settings say."""
+    """Load one drafter, or several that requests choose from, as the settings say."""
     draft_settings = (settings.draft_quantize, settings.draft_offload, settings.draft_device)
     return prepare_all(draft, Loading(target, tokenizer, settings.dtype, *draft_settings))
 
@@ -202,8 +206,8 @@ def load_draft(
 def build_engine(
     target: CausalModel, prepared: Prepared, options: EngineOptions, generator: torch.Generator
 ) -> Engine:
-    """Cache, drafter, scheduler, verifier and controller around a target. ``generator``: randomness
-    of requests without a seed. Raises CacheMemoryError."""
+    """Build cache, drafter, scheduler, verifier and controller around a target. ``generator``
+    samples for requests without a seed. Raises CacheMemoryError."""
     slots = state_slots(options, target, prepared.state_bytes)
     states = slots * (target.state_bytes + prepared.state_bytes)
     blocks = cache_blocks(options, target, prepared.cache_bytes, prepared.feature_bytes, states)
@@ -243,7 +247,8 @@ def build_engine(
 
 
 def _fill_watch(watch: CollapseWatch, drafters: Mapping[str, Drafter]) -> None:
-    """Let it watch those that run a model, of hybrids each member, by the controller's names."""
+    """Add the drafters that run a model to the watch, by the controller's names for them; of a
+    hybrid each such member."""
     watch.default = next(iter(drafters), None)
     for name, drafter in drafters.items():
         pairs: Iterable[tuple[Hashable, Drafter]] = [(name, drafter)]
@@ -258,8 +263,8 @@ def _fill_watch(watch: CollapseWatch, drafters: Mapping[str, Drafter]) -> None:
 
 
 def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | None:
-    """Makes seeds for sampled requests without one: under the coupled rule, and if seeded drafts
-    cost far less."""
+    """A function that makes seeds for sampled requests without one; None if they keep none. Seeds
+    are made under the coupled rule, and for drafters whose seeded drafts cost far less."""
     cheaper = options.rule == "auto" and prefers_seeds(drafter)
     if options.rule != "coupled" and not cheaper:
         return None
@@ -276,7 +281,7 @@ def adaptive_controller(
     device: torch.device,
     watch: CollapseWatch,
 ) -> AdaptiveController:
-    """The controller of all drafters that requests may name, and of their members."""
+    """The adaptive controller over all drafters that requests may name, and their members."""
     cost = CostModel(costs)
     members: dict[str, tuple[Hashable, ...]] = {}
     lookups: dict[Hashable, LookupDrafter] = {}
@@ -311,20 +316,23 @@ def adaptive_controller(
     return AdaptiveController(cost, members, lookups, fair=options.drafting == "fair", watch=watch)
 
 
-def measure_costs(target: CausalModel, cache: PagedCache, most: int) -> TargetCosts:
-    """Measure target steps of up to ``most`` sequences: one, all, then as many numbers between as
+def measure_costs(target: CausalModel, cache: PagedCache, max_batch_size: int) -> TargetCosts:
+    """Measure target steps of one sequence, of ``max_batch_size``, and of as many sizes between as
     there is time for. The cache is unchanged afterwards."""
-    began = time.perf_counter()
-    between = (2**power for power in range(most.bit_length(), 0, -1) if 2**power < most)
+    start = time.perf_counter()
+    powers = range(max_batch_size.bit_length(), 0, -1)
+    between = (2**power for power in powers if 2**power < max_batch_size)
     counts = {
-        size: [tokens for tokens in _TOKENS if tokens <= 2 or size * tokens <= _ROWS]
-        for size in (1, most, *between)
+        size: [n for n in _MEASURED_TOKENS if n <= 2 or size * n <= _MAX_MEASURED_ROWS]
+        for size in (1, max_batch_size, *between)
     }
     if target.offload is not None:  # a forward moves the same bytes for any number of rows
-        counts = {size: [counts[size][0], counts[size][-1]] for size in (1, most)}
+        counts = {size: [counts[size][0], counts[size][-1]] for size in (1, max_batch_size)}
 
     def begin(size: int) -> nullcontext[None] | None:
-        late = time.perf_counter() - began > _MEASURING
-        return None if late and size not in (1, most) else nullcontext()
+        late = time.perf_counter() - start > _MEASURING_SECONDS
+        return None if late and size not in (1, max_batch_size) else nullcontext()
 
-    return measure_target(target, cache, counts, rounds=1, budget=_REPEATING, begin=begin)
+    return measure_target(
+        target, cache, counts, rounds=1, budget=_SECONDS_PER_BATCH_SIZE, begin=begin
+    )

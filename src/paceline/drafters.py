@@ -1,9 +1,10 @@
-"""The registry of drafters: from a spec (``ngram:min=2``), ``NGram(min=2)`` or an object to a
-drafter.
+"""The registry of drafters, and what a drafter of your own imports.
 
-A kind is known by its record, which stands beside its drafter (draft/spec.py). Packages add kinds
-by the entry-point group ``paceline.drafters``, whose entries name a record. A drafter is prepared
-before the cache is sized (weights and its own cache take memory) and built after.
+A draft is given as a spec (``ngram:min=2``), as a record (``NGram(min=2)``) or as a drafter object.
+Each kind of drafter has a record, a frozen dataclass of its options, in the drafter's file
+(draft/spec.py). Other packages add kinds by the entry-point group ``paceline.drafters``, whose
+entries name a record. A drafter is prepared before the cache is sized, because its weights and its
+own cache take memory, and built afterwards.
 """
 
 from __future__ import annotations
@@ -64,14 +65,15 @@ DraftLike = str | DraftSpec | Drafter
 
 
 class Registry(Mapping[str, type[DraftSpec]]):
-    """Records by kind; those of other packages are loaded on demand and replace no built-in one."""
+    """The records by kind. Those of other packages are imported on demand, and cannot replace a
+    built-in kind."""
 
     def __init__(self, built_in: Iterable[type[DraftSpec]], others: Iterable[EntryPoint]) -> None:
         self._known = {record.kind: record for record in built_in}
         self._others = {entry.name: entry for entry in others if entry.name not in self._known}
 
     def __getitem__(self, kind: str) -> type[DraftSpec]:
-        """Raises ConfigError for another package's kind that cannot be loaded."""
+        """Raises ConfigError if the record of another package cannot be imported."""
         if kind in self._others:
             self._known[kind] = _loaded(self._others.pop(kind))
         return self._known[kind]
@@ -103,8 +105,8 @@ DRAFTERS = Registry(RECORDS, entry_points(group=GROUP))
 
 
 def parse_draft(text: str | None) -> DraftSpec:
-    """Parses a spec. Text that begins with no known kind is a model's path or hub name; ``@FILE``
-    or JSON is another engine's configuration. Raises ConfigError."""
+    """Parse a spec. Text that does not begin with a known kind is a model's path or hub name;
+    ``@FILE`` or JSON is a speculative configuration of another engine. Raises ConfigError."""
     foreign = foreign_of(text)
     text = text if foreign is None else foreign.spec
     kind, _, rest = (text or NoDraft.kind).partition(":")
@@ -120,25 +122,25 @@ def parse_draft(text: str | None) -> DraftSpec:
 
 
 def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
-    """Load what a drafter needs. Raises PacelineErrors."""
+    """Load what a drafter needs: its weights and files. Raises PacelineErrors."""
     if draft is None or isinstance(draft, str):
         draft = parse_draft(draft)
     if isinstance(draft, DraftSpec):
-        made = prepare(draft, loading)
-        return replace(made, names=(draft.kind,), drafts=made.drafts or (str(draft),))
+        prepared = prepare(draft, loading)
+        return replace(prepared, names=(draft.kind,), drafts=prepared.drafts or (str(draft),))
     missing = [n for n in dir(Drafter) if not n.startswith("_") and not hasattr(draft, n)]
     if missing:
         raise ConfigError(
             f"draft {draft!r} is neither a spec nor a drafter: it lacks {', '.join(missing)}; "
             "see docs/drafters/your_own.md"
         )
-    spec = draft
-    return Prepared(lambda context: spec, names=(spec.name,), drafts=(spec.name,))
+    drafter = draft
+    return Prepared(lambda context: drafter, names=(drafter.name,), drafts=(drafter.name,))
 
 
 def prepare_all(drafts: DraftLike | Sequence[DraftLike] | None, loading: Loading) -> Prepared:
-    """Prepare one draft, or several of which requests choose one (draft/hybrid.py) by kind; a
-    second one of a kind is KIND-2. Raises PacelineErrors."""
+    """Prepare one draft, or several among which requests choose by kind (draft/hybrid.py); the
+    second draft of a kind is named KIND-2. Raises PacelineErrors."""
     if not isinstance(drafts, (list, tuple)):
         return prepare_one(drafts, loading)  # type: ignore[arg-type]
     if len(drafts) < 2:

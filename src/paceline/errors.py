@@ -1,22 +1,22 @@
-"""Every error a user can cause. The message says what is wrong, why, and what to do next."""
+"""The errors that users can cause. A message says what is wrong, why, and what to do next."""
 
 from __future__ import annotations
 
 
 class PacelineError(Exception):
-    """Base of all errors raised on purpose; the CLI prints its message on one line and exits 1.
-    What a damaged file says may have line ends, the message has none."""
+    """Base class of all errors raised on purpose. The CLI prints the message on one line and exits
+    with 1. Line ends, as from the content of a damaged file, are removed from the message."""
 
     def __str__(self) -> str:
         return " ".join(super().__str__().splitlines())
 
 
 class ConfigError(PacelineError, ValueError):
-    """An option or parameter has a value that makes no sense."""
+    """An option or parameter has an invalid value."""
 
 
 class GrammarError(ConfigError):
-    """A grammar is malformed, or asks for what the grammar library cannot do."""
+    """A grammar is malformed, or needs a feature that the grammar library lacks."""
 
 
 class ModelLoadError(PacelineError):
@@ -24,11 +24,11 @@ class ModelLoadError(PacelineError):
 
 
 class UnsupportedModelError(PacelineError):
-    """The architecture has a layer whose state the engine cannot page or roll back."""
+    """The architecture has a layer whose state the engine can neither page nor roll back."""
 
 
 class VocabularyMismatchError(PacelineError):
-    """Draft and target do not map the same ids to the same tokens."""
+    """Draft model and target do not map the same ids to the same tokens."""
 
 
 class PromptError(PacelineError, ValueError):
@@ -40,7 +40,7 @@ class CacheMemoryError(PacelineError):
 
 
 class EngineLostError(PacelineError):
-    """The engine cannot go on: every forward fails. Load the model again."""
+    """The engine cannot continue because every forward fails. Load the model again."""
 
 
 class DataError(PacelineError):
@@ -48,5 +48,6 @@ class DataError(PacelineError):
 
 
 class WriteError(ConfigError, DataError):
-    """A file cannot be written: the disk is full, or the place is not writable. What was there
-    before is unchanged. (Also a ConfigError and a DataError: what was raised before it existed.)"""
+    """A file cannot be written: the disk is full, or the location is not writable. An existing file
+    is unchanged. (Derived from ConfigError and DataError, which were raised before this class
+    existed.)"""

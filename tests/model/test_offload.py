@@ -126,7 +126,7 @@ def test_starting_reads_the_disk_few_times(
 ) -> None:
     away = LLM(random_pair[0], "none", offload="disk", weights_memory=0, **OPTIONS)
     forwards = counted(away)
-    monkeypatch.setattr(build, "_REPEATING", 0.0)
+    monkeypatch.setattr(build, "_SECONDS_PER_BATCH_SIZE", 0.0)
     away.beside("ngram", kv_cache_memory=1 << 20)
     assert 0 < len(forwards) <= 8
 

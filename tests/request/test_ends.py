@@ -19,7 +19,7 @@ LLAMA, GPT = KINDS["llama"], KINDS["byte level"]
 def test_only_half_a_character_is_left_out(kind: str, data: st.DataObject) -> None:
     tokens = data.draw(tokens_of(kind))
     out = TextStream(KINDS[kind])
-    out.read(tokens)
+    out.consume(tokens)
     text = out.take() + out.finish(whole=True)
     expected = decode(kind, tokens, True)
     if not expected.endswith("\ufffd"):
@@ -32,10 +32,10 @@ def test_whole_characters_of_a_run_that_is_cut() -> None:
     word = "🙂é".encode() + "你".encode()[:2]
     tokens = [LLAMA.get_vocab()[f"<0x{byte:02X}>"] for byte in word]
     out = TextStream(LLAMA, prompt=[LLAMA.get_vocab()["x"]])
-    out.read(tokens)
+    out.consume(tokens)
     assert out.take() + out.finish(whole=True) == "🙂é"
     again = TextStream(LLAMA, prompt=[LLAMA.get_vocab()["x"]])
-    again.read(tokens)
+    again.consume(tokens)
     assert again.take() + again.finish() == "\ufffd" * len(word)
 
 

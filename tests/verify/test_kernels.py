@@ -147,7 +147,7 @@ def test_adjusted_rows_are_decided_in_the_kernels(
         verifier.told = torch.rand(64, dtype=torch.float64, generator=generator)
         slow = decided(verifier, logits, spans, False)
         with monkeypatch.context() as patch:
-            patch.setattr(Verifier, "_judged", None)
+            patch.setattr(Verifier, "_verify_in_torch", None)
             verdicts = verifier(logits, spans, logits.argmax(-1).tolist())
         quick = [(v.path, v.tokens, v.error) for v in verdicts]
         same += sum(one == other for one, other in zip(quick, slow, strict=True))
@@ -227,5 +227,5 @@ def test_the_token_rule_and_siblings_are_torchs() -> None:
     )
     assert rule_for(chain, "token") == rule_for(siblings) == "siblings"
     for rule, span in (("token", chain), ("auto", siblings)):
-        assert not Verifier(rule)._is_quick([span], torch.zeros(3, 4), None)
-    assert Verifier()._is_quick([chain], torch.zeros(3, 4), None)
+        assert not Verifier(rule)._can_use_kernels([span], torch.zeros(3, 4), None)
+    assert Verifier()._can_use_kernels([chain], torch.zeros(3, 4), None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.build import EngineOptions, build_engine, cache_blocks, most_kept
+from paceline.build import EngineOptions, build_engine, cache_blocks, max_feature_tokens
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
@@ -265,6 +265,6 @@ def test_the_memory_of_kept_features_is_the_caches() -> None:
         blocks = cache_blocks(options, target, 100, 400)
         tokens = 16 * blocks
         assert blocks < cache_blocks(options, target, 100)
-        assert tokens * (own + 100) + min(tokens, most_kept(4)) * 400 <= memory
+        assert tokens * (own + 100) + min(tokens, max_feature_tokens(4)) * 400 <= memory
         more = tokens + 16
-        assert more * (own + 100) + min(more, most_kept(4)) * 400 > memory
+        assert more * (own + 100) + min(more, max_feature_tokens(4)) * 400 > memory

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.build import LEAST_STATES, EngineOptions, most_kept, slots_within
+from paceline.build import MIN_STATES_PER_SEQUENCE, EngineOptions, max_feature_tokens, slots_within
 from paceline.core.memory import free_memory, held_memory
 from paceline.drafters import BLOCK_SIZE
 from paceline.kernels.compile import NativeUnavailableError, are_kernels_here, is_built, origin
@@ -253,14 +253,14 @@ def check_memory(setting: Setting, needs: Needs, context: int) -> Finding:
         return finding("memory-short", what=what, left=size(left))
     batch, budget = setting.options.max_batch_size, left // _SHARE if given is None else given
     states = slots_within(budget, needs.state, batch) if needs.state else 0
-    if needs.state and states < batch * LEAST_STATES:
-        text = f"{batch} sequences need {batch * LEAST_STATES} states of recurrent layers of "
+    if needs.state and states < (needed := batch * MIN_STATES_PER_SEQUENCE):
+        text = f"{batch} sequences need {needed} states of recurrent layers of "
         text += f"{size(needs.state)}, and half of the cache is {size(budget // 2)}"
         cure = "Lower --max-batch-size, or raise --kv-cache-memory."
         return finding("memory-short", text, cure=cure)
     budget -= states * needs.state
     a_token = needs.cache_bytes, needs.feature_bytes
-    tokens = BLOCK_SIZE * blocks_within(budget, *a_token, most_kept(batch), BLOCK_SIZE)
+    tokens = BLOCK_SIZE * blocks_within(budget, *a_token, max_feature_tokens(batch), BLOCK_SIZE)
     cost = f"weights of {size(needs.weights)}, {size(needs.cache_bytes)} of cache a token"
     if states:
         cost += f", {size(states * needs.state)} for {states} states of recurrent layers"
