@@ -57,50 +57,52 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A target model, perhaps a drafter, and the engine that decodes with them.
+    """A target model, the drafters for it, and the engine that decodes with them.
 
-    ``model``: a built-in name (``paceline/tiny``), a local folder, or a hub name of a
-    ``transformers`` causal LM. ``draft``: "auto" (all that can pay: lookups, what was trained for
-    the model and is on this machine, its 4-bit copy; see ``drafts`` and ``notes``); None or "none"
-    (plain decoding); a draft model; a spec ("ngram", "tree:PATH,branching=2x2x1") or the same as an
-    object of ``paceline.drafters`` (``Eagle3(path, nodes=16)``); an object with the Protocol
-    ``Drafter``, which then belongs to this LLM; or a list, from which requests choose by a name in
-    ``drafters`` (``SamplingParams.drafter``), by default the first; or vLLM's speculative_config.
+    ``model``: a built-in name (``paceline/tiny``), a local folder, or the hub name of a
+    ``transformers`` causal LM. ``draft`` is one of: "auto" (every drafter that can pay: lookups,
+    what was trained for the model and is on this machine, its 4-bit copy; see ``drafts`` and
+    ``notes``); None or "none" (plain decoding); a draft model; a spec ("ngram",
+    "tree:PATH,branching=2x2x1") or its record from ``paceline.drafters`` (``Eagle3(path,
+    nodes=16)``); an object with the Protocol ``Drafter``, which then belongs to this LLM; a list of
+    these, from which requests choose by a name in ``drafters`` (``SamplingParams.drafter``), by
+    default the first; or vLLM's speculative_config.
 
     ``dtype`` and ``device`` "auto" take bf16 and CUDA if the machine has them. ``backend`` "auto"
-    is "native" (our kernels, whose rows have the same bits in any batch) for models it knows, else
-    "reference" (torch). ``quantize`` "int8" or "int4" rounds the weights (on a CPU), "none"
-    dequantises a quantised file. ``tensor_parallel`` processes share the target's weights;
-    ``offload`` "cpu" or "disk" keeps layers there that ``weights_memory`` bytes of the device do
-    not hold. ``draft_quantize``, ``draft_offload`` and ``draft_device``: the same for draft models.
-    ``kv_cache_memory``: bytes; ``kv_cache_dtype`` "int8": the target's keys and values in 8 bits;
-    ``prefix_sharing``: equal beginnings share cache blocks.
+    is "native" (our kernels, in which a row has the same bits in any batch) for models it supports,
+    else "reference" (torch). ``quantize`` "int8" or "int4" rounds the weights (on a CPU), "none"
+    dequantises a quantised file. ``tensor_parallel`` processes share the target's weights.
+    ``offload`` "cpu" or "disk" keeps the layers there that do not fit into ``weights_memory`` bytes
+    of the device. ``draft_quantize``, ``draft_offload`` and ``draft_device`` do the same for draft
+    models. ``kv_cache_memory``: bytes for the KV cache; ``kv_cache_dtype`` "int8" stores the
+    target's keys and values in 8 bits; ``prefix_sharing`` lets equal prefixes share cache blocks.
 
-    ``max_model_len``: tokens of a sequence, prompt and answer. ``max_batch_size`` (8): sequences
-    decoded together. ``draft_length``: tokens, or "auto". ``rule``: for sampled drafts.
-    ``drafting``: "throughput" maximises the tokens a second of all requests, "fair" slows none down
-    for another. ``log_decisions`` logs who drafts and why; ``controller`` replaces the adaptive one
-    (docs/concepts/control.md). ``strict`` raises what a drafter does wrong, which else costs only
-    its drafts (docs/drafters/your_own.md). ``seed``: for requests without one. Requests without
-    parameters sample as ``default_temperature``, ``default_top_p``, ``default_top_k``,
-    ``default_min_p`` and ``default_repetition_penalty`` say, else as the checkpoint's
-    ``generation_config`` ("none" ignores it); see ``default_params``.
+    ``max_model_len``: most tokens of a sequence, prompt and answer. ``max_batch_size`` (8):
+    sequences decoded together. ``draft_length``: levels of a draft, or "auto". ``rule``: acceptance
+    rule for sampled drafts. ``drafting``: "throughput" maximises the tokens per second of all
+    requests together, "fair" slows no request down for another. ``log_decisions`` logs who drafts
+    and why; ``controller`` replaces the adaptive one (docs/concepts/control.md). ``strict`` raises
+    the errors of a drafter, which otherwise cost only its drafts (docs/drafters/your_own.md).
+    ``seed``: for requests without one. Requests without parameters sample by
+    ``default_temperature``, ``default_top_p``, ``default_top_k``, ``default_min_p`` and
+    ``default_repetition_penalty``, else by the checkpoint's ``generation_config`` ("none" ignores
+    it); see ``default_params``.
 
-    ``config``: tuned settings, the file of ``paceline tune``. It gives ``max_batch_size``,
-    ``rule``, the draft (also in place of "auto") and, with that draft, its length and, on the same
-    machine, its costs, which are then not measured at start-up. Other arguments override it.
-    ``notes`` says what did not fit. ``lora``: folders of LoRA adapters by name (``adapters.load``
-    loads more).
+    ``config``: the file of tuned settings that ``paceline tune`` writes. It sets
+    ``max_batch_size``, ``rule``, the draft (if that is "auto") and, with that draft, its length
+    and, on the same machine, its costs, which are then not measured at start-up. Other arguments
+    override it. ``notes`` says what of it was not used. ``lora``: folders of LoRA adapters by name
+    (``adapters.load`` loads more).
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
-    ConfigError, in one line. Other engines' keywords are taken or refused with what to do
+    ConfigError, in one line. Keywords of other engines are translated, or refused with advice
     (core/keywords.py). ``with LLM(...) as llm`` closes it. Threads share its steps; see AsyncLLM.
     """
 
     sampling_defaults: SamplingDefaults
     notes: tuple[str, ...] = ()  # for the user, about the set-up
-    known_costs: KnownCosts | None = None  # of the target, for LLMs beside it; None: they measure
-    _ranks: Ranks | None = None  # ended by the LLM that loaded the target
+    known_costs: KnownCosts | None = None  # costs of the target, for ``beside``; None: measured
+    _ranks: Ranks | None = None  # set in the LLM that loaded the target, which ends them
 
     @forgiving("LLM")
     def __init__(
@@ -150,7 +152,7 @@ class LLM:
         given: dict[str, Any],
         lora: Mapping[str, str | Path] | None,
     ) -> None:
-        """Load what the arguments of the constructor say; ``given`` are settings of the engine."""
+        """Load what the constructor's arguments name; ``given`` are explicit engine settings."""
         model = as_name(model)
         if not isinstance(config, str | Path | None):
             raise ConfigError(f"config is {config!r}; it must be the path of tuned settings")
@@ -164,7 +166,7 @@ class LLM:
         options = EngineOptions(**settings | given, controller=controller)
         for spec in draft if isinstance(draft, (list, tuple)) else (draft,):
             if isinstance(spec, str):
-                parse_draft(spec)  # what is misspelt is said before anything is loaded
+                parse_draft(spec)  # misspelt specs raise before anything is loaded
         with stage(f"loading {model}"):
             target = load_target(model, options)
         self._ranks, notes = target.ranks, [target.note]
@@ -200,9 +202,9 @@ class LLM:
         strict: bool = False,
         controller: Controller | None = None,
     ) -> LLM:
-        """Another LLM over the same weights, with its own drafter, cache and settings, for
-        comparing settings without loading a model twice. ``max_draft_length`` bounds the length
-        "auto" (None: 8); the rest is the constructor's, as are errors."""
+        """Another LLM over the same weights, with its own drafter, cache and settings, to compare
+        settings without loading a model twice. ``max_draft_length`` limits the draft length "auto"
+        (None: 8). The other arguments, and the errors, are those of the constructor."""
         given = explicit(locals(), "beside")
         known = self.known_costs
         options = EngineOptions(dtype=self._dtype, **given, controller=controller, known=known)
@@ -218,7 +220,7 @@ class LLM:
         draft: DraftLike | Sequence[DraftLike] | None,
         options: EngineOptions,
     ) -> None:
-        """Set up everything around a loaded target."""
+        """Load the drafter and build the engine around a loaded target."""
         self.target, self.tokenizer = target, tokenizer
         self._dtype = options.dtype
         self.receipts = Receipts(target, tokenizer)
@@ -247,13 +249,13 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """Parameters of requests without: ``default_temperature`` ..., else the checkpoint's
-        generation config, else greedy."""
+        """The parameters of requests that have none: ``default_temperature`` and so on, else those
+        of the checkpoint's generation config, else greedy."""
         return SamplingParams(**self.sampling_defaults.filled())
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a sequence, prompt and answer; answers that reach it end with "length"."""
+        """Most tokens of prompt and answer together; longer answers end with "length"."""
         return self.context_budget.limit
 
     # -- public ------------------------------------------------------------------------------
@@ -267,24 +269,24 @@ class LLM:
         lora: Lora = None,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete prompts (texts or lists of token ids), all in one continuous batch.
+        """Complete prompts (texts or lists of token ids) in one continuous batch.
 
-        Completions are in the order of the prompts, ``n`` for each. ``params``: one for all or one
-        per prompt; default ``default_params``. ``lora``: an adapter's name, or one per prompt, None
-        for none. ``progress`` shows a bar. A request that fails ends alone, with ``finish_reason``
-        "error". Raises PromptError or ConfigError before anything is decoded, PacelineError after
-        ``close``, EngineLostError if the model cannot run any more.
-        """
+        Returns ``n`` completions for each prompt, in the order of the prompts. ``params``: for all
+        prompts, or a list with one per prompt; ``default_params`` if left out. ``lora``: an
+        adapter's name, or a list with one per prompt (None: no adapter). ``progress`` shows a bar.
+        A request that fails ends alone, with ``finish_reason`` "error". Raises PromptError or
+        ConfigError before anything is decoded, PacelineError after ``close``, EngineLostError if
+        the model can no longer run."""
         requests = self.prepare_all(prompts, params, False, lora)
-        with bars(progress), stage("decoding", len(requests), "answers") as begun:
+        with bars(progress), stage("decoding", len(requests), "answers") as shown:
             try:
                 self.enqueue(requests)
-                left = requests
-                while left:
-                    self.owner.until(partial(any_ended, left))
-                    before = len(left)
-                    left = [request for request in left if request.completion is None]
-                    begun.advance(before - len(left))
+                running = requests
+                while running:
+                    self.owner.until(partial(any_ended, running))
+                    before = len(running)
+                    running = [request for request in running if request.completion is None]
+                    shown.advance(before - len(running))
             finally:
                 self.release(requests)
         return completions_of(requests)
@@ -293,32 +295,32 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Lora = None
     ) -> Iterator[StreamEvent]:
-        """Like ``generate``, but yields what each step adds. Errors of the arguments are raised
-        here; decoding begins with the first event. Closing or dropping the iterator cancels
-        unfinished requests. Several streams may be read in turn."""
+        """Like ``generate``, but yields what each step adds. Errors in the arguments are raised by
+        this call; decoding starts when the first event is requested. Closing or dropping the
+        iterator cancels unfinished requests. Several streams may be read in turn."""
         return self._events(self.prepare_all(prompts, params, True, lora))
 
     @forgiving("LLM.chat")
     def chat(
         self, messages: Conversations, params: SamplingParams | None = None, *, lora: Lora = None
     ) -> list[Completion]:
-        """Answer one conversation, or a list of them: ``[{"role": "user", "content": ...}]``."""
+        """Answer one conversation, ``[{"role": "user", "content": ...}]``, or a list of them."""
         prompts: list[Prompt] = [self.render_chat(item) for item in as_conversations(messages)]
         return self.generate(prompts, params, lora=lora)
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation in the model's chat format. Raises PromptError."""
+        """Render a conversation by the model's chat template to token ids. Raises PromptError."""
         with self._encoding:
             return rendered(self.tokenizer, self.target.name, messages)
 
     @property
     def draft_vocabulary(self) -> str | None:
         """How a draft with another vocabulary is used, such as "token-level intersection, 94 % of
-        text"; None without one."""
+        text"; None if there is none."""
         return vocabulary_of(self.engine.drafter)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer of transformers (``tokenizer``, by vLLM's name)."""
+        """The tokenizer of transformers; vLLM's name for the attribute ``tokenizer``."""
         return self.tokenizer
 
     def __enter__(self) -> LLM:
@@ -328,8 +330,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Cancel all requests and drop the engine; callers on other threads get a PacelineError.
-        Closing twice is fine."""
+        """Cancel all requests and drop the engine. Callers on other threads get a PacelineError.
+        May be called twice."""
         self.owner.close()
 
     # -- requests ----------------------------------------------------------------------------
@@ -337,7 +339,7 @@ class LLM:
     def prepare_all(
         self, prompts: Prompt | Sequence[Prompt], params: Params, streams: bool, lora: Lora = None
     ) -> list[Request]:
-        """Requests ready to be queued: all, or none if one is refused."""
+        """Make the requests of all prompts, or none if one is refused. See ``prepare``."""
         listed, given = as_prompts(prompts), self.default_params if params is None else params
         pairs = zip(listed, as_params(given, len(listed), lora), strict=True)
         requests = []
@@ -351,8 +353,8 @@ class LLM:
     def prepare(
         self, prompt: Prompt, params: SamplingParams, number: int = 0, streams: bool = True
     ) -> list[Request]:
-        """The ``n`` requests of a prompt, checked and ready for ``enqueue``. Does not touch the
-        engine, so it may run beside the decoding thread. Raises PromptError or ConfigError,
+        """Make the ``n`` requests of a prompt, checked and ready for ``enqueue``. Does not touch
+        the engine, so it may run concurrently with steps. Raises PromptError or ConfigError, and
         PacelineError after ``close``."""
         _ = self.engine
         params, origin = self.receipts.begin(params)
@@ -371,15 +373,15 @@ class LLM:
             requests.append(Request(seq, prompt, number, index, *rest))
         return requests
 
-    # -- the loop: for callers with a loop of their own, as a server has ------------------------
+    # -- for callers with a loop of their own, such as the server -------------------------------
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Queue all requests, or none if one is refused. Raises CacheMemoryError."""
         self.owner.enqueue(requests)
 
     def step(self) -> list[tuple[Request, Commit]]:
-        """One step of the engine; requests absorb their commits. Raises EngineLostError if the
-        engine cannot go on; all requests have then ended."""
+        """Run one step of the engine and apply its commits to the requests. Raises EngineLostError
+        if the engine cannot go on; all requests have then ended."""
         return self.owner.step()
 
     def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:

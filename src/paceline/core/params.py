@@ -1,4 +1,4 @@
-"""Parameters of a request, checked on construction."""
+"""Sampling parameters of a request, checked on construction."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.core.keywords import forgiving
 from paceline.errors import ConfigError
 
 MAX_SAMPLES = 16_384  # n: a typo must not fill the memory
-# Bounds within which no adjusted score can leave float32.
+# Within these bounds no adjusted score can overflow float32.
 MAX_TEMPERATURE = 100.0
 REPETITION_PENALTIES = (0.01, 100.0)
 MAX_LOGIT_BIAS = 100.0
-# Every piece of text is searched for every stop string.
+# Every new piece of text is searched for every stop string.
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  # characters
 EMPTY_PROMPT = "a prompt is empty; give at least one token of text"
@@ -28,12 +28,12 @@ def _require(condition: bool, message: str) -> None:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """A whole number that is not a bool."""
+    """Whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_finite(value: object) -> bool:
-    """A number that a float can hold."""
+    """Whether a value is a finite number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -43,7 +43,7 @@ def is_finite(value: object) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """False if a text has lone surrogates."""
+    """Whether a text can be encoded, which lone surrogates cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -52,7 +52,7 @@ def is_unicode(text: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value for an error message, at most 80 characters."""
+    """Format a value for an error message, with at most 80 characters."""
     try:
         text = ascii(value)
     except Exception:  # too many digits, or a failing __repr__
@@ -61,7 +61,8 @@ def shown(value: object) -> str:
 
 
 def _items(name: str, value: object, *rules: tuple[Callable[[Any], bool], str]) -> tuple[Any, ...]:
-    """The members of a list field, each of which must satisfy the rules."""
+    """The items of a list parameter, each checked by the rules: a condition, and what the error
+    says if it fails."""
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise ConfigError(f"{name} is {shown(value)}; give a list")
     for allowed, rule in rules:
@@ -73,9 +74,9 @@ def _items(name: str, value: object, *rules: tuple[Callable[[Any], bool], str]) 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must look like. ``kind``: "json" (``text`` is a JSON schema; ``{}`` is any JSON,
-    ``{"type": "object"}`` any object), "regex" or "lark". Raises ConfigError on another kind; the
-    text is checked when a request is made."""
+    """A grammar that the output must match. ``kind``: "json" (``text`` is a JSON schema; ``{}`` is
+    any JSON, ``{"type": "object"}`` any object), "regex" or "lark". Raises ConfigError for another
+    kind. The text is checked when a request is made."""
 
     kind: str
     text: str
@@ -87,7 +88,8 @@ class Grammar:
 
     @classmethod
     def json(cls, schema: Mapping[str, object] | None = None) -> Grammar:
-        """A JSON schema; without one any JSON object. Raises ConfigError if it is not JSON."""
+        """The grammar of a JSON schema; without one, of any JSON object. Raises ConfigError if the
+        schema is not JSON."""
         try:
             text = json.dumps({"type": "object"} if schema is None else schema)
         except (TypeError, ValueError, RecursionError) as error:
@@ -96,7 +98,8 @@ class Grammar:
 
 
 def _rules() -> Iterator[tuple[str, Callable[[Any], bool], str]]:
-    """Field, condition and message; the first that fails is raised. Types are checked here, too."""
+    """Field, condition and message of each rule, types included. The first rule that fails raises
+    an error."""
     least, most = REPETITION_PENALTIES
     penalties = "presence_penalty", "frequency_penalty"
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", *penalties):
@@ -138,26 +141,27 @@ _LISTS = ("stop", "stop_token_ids", "logits_processors", "prediction")
 @forgiving("SamplingParams")
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request; names and meanings follow vLLM and the OpenAI API.
+    """Sampling parameters of one request. Names and meanings follow vLLM and the OpenAI API.
 
-    ``temperature`` 0 is greedy, 100 the most. ``top_k`` 0 or -1 and ``top_p`` 1 switch truncation
-    off. ``repetition_penalty``, 0.01 to 100, counts prompt and output; presence and frequency
-    penalties, -2 to 2, the output. ``logit_bias`` adds -100 to 100. With a ``seed`` sampled text
-    does not depend on drafter, batch or load (coupled rule). ``logprobs``, ``prompt_logprobs``:
-    that many alternatives beside each token; a scored prompt takes nothing from the cache.
-    ``drafter``: the name of a loaded one, or "none"; default the first. ``draft_length`` fixes the
-    draft length. ``grammar``: text must match it, and ends with it. ``stop``: up to 16 strings of
-    up to 1,000 characters; ``include_stop_str_in_output`` keeps the one that ended the text.
+    ``temperature``: 0 (greedy) to 100. ``top_k`` 0 or -1 and ``top_p`` 1 switch truncation off.
+    ``repetition_penalty``, 0.01 to 100, counts tokens of prompt and output, presence and frequency
+    penalties, -2 to 2, tokens of the output. ``logit_bias``: a number from -100 to 100 to add, by
+    token id. ``seed``: the sampled text then does not depend on drafter, batch or load (coupled
+    rule). ``logprobs``, ``prompt_logprobs``: number of alternatives beside each token; a prompt
+    with log-probabilities does not use the prefix cache. ``drafter``: the name of a loaded drafter,
+    or "none"; by default the first. ``draft_length`` fixes the draft length. ``grammar``: the
+    output must match it, and ends when it is complete. ``stop``: up to 16 stop strings of up to
+    1,000 characters; ``include_stop_str_in_output`` keeps the one that ended the text.
     ``logits_processors``: functions f(output_ids, logits) or f(prompt_ids, output_ids, logits) that
-    return logits, float32 [vocab], before all else is applied. They are asked behind every token of
-    a draft, too, so they must not keep state.
-    ``skip_special_tokens`` leaves these out of the text; those that end it are never in it, nor,
-    with ``skip_end_tokens``, those that ``ignore_eos`` continues after. ``prediction``: token ids
-    of the expected text, used as drafts. ``lora``: the name of a loaded adapter. Requests of lower
-    ``priority`` start first. ``receipt``: the completion has a record by which ``paceline replay``
-    decodes it again; a request that samples without a seed gets one.
+    return logits, float32 [vocab]. They are applied before everything else, and also called for
+    every drafted token, so they must not keep state. ``skip_special_tokens`` leaves special tokens
+    out of the text. Tokens that end the text are never in it; ``skip_end_tokens`` also leaves out
+    end tokens after which ``ignore_eos`` continues. ``prediction``: token ids of the expected
+    output, used as drafts. ``lora``: the name of a loaded adapter. ``priority``: requests with
+    lower numbers start first. ``receipt``: the completion gets a record from which ``paceline
+    replay`` decodes it again; a request that samples without a seed gets a seed.
 
-    Raises ConfigError, a ValueError, on a value out of range."""
+    Raises ConfigError, a ValueError, for a value out of range."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -253,12 +257,12 @@ class SamplingParams:
                     f"logit_bias of token {shown(token)} is {shown(bias)}; it must be a number "
                     f"from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
                 )
-        # A copy: the caller may change it while the request runs.
+        # A copy, because the caller may change the mapping while the request runs.
         object.__setattr__(self, "logit_bias", dict(biases))
 
     @property
     def may_draft(self) -> bool:
-        """False if no drafter ever proposes anything for this request."""
+        """Whether the request allows drafts."""
         return self.drafter != "none" and self.draft_length != 0
 
     @property
@@ -267,11 +271,12 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
+        """Whether top_k, top_p or min_p removes tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def penalises(self) -> bool:
-        """Whether a distribution depends on earlier tokens other than through the model."""
+        """Whether penalties make a distribution depend on which tokens occurred before."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -281,7 +286,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of a chosen token and of the likeliest ones, ``(id, logprob)``."""
+    """Log-probability of a token, and ``top``: those of the likeliest tokens as ``(id,
+    logprob)``."""
 
     token_id: int
     logprob: float

@@ -30,9 +30,7 @@ from paceline.errors import ConfigError
 _MAX_INVERSE_TEMPERATURE = 1e30
 # Above this, score times inverse temperature may overflow float32, see _apply_temperature.
 _LARGE_INVERSE_TEMPERATURE = 1e6
-# The choice at a row that is not a distribution (NaN, infinite, every token forbidden). The
-# verifier ends such a request with an error.
-NO_TOKEN = -1
+NO_TOKEN = -1  # the choice at a row that is not a distribution; the verifier ends its request
 
 
 @lru_cache(maxsize=512)
@@ -55,9 +53,8 @@ def _tree_paths(spans: Sequence[Span]) -> torch.Tensor:
 
 
 def _host_paths(spans: Sequence[Span]) -> tuple[tuple[int, ...], ...] | None:
-    """The drafted tokens on the path to each row, () for rows of sequences without
-    ``needs_host_tokens``. None if no sequence needs them, or if a tree's tokens are not being
-    copied to the host."""
+    """The drafted tokens on the path to each row; () for sequences that do not need them on the
+    host. None if none does, or if a tree's tokens are not being copied to the host."""
     if not any(span.seq.needs_host_tokens for span in spans):
         return None
     paths: list[tuple[int, ...]] = []
@@ -99,11 +96,11 @@ class Rows:
         return [len(s.tokens) + depth for s, depth in zip(self.seqs, self.depths, strict=True)]
 
     @property
-    def on_host(self) -> Sequence[Sequence[int]]:
-        """The paths on the host; waits for the device unless they are ``known``."""
-        if self.known is not None:
-            return self.known
-        return [()] * len(self) if self.paths is None else self.paths.tolist()
+    def on_host(self) -> Sequence[tuple[int, ...]]:
+        """The path of each row on the host; waits for the device unless they are ``known``."""
+        if self.known is not None or self.paths is None:
+            return self.known or [()] * len(self)
+        return [tuple(p[:d]) for p, d in zip(self.paths.tolist(), self.depths, strict=True)]
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Rows:
@@ -174,13 +171,11 @@ def apply_logits_processors(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     if not any(seq.params.logits_processors for seq in rows.seqs):
         return logits
     scores = logits.to(torch.float32, copy=True)
-    for row, (seq, depth, path) in enumerate(
-        zip(rows.seqs, rows.depths, rows.on_host, strict=True)
-    ):
+    for row, (seq, path) in enumerate(zip(rows.seqs, rows.on_host, strict=True)):
         prompt, output = seq.tokens[: seq.prompt_length], seq.tokens[seq.prompt_length :]
         for processor in seq.params.logits_processors:
             prompts = [prompt] if len(signature(processor).parameters) == 3 else []
-            result = processor(*prompts, [*output, *path[:depth]], scores[row])
+            result = processor(*prompts, [*output, *path], scores[row])
             if getattr(result, "shape", None) != scores[row].shape:
                 raise ConfigError(f"a logits processor returned {result!r}; return its logits")
             scores[row] = result
@@ -242,12 +237,8 @@ def apply_grammars(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
     Waits for the device unless the drafted tokens are ``known`` on the host."""
     constrained: list[int] = []
     masks: list[torch.Tensor] = []
-    for row, (seq, depth, path) in enumerate(
-        zip(rows.seqs, rows.depths, rows.on_host, strict=True)
-    ):
-        allowed = (
-            None if seq.constraint is None else seq.constraint.allowed_tokens(tuple(path[:depth]))
-        )
+    for row, (seq, path) in enumerate(zip(rows.seqs, rows.on_host, strict=True)):
+        allowed = None if seq.constraint is None else seq.constraint.allowed_tokens(path)
         if allowed is not None:
             constrained.append(row)
             # Padding of the logits beyond the vocabulary is forbidden as well.
@@ -353,11 +344,11 @@ def greedy_tokens(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     if not constrained or logits.is_cuda or not all(map(_is_unadjusted_by_params, distinct)):
         return greedy_choice(adjust_logits(logits, rows))
     choices = greedy_choice(logits)
-    items = zip(rows.seqs, rows.depths, rows.on_host, choices.tolist(), strict=True)
+    items = zip(rows.seqs, rows.on_host, choices.tolist(), strict=True)
     refused = [
         row
-        for row, (seq, depth, path, token) in enumerate(items)
-        if seq.constraint is not None and not seq.constraint.is_allowed(tuple(path[:depth]), token)
+        for row, (seq, path, token) in enumerate(items)
+        if seq.constraint is not None and not seq.constraint.is_allowed(path, token)
     ]
     if refused:
         index = to_device(refused, logits.device)

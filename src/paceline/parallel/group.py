@@ -1,4 +1,4 @@
-"""The process groups of all ranks: one of their devices, and one of CPUs for orders."""
+"""The process groups of tensor-parallel ranks: one of their devices, one of CPUs for orders."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from paceline.core.batch import Batch
 from paceline.core.memory import free_memory
 
 # -- orders of rank 0 to the other ranks ----------------------------------------------------------
-# Plain data, sent over the CPU group. Tokens of a batch that only rank 0's device knows, which were
-# just drafted, follow as one tensor over the device group, so that rank 0 does not wait for them.
+# Orders are plain data, sent over the CPU group. Drafted tokens that only rank 0's device knows
+# follow as one tensor over the device group, so that rank 0 need not wait for them.
 
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """``batch`` as the host knows it. ``nodes``: first row and number of tokens that follow;
-    ``ancestors``: side of the mask that follows, by span."""
+    """The order to run a forward. ``batch``: without its tensors. ``nodes``: (first row, count) of
+    the token tensors that follow; ``ancestors``: for each span the side length of the mask that
+    follows, None if it has none."""
 
     batch: Batch
     nodes: tuple[tuple[int, int], ...]
@@ -33,7 +34,7 @@ class BatchOrder:
 
     @classmethod
     def of(cls, batch: Batch) -> tuple[BatchOrder, torch.Tensor | None]:
-        """The order, and the numbers that follow it, if any."""
+        """Make the order for a batch, and the tensor of numbers to send after it, if any."""
         masks = [span.ancestors for span in batch.spans]
         order = cls(
             replace(batch, nodes=(), features=()),  # pickled spans have no tensors
@@ -46,11 +47,11 @@ class BatchOrder:
 
     @property
     def sizes(self) -> list[int]:
-        """Of the parts of the numbers that follow."""
+        """The sizes of the parts of the tensor that follows."""
         return [count for _, count in self.nodes] + [(side or 0) ** 2 for side in self.ancestors]
 
     def whole(self, numbers: torch.Tensor) -> Batch:
-        """The batch with the numbers that followed, int64 ``[sum(sizes)]``."""
+        """The complete batch, given the tensor that followed, int64 ``[sum(sizes)]``."""
         parts = iter(torch.split(numbers, self.sizes))
         nodes = tuple((first, next(parts)) for first, _ in self.nodes)
         spans = tuple(
@@ -60,16 +61,16 @@ class BatchOrder:
         return replace(self.batch, nodes=nodes, spans=spans)
 
 
-_LOADING = timedelta(hours=1)  # for which ranks wait for each other while they load
-_FOREVER = timedelta(days=3650)  # between orders; a lost rank is noticed by processes.py
+_LOADING = timedelta(hours=1)  # how long ranks wait for each other while loading
+_FOREVER = timedelta(days=3650)  # between orders; processes.py notices a lost rank
 _LOOPBACK = "lo"
 
 
 class RankGroup:
-    """The groups as rank ``rank`` of ``size`` has them, which computes on ``device``."""
+    """The process groups from the side of rank ``rank`` of ``size``, which runs on ``device``."""
 
     def __init__(self, rank: int, size: int, store: str, device: torch.device) -> None:
-        """Waits for all ranks. ``store``: a file that all of them see."""
+        """Join the groups; waits for all ranks. ``store``: a file that all ranks can access."""
         self.rank, self.size, self.device = rank, size, device
         cuda = device.type == "cuda"
         if cuda:
@@ -86,22 +87,22 @@ class RankGroup:
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def broadcast(self, method: str, *arguments: Any) -> None:
-        """Have the others call this method of ``Follower`` (worker.py), or ``stop``."""
+        """Order the other ranks to call this method of ``Follower`` (worker.py), or to "stop"."""
         dist.broadcast_object_list([method, arguments], src=0, group=self._control)
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
-        """The next order: method and arguments."""
+        """Wait for the next order; returns the method and its arguments."""
         received: list[Any] = [None, None]
         dist.broadcast_object_list(received, src=0, group=self._control)
         return received[0], received[1]
 
     def share(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Copy rank 0's ``numbers`` into those of all ranks."""
+        """Broadcast rank 0's ``numbers``; on other ranks the tensor is overwritten with them."""
         dist.broadcast(numbers, src=0)
         return numbers
 
     def least_memory(self) -> int:
-        """Bytes that every rank has free; on a CPU its memory is divided by the ranks."""
+        """Free bytes of the rank that has the least; the ranks of a CPU share its memory evenly."""
         free = free_memory(self.device)
         free_bytes = torch.tensor(free if self.device.type == "cuda" else free // self.size)
         dist.all_reduce(free_bytes, dist.ReduceOp.MIN, group=self._control)
@@ -113,10 +114,11 @@ class RankGroup:
 
 
 def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's direct parameters, gathered of all ranks; all ranks must call."""
+    """The parameters of a module itself, gathered from all ranks. All ranks must call this."""
     from torch.distributed.tensor import DTensor
 
-    with torch.inference_mode(False), torch.no_grad():  # torch 2.11 gathers in no inference mode
+    # torch 2.11 cannot gather in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
         return {
             name: value.full_tensor() if isinstance(value, DTensor) else value
             for name, value in module.named_parameters(recurse=False)
@@ -125,8 +127,9 @@ def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def rank_environment(rank: int) -> Iterator[None]:
-    """Environment variables while groups are made and weights are loaded: the device, and loopback
-    unless the user names an interface, as ranks unpickle what they receive."""
+    """Set environment variables while process groups are made and weights are loaded: the device,
+    and the loopback interface unless the user names one. Loopback matters, as ranks unpickle what
+    they receive."""
     wanted = {"LOCAL_RANK": str(rank)}
     if _LOOPBACK in (name for _, name in socket.if_nameindex()):
         names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - {*os.environ}

@@ -1,8 +1,8 @@
-"""The processes of the other ranks, started, watched and ended by rank 0.
+"""The processes of the other tensor-parallel ranks, which rank 0 starts, watches and ends.
 
-A rank ends when the pipe to its standard input is closed, as it is however rank 0 ends. Rank 0 has
-a thread for each rank that waits for its end, and one for timeouts: ranks that do not finish a
-forward are killed, so that callers fail instead of hanging.
+A rank ends when the pipe to its standard input closes, which happens however rank 0 ends. Rank 0
+has a thread for each rank that waits for the end of its process, and one for timeouts: ranks that
+do not finish a forward are killed, so that callers get an error instead of hanging.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from paceline.model.loading import load_module, plain_config
 from paceline.model.target import CausalModel
 from paceline.parallel.group import RankGroup, rank_environment
 
-_HEADS = ("q_proj", "k_proj", "v_proj")  # cut by columns between heads
+_HEADS = ("q_proj", "k_proj", "v_proj")  # split by columns, at the boundaries of heads
 READY = "ready"
-STALL_SECONDS = 300.0  # from when on a forward counts as hanging
+STALL_SECONDS = 300.0  # a forward that takes longer counts as hanging
 _START_SECONDS = 300.0  # to import torch; a busy machine with a cold disk needs a minute
-_NOTICE_SECONDS = 3.0  # between a failed collective and the end of the rank that caused it
+_NOTICE_SECONDS = 3.0  # at most, from a failed collective to the end of the rank that caused it
 
 
 class RankProcess:
-    """One other rank. ``ended`` is called on a thread with the way in which it ended."""
+    """The process of one other rank. ``ended`` is called on a thread with a text that says how the
+    process ended."""
 
     def __init__(self, rank: int, job: dict[str, object], ended: Callable[[str], None]) -> None:
         self.ready = threading.Event()
@@ -48,7 +49,7 @@ class RankProcess:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.popen = children.start("paceline.parallel.worker", **pipes)
         threading.Thread(target=self._listen, name=f"paceline-rank-{rank}", daemon=True).start()
-        with suppress(OSError):  # it has ended, and the thread calls `ended`
+        with suppress(OSError):  # the process has ended, and the thread calls ``ended``
             assert self.popen.stdin is not None
             self.popen.stdin.write(json.dumps({**job, "rank": rank}) + "\n")
             self.popen.stdin.flush()
@@ -67,7 +68,7 @@ class RankProcess:
         self.ready.set()
 
     def end(self) -> None:
-        """Close its pipe, which ends it, and wait for that."""
+        """Close the pipe, which ends the process, and wait for that."""
         with suppress(OSError):
             assert self.popen.stdin is not None
             self.popen.stdin.close()
@@ -75,11 +76,12 @@ class RankProcess:
 
 
 class RankProcesses:
-    """Ranks on ``device``, a CPU or the first of ``size`` GPUs; ``lost``: why they failed, for
-    good."""
+    """All ranks, on ``device``: a CPU or the first of ``size`` GPUs. ``lost``: why they failed;
+    None while they work. There is no way back from a failure."""
 
     def __init__(self, size: int, device: torch.device, job: dict[str, object]) -> None:
-        """Start the others and wait for all. Raises ConfigError, PacelineError if one fails."""
+        """Start the other ranks and wait for all of them. Raises ConfigError, and PacelineError if
+        a rank fails."""
         check_devices(size, device)
         self.size = size
         self.lost: str | None = None
@@ -88,7 +90,7 @@ class RankProcesses:
         self._listeners: list[Callable[[str], None]] = []
         self._changing = threading.Lock()
         self._closed = threading.Event()
-        self._until: float | None = None  # when a forward that runs counts as hanging
+        self._until: float | None = None  # deadline of the running forward
         self._threads = torch.get_num_threads()
         share = max(1, self._threads // size)
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
@@ -139,8 +141,9 @@ class RankProcesses:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A step of all ranks. If it fails here they are out of step, and so lost; if it takes too
-        long the others are killed. Raises EngineLostError."""
+        """Enclose a collective operation of all ranks. If it fails here, the ranks are out of step
+        and therefore lost; if it takes too long, the other ranks are killed. Raises
+        EngineLostError."""
         self._check()
         self._until = time.monotonic() + STALL_SECONDS
         try:
@@ -156,13 +159,14 @@ class RankProcesses:
             self._until = None
 
     def _wait_for_reason(self) -> None:
-        """Wait until the end of another rank's process is noticed."""
+        """Wait a few seconds for a rank's process to end, which explains a failed collective."""
         end = time.monotonic() + _NOTICE_SECONDS
         while self.lost is None and time.monotonic() < end:
             time.sleep(0.02)
 
     def lose(self, reason: str) -> None:
-        """Keep the first reason, end all other ranks and tell the listeners."""
+        """Mark the ranks as lost: keep the first reason, kill the other ranks and call the
+        listeners."""
         with self._changing:
             if self.lost is not None or self._closed.is_set():
                 return
@@ -171,7 +175,7 @@ class RankProcesses:
             process.popen.kill()
         for listener in listeners:
             listener(reason)
-        # A GPU that waits for another does not notice a closed connection.
+        # A GPU that waits for another one does not notice a closed connection.
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
         if self._cuda and abort is not None:
             with suppress(Exception):
@@ -185,7 +189,7 @@ class RankProcesses:
                 return
 
     def close(self) -> None:
-        """End the other ranks; closing twice is fine."""
+        """End the other ranks. May be called twice."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -202,7 +206,7 @@ class RankProcesses:
 
 
 def check_devices(size: int, device: torch.device) -> None:
-    """Raises ConfigError if so many ranks cannot run on this machine."""
+    """Raise ConfigError if ``size`` ranks cannot run on this machine."""
     asked = f"tensor_parallel={size}"
     if not dist.is_available():
         raise ConfigError(f"{asked} needs torch.distributed, which this torch lacks")
@@ -224,20 +228,22 @@ def check_devices(size: int, device: torch.device) -> None:
 
 
 # -- which models ranks can share ----------------------------------------------------------------
-# Transformers shards by a model's tensor-parallel plan; a rank reads its slices of the checkpoint.
+# transformers shards a model by its tensor-parallel plan. Each rank reads only its slices of the
+# checkpoint.
 
 
 def load_part(name: str, dtype: str, device: torch.device, size: int) -> CausalModel:
-    """This rank's part; all ranks must call, as they probe the model together."""
+    """Load this rank's part of a model. All ranks must call this, as they probe the model
+    together."""
     from transformers.distributed import DistributedConfig
 
     module = load_module(name, dtype, device, distributed_config=DistributedConfig(tp_size=size))
-    del module.config.distributed_config  # no property of the model
+    del module.config.distributed_config  # it is not a property of the model
     return CausalModel(module, name)
 
 
 def check_shareable(name: str, size: int) -> None:
-    """Raises ConfigError, UnsupportedModelError, ModelLoadError if ranks cannot share a model."""
+    """Raise ConfigError, UnsupportedModelError or ModelLoadError if ranks cannot share a model."""
     config = plain_config(name, f"tensor_parallel={size}")
     text = config.get_text_config(decoder=True)
     plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}

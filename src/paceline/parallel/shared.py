@@ -1,4 +1,4 @@
-"""A target that several processes share, seen from the one that decodes with it (rank 0)."""
+"""A tensor-parallel target from the side of rank 0, the process that decodes with it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def load_shared(
     quantize: str | None = None,
     backend: str = "auto",
 ) -> CausalModel:
-    """Load a target into ``size`` processes; this one is rank 0. Runs on the reference backend;
-    ``cache_shapes`` are this rank's. Raises ConfigError, ModelLoadError, UnsupportedModelError."""
+    """Load a target into ``size`` processes, of which this one is rank 0. It runs on the reference
+    backend, and its ``cache_shapes`` are those of rank 0. Raises ConfigError, ModelLoadError,
+    UnsupportedModelError."""
     if backend == "native" or quantize not in (None, "none"):
         what = "backend='native'" if backend == "native" else f"quantize={quantize!r}"
         raise ConfigError(
@@ -55,13 +56,14 @@ def load_shared(
 
 
 class SharedForward(Backend):
-    """The reference forward on all ranks, which have counterparts of rank 0's caches."""
+    """A backend that runs the reference forward on all ranks. Each cache of rank 0 has a
+    counterpart on the other ranks, known by a number."""
 
     name = REFERENCE
 
     def __init__(self, model: CausalModel, ranks: RankProcesses) -> None:
         self.ranks, self.size = ranks, ranks.size
-        self._model = copy.copy(model)  # runs this rank's part
+        self._model = copy.copy(model)  # runs rank 0's part
         self._model.ranks = self
         self._numbers: weakref.WeakKeyDictionary[PagedCache, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count()
@@ -94,14 +96,14 @@ class SharedForward(Backend):
         )
 
     def whole(self, side: Literal["input", "output"]) -> nn.Module:
-        """Gathered here once, as drafts are made by this rank alone."""
+        """The input or output embeddings, gathered once on rank 0, which alone runs drafters."""
         if side not in self._whole:
             module = getattr(self._model.hf, f"get_{side}_embeddings")()
             with self.ranks.together():
                 self.ranks.group.broadcast("gather", side)
                 whole = whole_parameters(module)
             copied = copy.copy(module)
-            copied.__dict__.pop("forward", None)  # the one that sums over ranks
+            copied.__dict__.pop("forward", None)  # the forward that sums over ranks
             copied._parameters = {
                 key: nn.Parameter(value, requires_grad=False) for key, value in whole.items()
             }
@@ -114,7 +116,8 @@ class SharedForward(Backend):
             return self.ranks.group.least_memory()
 
     def _number(self, cache: PagedCache) -> int:
-        """The number of a cache's counterparts, which are made if there are none."""
+        """The number of a cache's counterparts; makes them the first time, and drops those of
+        caches that no longer exist."""
         while self._dropped:
             self.ranks.group.broadcast("drop", self._dropped.pop())
         if cache not in self._numbers:

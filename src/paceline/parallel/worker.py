@@ -1,6 +1,6 @@
-"""The process of a rank other than 0: its part of the target, which runs rank 0's orders. A line of
-JSON on its standard input says what to load; the process ends when that is closed. A rank that
-fails writes a line with the reason to its standard output."""
+"""The process of a tensor-parallel rank other than 0: runs rank 0's orders on its part of the
+target. A line of JSON on standard input says what to load; the process ends when standard input is
+closed. A rank that fails writes the reason in one line to standard output."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from paceline.parallel.group import BatchOrder, RankGroup, rank_environment, who
 from paceline.parallel.processes import READY, load_part
 
 
-def _live_with_rank_0() -> None:
+def _end_with_rank_0() -> None:
     sys.stdin.read()
     exit_now(0)
 
 
 def main() -> None:
     ignore_signals()
-    replies, sys.stdout = sys.stdout, sys.stderr  # libraries must not write to rank 0
+    replies, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not reach rank 0
     line = sys.stdin.readline()
     if not line:
         return
-    threading.Thread(target=_live_with_rank_0, daemon=True).start()
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
     try:
-        _work(json.loads(line), replies)
+        _run_rank(json.loads(line), replies)
     except Exception as error:
         words = " ".join(str(error).split())[:300]
         print(f"failed: {type(error).__name__}: {words}", file=replies, flush=True)
@@ -43,7 +43,7 @@ def main() -> None:
     exit_now(0)
 
 
-def _work(job: dict[str, str | int], replies: TextIO) -> None:
+def _run_rank(job: dict[str, str | int], replies: TextIO) -> None:
     rank, size, kind = int(job["rank"]), int(job["size"]), str(job["device"])
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     torch.set_num_threads(int(job["threads"]))
@@ -55,7 +55,8 @@ def _work(job: dict[str, str | int], replies: TextIO) -> None:
 
 
 class Follower:
-    """Runs rank 0's orders on this rank's part of the weights and caches."""
+    """Runs rank 0's orders on this rank's part of the weights and caches. Each method but ``run``
+    is an order."""
 
     def __init__(self, model: CausalModel, group: RankGroup) -> None:
         self._model, self._group = model, group
@@ -68,7 +69,7 @@ class Follower:
         self._group.leave()
 
     def make(self, cache: int, blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        """This rank's part of the cache of this number."""
+        """Make this rank's part of the cache with the number ``cache``."""
         shapes, device = self._model.cache_shapes, self._model.device
         self._caches[cache] = PagedCache(shapes, blocks, block_size, dtype, device)
 
@@ -83,7 +84,7 @@ class Follower:
         self._model(batch, self._caches[cache])
 
     def move(self, cache: int, slots: tuple[tuple[int, int], ...]) -> None:
-        """Copy rows of a cache from slots to slots."""
+        """Copy rows of a cache between slots: (from, to) pairs."""
         self._caches[cache].copy(slots)
 
     def gather(self, side: str) -> None:
