@@ -74,8 +74,7 @@ class AsyncLLM:
         lora: Lora = None,
         request_id: str | None = None,
     ) -> AsyncIterator[StreamEvent]:
-        """As ``LLM.stream``, for ``async for``. Errors in the arguments are raised when the first
-        event is awaited."""
+        """As ``LLM.stream``, for ``async for``. The first event raises errors of the arguments."""
         async with self._running(prompts, params, request_id, True, lora) as requests:
             while any(request.completion is None or request.events for request in requests):
                 await self._until(partial(any_events, requests))
@@ -134,8 +133,7 @@ class AsyncLLM:
             owner.release(requests)
 
     async def _until(self, done: Callable[[], bool]) -> None:
-        """Let the engine's thread run steps until ``done()`` is true. Raises EngineLostError,
-        PacelineError."""
+        """Have steps run until ``done()`` is true. Raises EngineLostError, PacelineError."""
         ready, loop = asyncio.Event(), asyncio.get_running_loop()
         with self.llm.owner.waiting(done, partial(loop.call_soon_threadsafe, ready.set)):
             await ready.wait()

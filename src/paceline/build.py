@@ -130,8 +130,7 @@ def state_slots(options: EngineOptions, target: CausalModel, draft_bytes: int = 
 
 
 def slots_within(memory: int, per_state: int, batch: int) -> int:
-    """How many states of ``per_state`` bytes a cache of ``memory`` bytes holds for ``batch``
-    sequences."""
+    """How many states of ``per_state`` bytes a cache of ``memory`` bytes holds for a batch."""
     return min(batch * _STATES_PER_SEQUENCE, memory // 2 // per_state)
 
 

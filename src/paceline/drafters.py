@@ -65,8 +65,7 @@ DraftLike = str | DraftSpec | Drafter
 
 
 class Registry(Mapping[str, type[DraftSpec]]):
-    """The records by kind. Those of other packages are imported on demand, and cannot replace a
-    built-in kind."""
+    """Records by kind. Those of other packages load on demand and replace no built-in kind."""
 
     def __init__(self, built_in: Iterable[type[DraftSpec]], others: Iterable[EntryPoint]) -> None:
         self._known = {record.kind: record for record in built_in}

@@ -30,8 +30,7 @@ class Adapter:
 
 
 class PerAdapter(Generic[_Value]):
-    """One value for requests without an adapter and one for each adapter. The value of an adapter
-    is dropped with it."""
+    """One value for requests without an adapter, and one per adapter, which is dropped with it."""
 
     def __init__(self) -> None:
         self._base: _Value | None = None

@@ -24,8 +24,7 @@ def start(module: str, *arguments: str, **pipes: Any) -> subprocess.Popen[Any]:
 
 
 def ignore_signals() -> None:
-    """Ignore SIGINT and SIGTERM in a child: supervisors send them to all processes, but only the
-    parent acts on them."""
+    """In a child, ignore SIGINT and SIGTERM, which supervisors send to all processes."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

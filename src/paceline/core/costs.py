@@ -91,8 +91,7 @@ class DrafterCosts:
         costless: int = 2,
         prior: tuple[float, ...] = (),
     ) -> DrafterCosts:
-        """Costs of drafts of up to ``longest`` levels, or ``costless`` times as many levels if the
-        drafter runs no forward."""
+        """For drafts of up to ``longest`` levels; ``costless`` times as many without forwards."""
         lengths = range(1 + longest * (1 if drafter.passes(1) else costless))
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)

@@ -16,8 +16,7 @@ from paceline.core.tree import Draw
 
 
 def is_coupled(params: SamplingParams) -> bool:
-    """Whether the request samples with noise that depends on (seed, position) alone, so that the
-    coupled rule applies."""
+    """Whether the request samples with noise of (seed, position) alone (the coupled rule)."""
     return params.seed is not None and not params.greedy
 
 
@@ -123,8 +122,7 @@ def draft_candidates(
 
 
 def _zero_invalid_rows(q: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """The distributions q [R, V] with zeros in rows that are not ``valid`` [R]; q itself if all are
-    and it is on the CPU."""
+    """Zero the rows of q [R, V] that are not ``valid`` [R]. On a CPU q itself if all are."""
     if q.device.type == "cpu" and bool(valid.all()):
         return q
     return torch.where(valid.unsqueeze(1), q, 0.0)

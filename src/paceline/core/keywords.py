@@ -24,8 +24,7 @@ _announced = set[str]()
 
 
 def our_name(name: str, known: Collection[str]) -> str:
-    """Look up a foreign ``name``: our name for it if that is among ``known``; else advice, a text
-    with spaces; else ""."""
+    """Look up a foreign ``name``: one of the ``known`` names, advice (with spaces), or ""."""
     for table in TABLES.values():
         listed = table.get(name, [])
         for ours in [listed] if isinstance(listed, str) else listed:

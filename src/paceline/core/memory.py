@@ -21,8 +21,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size: ``512M``, ``1.5GiB``, ``2 GB`` (powers of 1024) or a number of bytes. Raises
-    ConfigError."""
+    """Parse ``512M``, ``1.5GiB``, ``2 GB`` (powers of 1024) or bytes. Raises ConfigError."""
     cleaned = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = cleaned[-1:] if cleaned[-1:] in _UNITS else ""
     try:

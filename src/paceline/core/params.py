@@ -98,8 +98,7 @@ class Grammar:
 
 
 def _rules() -> Iterator[tuple[str, Callable[[Any], bool], str]]:
-    """Field, condition and message of each rule, types included. The first rule that fails raises
-    an error."""
+    """Field, condition and message of each check, in order; types are checked here as well."""
     least, most = REPETITION_PENALTIES
     penalties = "presence_penalty", "frequency_penalty"
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", *penalties):
@@ -286,8 +285,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of a token, and ``top``: those of the likeliest tokens as ``(id,
-    logprob)``."""
+    """Log-probability of a token; ``top``: (id, logprob) of the likeliest tokens."""
 
     token_id: int
     logprob: float

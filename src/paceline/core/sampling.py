@@ -260,8 +260,7 @@ def apply_grammars(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 def apply_penalties(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
     """float32 ``[R, V]``: scores after the repetition penalty (for tokens of prompt and output) and
-    the presence and frequency penalties (output only). The drafted tokens on a row's path count as
-    output."""
+    presence and frequency penalties (output only). Drafted tokens on the path count as output."""
     distinct = list({id(seq): seq for seq in rows.seqs}.values())
     ids, counts = _count_tables(distinct, scores)
     index = {id(seq): i for i, seq in enumerate(distinct)}
@@ -301,8 +300,7 @@ def _count_tables(
 def _occurrences(
     seq: SequenceView, width: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Token ids below ``width`` that occur in a sequence, and how often in its output (0: in the
-    prompt only)."""
+    """Ids below ``width`` that occur, and how often in the output (0: in the prompt only)."""
     tokens = seq.tokens
     counter = tokens.occurrences if isinstance(tokens, TokenView) else Occurrences()
     count_of = counter.count(tokens, seq.prompt_length)

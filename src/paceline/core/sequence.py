@@ -54,8 +54,7 @@ _Sums = TypeVar("_Sums", bound="Sums")
 
 
 class Sums:
-    """Base of dataclasses that add up field by field: numbers, lists of counts by position, and
-    mappings of amounts by name."""
+    """Base of dataclasses that add up field by field: numbers, lists by position, mappings."""
 
     def __add__(self: _Sums, other: _Sums) -> _Sums:
         return type(self)(**{k: _sum(v, getattr(other, k)) for k, v in vars(self).items()})

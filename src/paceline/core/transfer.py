@@ -11,9 +11,8 @@ import torch
 def to_device(
     values: Sequence[Any], device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Copy a (nested) list of numbers to a tensor on ``device``. On CUDA the copy is made from
-    pinned memory without blocking; the caching host allocator keeps that memory until it is
-    done."""
+    """Copy a (nested) list of numbers to a tensor on ``device``. On CUDA the copy does not block:
+    the caching host allocator keeps the pinned memory until the copy is done."""
     return upload(torch.tensor(values, dtype=dtype), device)
 
 

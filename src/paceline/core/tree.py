@@ -53,8 +53,7 @@ def children_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def paths_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The nodes on the path from the root; entry 0 is the root's, (), entry i + 1 that to node i,
-    node i included."""
+    """Nodes on the path from the root: entry 0 is (), entry i + 1 the path to node i, included."""
     paths: list[tuple[int, ...]] = [()]
     for node, parent in enumerate(parents):
         paths.append((*paths[parent + 1], node))
@@ -63,8 +62,7 @@ def paths_of(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def ancestor_mask(parents: tuple[int, ...]) -> torch.Tensor:
-    """bool [n, n], the tree attention mask: entry (i, j) is true if node j is node i or one of its
-    ancestors."""
+    """Tree attention mask, bool [n, n]: (i, j) is true if j is node i or one of its ancestors."""
     mask = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:

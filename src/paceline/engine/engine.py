@@ -127,14 +127,12 @@ class Engine:
         lap("draft")
 
     def max_nodes(self, length: int) -> int:
-        """The most nodes a draft of ``length`` levels can have. A prediction is a chain, so it has
-        ``length`` nodes."""
+        """Most nodes of a draft of ``length`` levels. Predictions are chains of that length."""
         most = self.drafter.max_nodes(length)
         return max(most, length) if most else 0
 
     def select_drafts(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
-        """The controller's decision for each sequence. Raises ConfigError if the controller returns
-        another number of decisions."""
+        """The controller's decision for each sequence. Raises ConfigError if some are missing."""
         if not any(seq.drafts for seq in seqs):
             return [PLAIN] * len(seqs)
         decisions = self.controller.lengths(seqs)
@@ -179,8 +177,7 @@ class Engine:
                 self.forget(self.scheduler.preempted.pop())
 
     def draft(self, plan: Plan) -> list[TokenTree]:
-        """Have the drafter propose a tree for each slice. Sequences for which drafting has failed
-        before get an empty tree."""
+        """Propose a tree for each slice; an empty one once drafting has failed for a sequence."""
         drafting = plan
         if not all(item.drafts for item in plan.slices):
             drafting = Plan(tuple(item for item in plan.slices if item.drafts))
@@ -196,8 +193,7 @@ class Engine:
         return [next(proposed) if item.drafts else self._empty for item in plan.slices]
 
     def batch(self, plan: Plan, trees: Sequence[TokenTree]) -> Batch:
-        """Lay out pending tokens and tree nodes as the rows of one forward. Logits are left out if
-        nothing reads them."""
+        """Lay out pending tokens and tree nodes as rows of one forward, with logits if needed."""
         drafts = zip(plan.slices, trees, strict=True)
         spans = [Span.of_request(item.seq, tree, item.scheduled) for item, tree in drafts]
         reads_logits = (
@@ -266,8 +262,8 @@ class Engine:
         return self.ready[first:]
 
     def _build_commit(self, seq: SequenceState, span: Span, verdict: Verdict | None) -> Commit:
-        """What the step adds to a sequence, cut at the first stop condition. ``verdict`` is None
-        for a prefill chunk."""
+        """What the step adds to a sequence, cut at a stop condition. A prefill chunk has no
+        verdict."""
         position, last = span.context, seq.tokens[span.context + span.pending - 1]
         if verdict is None:
             return Commit(

@@ -1,8 +1,8 @@
-"""Files that are written whole or not at all.
+"""Atomic writing of files and folders: they are written completely or not at all.
 
-A new file is written under another name in the same folder, forced to the disk and renamed over the
-old one. So a full disk, a crash or a power failure leaves the old one. Only files that Paceline
-wrote are replaced (ownership.py).
+A new file is written under another name in the same folder, synchronised to the disk and renamed
+over the old one, which therefore survives a full disk, a crash or a power failure. Only files that
+Paceline wrote are replaced (ownership.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ADVICE = (
     ({errno.ENOTDIR}, "a part of its path is a file: choose another place"),
 )
 _ELSEWHERE = "choose another place"
-_KEY = "Records of Paceline with the options\n"  # the first line of a key
+_KEY = "Records of Paceline with the options\n"  # the first line of a key file
 # How libraries written in Rust (safetensors, tokenizers) end the text of a failed write.
 _RUST = re.compile(r"\(os error (\d+)\)")
 
@@ -63,11 +63,11 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class FileStamp:
-    """A file's state: a change of its content changes one of these."""
+    """The state of a file. Whatever changes the file's content changes one of these fields."""
 
     path: str
     size: int
-    changed: tuple[int, int, int]  # modification, change of status, inode
+    changed: tuple[int, int, int]  # modification time, status change time, inode
 
     @classmethod
     def of(cls, path: Path) -> FileStamp:
@@ -84,10 +84,11 @@ def atomic_write(
     durable: bool = True,
     previous: Path | None = None,
 ) -> Iterator[IO[bytes]]:
-    """Write ``path`` in the block; it is replaced as a whole if the block ends without an error.
-    ``what`` names the file in messages, as in "the report". ``proof`` tells whether Paceline wrote
-    an existing file; None: any is replaced. ``durable`` false: no fsync, for files that can be made
-    again. ``previous``: where the old file goes, under the same condition. Raises WriteError."""
+    """Write ``path`` in the block; the file is replaced as a whole if the block ends without error.
+    ``what`` names the file in messages, as in "the report". ``proof`` says whether Paceline wrote
+    an existing file, and only then it is replaced; None replaces any file. ``durable`` False: no
+    fsync, for files that can be made again. ``previous``: where to move the old file, if ``proof``
+    accepts a file there. Raises WriteError."""
     check_file(path, what, proof)
     if previous is not None:
         check_file(previous, what, proof)
@@ -100,7 +101,7 @@ def atomic_write(
 
 @contextmanager
 def write_cached(file: Path, folder: Path, what: str) -> Iterator[IO[bytes]]:
-    """Write a file that can be made again, in a folder of such files; see ``atomic_write``."""
+    """Write a file that can be made again, in a cache folder; see ``atomic_write``."""
     with write_errors(what, file):
         claim(folder)
         file.parent.mkdir(exist_ok=True)
@@ -109,7 +110,7 @@ def write_cached(file: Path, folder: Path, what: str) -> Iterator[IO[bytes]]:
 
 
 def replace_files(contents: Mapping[Path, bytes], what: str, proof: Proof | None) -> None:
-    """Write several files in order, all or none. Arguments and errors as of ``atomic_write``."""
+    """Write several files, all or none. Arguments and errors as of ``atomic_write``."""
     for path in contents:
         check_file(path, what, proof)
     with ExitStack() as stack:
@@ -117,7 +118,7 @@ def replace_files(contents: Mapping[Path, bytes], what: str, proof: Proof | None
         for aside, (path, content) in zip(asides, contents.items(), strict=True):
             with write_errors(what, path), aside.open(True) as sink:
                 sink.write(content)
-        # All are on the disk now. If a renaming fails, those done before are undone.
+        # All contents are on the disk now. If a rename fails, the earlier ones are undone.
         for number, aside in enumerate(asides):
             try:
                 with write_errors(what, aside.path):
@@ -129,15 +130,15 @@ def replace_files(contents: Mapping[Path, bytes], what: str, proof: Proof | None
 
 
 def replace_text(path: str | Path, text: str, what: str, proof: Proof | None) -> None:
-    """As ``replace_files`` for one file of text."""
+    """``replace_files`` for one text file."""
     replace_files({Path(path): text.encode("utf-8")}, what, proof)
 
 
 def replace_in(
     folder: Path, contents: Mapping[str, bytes], what: str, damaged: bool = False
 ) -> None:
-    """Write files into a folder, all or none, and into its manifest. Raises WriteError, also for
-    files of these names that the manifest does not prove; ``damaged`` as of ``check_folder``."""
+    """Write files into a folder, all or none, and list them in its manifest. Raises WriteError,
+    also if an old file does not match the manifest; ``damaged`` as in ``check_folder``."""
     with write_errors(what, folder):
         folder.mkdir(parents=True, exist_ok=True)
     check_names(folder, list(contents), what, damaged)
@@ -148,7 +149,7 @@ def replace_in(
 
 
 def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
-    """The table of a TOML file. Raises ConfigError; ``advice`` ends its message."""
+    """Read a TOML file. Raises ConfigError, whose message ends with ``advice``."""
     tomllib: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     end = advice and f"; {advice}"
     try:
@@ -161,7 +162,7 @@ def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; empty if the file cannot be read or holds something else."""
+    """Read the object of a JSON file; empty if the file cannot be read or holds no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -170,7 +171,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def render_template(template: Path, **values: Any) -> str:
-    """A template of this package (Jinja) with values; in HTML they are text, and no tags."""
+    """Render a Jinja template of this package. In HTML templates the values are escaped."""
     from jinja2 import Environment
 
     environment = Environment(
@@ -184,8 +185,8 @@ def render_template(template: Path, **values: Any) -> str:
 
 @contextmanager
 def atomic_folder(path: str | Path, what: str, damaged: bool = False) -> Iterator[Path]:
-    """Fill the given folder in the block; it becomes ``path`` if the block ends without an error.
-    An old folder is replaced if its manifest proves every file in it; ``damaged`` as of
+    """Yield a new folder to fill in the block; it becomes ``path`` if the block ends without error.
+    An existing folder is replaced if all its files match its manifest; ``damaged`` as in
     ``check_folder``. Raises WriteError."""
     aside = _Aside(path)
     clear_killed(aside.path)
@@ -204,7 +205,7 @@ def atomic_folder(path: str | Path, what: str, damaged: bool = False) -> Iterato
 
 @contextmanager
 def write_errors(what: str, path: str | Path, more: str = "") -> Iterator[None]:
-    """Errors of writing in the block become a WriteError that ends with ``more``."""
+    """Turn errors of writing in the block into a WriteError, whose message ends with ``more``."""
     try:
         yield
     except PacelineError:
@@ -212,7 +213,7 @@ def write_errors(what: str, path: str | Path, more: str = "") -> Iterator[None]:
     except Exception as error:
         failed, raised = _RUST.search(str(error)), error.__context__
         if isinstance(error, RuntimeError) and isinstance(raised, OSError):
-            error = raised  # torch.save raises another one behind it
+            error = raised  # torch.save raises a RuntimeError after it
         if isinstance(error, OSError):
             cause, reason = error.errno, error.strerror or str(error)
         elif failed is not None:
@@ -226,8 +227,8 @@ def write_errors(what: str, path: str | Path, more: str = "") -> Iterator[None]:
 
 
 def check_writable(path: str | Path, what: str, proof: Proof | None = None) -> None:
-    """Raises WriteError if a file with this ``proof``, or without one a folder, cannot be made or
-    may not be replaced, before the work whose result it is. Folders above it may be missing."""
+    """Raise WriteError if a file (with ``proof``) or folder (without) cannot be written or may not
+    be replaced. Called before long work whose result goes there. Parent folders may be missing."""
     path, shown = Path(path).absolute(), path
     if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe or a device
         return
@@ -240,10 +241,10 @@ def check_writable(path: str | Path, what: str, proof: Proof | None = None) -> N
 
 
 class LongRecord:
-    """Lines that are added over hours, in ``path`` once all are there. Until then they are in
-    ``path.partial``, and ``key``, which says what they are, in ``path.partial.key``. If the block
-    ends early, whole lines stay, and a block with the same key continues them. Raises ConfigError
-    for lines of another key, WriteError for an existing ``path``."""
+    """A text file whose lines are added over hours. Until it is complete, the lines are in
+    ``path.partial``, and ``key``, which identifies the work, in ``path.partial.key``. If the block
+    ends early, complete lines stay, and a later block with the same key continues after them.
+    Raises ConfigError if the lines belong to another key, WriteError if ``path`` exists."""
 
     def __init__(self, path: Path, what: str, key: str) -> None:
         self._path, self._what, self._key = path, what, _KEY + key
@@ -271,14 +272,14 @@ class LongRecord:
         return self
 
     def kept(self) -> Iterator[str]:
-        """The whole lines so far, without one that was cut."""
+        """The complete lines so far; a cut last line is left out."""
         with self.partial.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
                     yield line.decode("utf-8")
 
     def add(self, line: str) -> None:
-        """Raises WriteError."""
+        """Append a line. Raises WriteError."""
         content = memoryview(line.encode("utf-8") + b"\n")
         with write_errors(self._what, self._path, self._left):
             while content:
@@ -293,7 +294,8 @@ class LongRecord:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
             if kind is None:
-                check_file(self._path, self._what, lambda _: False)  # made since the block began
+                # Another process may have made the file since the block began.
+                check_file(self._path, self._what, lambda _: False)
                 with write_errors(self._what, self._path, self._left):
                     os.fsync(self._file.fileno())
                     os.replace(self.partial, self._path)
@@ -308,12 +310,13 @@ class LongRecord:
 
 
 class _Aside:
-    """A new file or folder ``partial`` for ``path``, removed at the end of the block unless put."""
+    """A new file or folder ``partial`` that ``put`` renames to ``path``; otherwise it is removed at
+    the end of the block."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(os.path.realpath(path))  # a link stays a link
         self.partial, self.old = names_aside(self.path)
-        # A pipe or a device must not be replaced.
+        # A pipe or a device is written directly and must not be replaced.
         self._direct = self.path.exists() and not self.path.is_file() and not self.path.is_dir()
 
     def __enter__(self) -> _Aside:
@@ -333,7 +336,7 @@ class _Aside:
                 os.fsync(file.fileno())
 
     def put(self, keep: Path | None = None) -> None:
-        """Rename to ``path``; the old one goes to ``keep``, and back on failure."""
+        """Rename to ``path``. The old file is moved to ``keep``, and back if that fails."""
         if self._direct:
             return
         if self.path.is_file():
@@ -358,7 +361,7 @@ class _Aside:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Force a rename to the disk, where the file system can."""
+    """Synchronise a rename to the disk, where the file system supports it."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,8 +1,9 @@
-"""Which files Paceline wrote: only these are replaced without ``force``, which names others first.
+"""Decides which files Paceline wrote. Only these are replaced, unless ``force`` is in effect, which
+first logs the names of the others.
 
-A folder that is written as a whole has ``.paceline.json``, the SHA-256 of every file in it; a
-report ends in a comment with the SHA-256 of its text; other formats are recognised by their
-content.
+A folder that is written as a whole has a manifest, ``.paceline.json``, with the SHA-256 of every
+file in it. A report ends with a comment that holds the SHA-256 of its text. Other formats are
+recognised by their content.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from pathlib import Path
 from paceline.errors import WriteError
 
 MANIFEST = ".paceline.json"
-Proof = Callable[[Path], bool]  # whether Paceline wrote the file; any error means no
+Proof = Callable[[Path], bool]  # whether Paceline wrote the file; an exception means no
 _SIGNED = "Written by Paceline; sha256 "
 _SIGNATURE = re.compile(rb"\A(.*\n)[^\n]*%b([0-9a-f]{64})[^\n]*\n\Z" % _SIGNED.encode(), re.S)
-_RUN, _numbers = os.urandom(4).hex(), count()  # of this process, as ids are used again
-_NAMED = 5  # files in a message
-# Called with a line for what is replaced; None: foreign files are refused.
+_RUN, _numbers = os.urandom(4).hex(), count()  # identify this process, as process ids are reused
+_NAMED = 5  # most files that an error message names
+# Called with a line for each foreign file to be replaced; None: foreign files are refused.
 _forced: ContextVar[Callable[[str], None] | None] = ContextVar("paceline_forced", default=None)
 
 
 def force(log: Callable[[str], None] | None) -> None:
-    """Replace foreign files in this context, after ``log`` got their names; None: refuse them."""
+    """Replace foreign files from now on, after ``log`` got their names; None: refuse them."""
     warned = set[str]()
 
     def once(line: str) -> None:
@@ -44,16 +45,16 @@ def force(log: Callable[[str], None] | None) -> None:
 
 
 def check_file(path: str | Path, what: str, proof: Proof | None) -> None:
-    """Refuse to replace a file without ``proof``; None: any file. Raises WriteError. Pipes and
-    devices are written through and never replaced."""
+    """Raise WriteError if there is a file that ``proof`` does not accept (None accepts any). Pipes
+    and devices pass, because they are written to and never replaced."""
     path = Path(path)
     if path.is_file() and not _proved(path, proof):
         _refuse(path, what, f"there is a file that Paceline did not write, {_size(path)}", [path])
 
 
 def check_folder(path: str | Path, what: str, damaged: bool = False) -> None:
-    """Raises WriteError if a folder has a file that its manifest does not prove. ``damaged``: files
-    of the manifest may have other contents, as they can be made again."""
+    """Raise WriteError if a folder has a file that does not match its manifest. ``damaged``: files
+    in the manifest may have other contents, because they can be made again."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise WriteError(f"cannot write {what} {path}: it is a file; name a folder")
@@ -63,15 +64,16 @@ def check_folder(path: str | Path, what: str, damaged: bool = False) -> None:
 
 
 def check_names(folder: Path, names: Sequence[str], what: str, damaged: bool = False) -> None:
-    """As ``check_folder`` for these files of a folder alone; others stay and do not matter."""
+    """``check_folder`` for the files of these names only. Other files of the folder are ignored."""
     files = [file for name in names if (file := folder / name).exists()]
     _check_manifest(folder, files, read_manifest(folder), what, damaged)
 
 
 def claim(folder: Path) -> None:
-    """Make a folder for files that can be made again; in an existing folder they need a proof."""
+    """Make a cache folder with an empty manifest, which marks it as ours; no effect if it
+    exists."""
     if not folder.exists():
-        with suppress(FileExistsError):  # another process has just made it
+        with suppress(FileExistsError):  # another process may have made it just now
             folder.mkdir(parents=True)
             (folder / MANIFEST).write_text(manifest_text({}), encoding="utf-8")
 
@@ -117,13 +119,13 @@ def _size(file: Path) -> str:
 def _proved(path: Path, proof: Proof | None) -> bool:
     if proof is None or not path.stat().st_size:
         return True
-    with suppress(Exception):  # whatever a reader raises of a file of another kind
+    with suppress(Exception):  # reading a file of another kind can raise anything
         return proof(path)
     return False
 
 
 def digest_of(file: Path, advance: Callable[[int], object] = lambda size: None) -> str:
-    """The SHA-256 of a file; ``advance`` is told the bytes read since the last time."""
+    """SHA-256 of a file. ``advance`` is called with the bytes read since the last call."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -133,7 +135,7 @@ def digest_of(file: Path, advance: Callable[[int], object] = lambda size: None) 
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """SHA-256 by name, as in ``a/b.json``; empty without a readable manifest."""
+    """The manifest of a folder: SHA-256 by name, as ``a/b.json``; empty if it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         return {str(name): str(value) for name, value in listed.items()}
@@ -146,7 +148,7 @@ def manifest_text(digests: Mapping[str, str]) -> str:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a folder that has just been filled."""
+    """Write the manifest for all files of a new folder."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     digests = {file.relative_to(folder).as_posix(): digest_of(file) for file in files}
     digests.pop(MANIFEST, None)
@@ -154,14 +156,14 @@ def write_manifest(folder: Path) -> None:
 
 
 def signed(text: str) -> str:
-    """A text with a last line for ``is_signed``, which is a comment in Markdown and HTML."""
+    """Add a last line with the SHA-256 of the text, which is a comment in Markdown and HTML."""
     text = text.rstrip("\n") + "\n"
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
     return f"{text}<!-- {_SIGNED}{digest} -->\n"
 
 
 def is_signed(file: Path) -> bool:
-    """Whether a text is as ``signed`` gave it."""
+    """Whether a file is unchanged since ``signed`` made its text."""
     signature = _SIGNATURE.match(file.read_bytes())
     return (
         signature is not None and hashlib.sha256(signature[1]).hexdigest() == signature[2].decode()
@@ -169,14 +171,14 @@ def is_signed(file: Path) -> bool:
 
 
 def names_aside(path: Path) -> tuple[Path, Path]:
-    """Names for the new ``path`` and for the old one while they are exchanged."""
+    """Temporary names for the new file and for the old one during a replacement."""
     name = path.name.encode()[:170].decode(errors="ignore")
     mark = f".{name}.{os.getpid()}-{_RUN}-{next(_numbers)}"
     return path.with_name(f"{mark}.partial"), path.with_name(f"{mark}.old")
 
 
 def clear_killed(path: Path) -> None:
-    """Clear up after killed writers of ``path``: the old one comes back, partial ones go."""
+    """Clean up after killed writers of ``path``: restore the old file, remove partial ones."""
     name = re.compile(rf"\.{re.escape(path.name)}\.(\d+)-([0-9a-f]+)(-\d+)?\.(partial|old)")
     for left in path.parent.glob("." + glob.escape(path.name) + ".*"):
         match = name.fullmatch(left.name)
@@ -189,7 +191,7 @@ def clear_killed(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder as far as possible, if there is one."""
+    """Remove a file or folder if it exists, as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -201,7 +203,7 @@ def _is_running(pid: int, run: str) -> bool:
     if pid == os.getpid():
         return run == _RUN
     try:
-        if os.name == "posix":  # elsewhere the call would end the process
+        if os.name == "posix":  # on Windows the call would end the process
             os.kill(pid, 0)
     except (OSError, OverflowError) as error:
         return not isinstance(error, ProcessLookupError)

@@ -40,8 +40,7 @@ _NOTICE_SECONDS = 3.0  # at most, from a failed collective to the end of the ran
 
 
 class RankProcess:
-    """The process of one other rank. ``ended`` is called on a thread with a text that says how the
-    process ended."""
+    """The process of another rank. A thread calls ``ended`` with the way in which it ended."""
 
     def __init__(self, rank: int, job: dict[str, object], ended: Callable[[str], None]) -> None:
         self.ready = threading.Event()
@@ -80,8 +79,7 @@ class RankProcesses:
     None while they work. There is no way back from a failure."""
 
     def __init__(self, size: int, device: torch.device, job: dict[str, object]) -> None:
-        """Start the other ranks and wait for all of them. Raises ConfigError, and PacelineError if
-        a rank fails."""
+        """Start the other ranks and wait for all. Raises ConfigError, PacelineError."""
         check_devices(size, device)
         self.size = size
         self.lost: str | None = None
@@ -165,8 +163,7 @@ class RankProcesses:
             time.sleep(0.02)
 
     def lose(self, reason: str) -> None:
-        """Mark the ranks as lost: keep the first reason, kill the other ranks and call the
-        listeners."""
+        """Mark the ranks as lost for this reason, kill the others and call the listeners."""
         with self._changing:
             if self.lost is not None or self._closed.is_set():
                 return
@@ -233,8 +230,7 @@ def check_devices(size: int, device: torch.device) -> None:
 
 
 def load_part(name: str, dtype: str, device: torch.device, size: int) -> CausalModel:
-    """Load this rank's part of a model. All ranks must call this, as they probe the model
-    together."""
+    """Load this rank's part of a model. All ranks must call this: they probe it together."""
     from transformers.distributed import DistributedConfig
 
     module = load_module(name, dtype, device, distributed_config=DistributedConfig(tp_size=size))

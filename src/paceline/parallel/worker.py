@@ -55,8 +55,7 @@ def _run_rank(job: dict[str, str | int], replies: TextIO) -> None:
 
 
 class Follower:
-    """Runs rank 0's orders on this rank's part of the weights and caches. Each method but ``run``
-    is an order."""
+    """Runs rank 0's orders (the methods after ``run``) on this rank's weights and caches."""
 
     def __init__(self, model: CausalModel, group: RankGroup) -> None:
         self._model, self._group = model, group

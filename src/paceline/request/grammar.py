@@ -101,8 +101,7 @@ def _forbid_unlisted_properties(schema: Any) -> None:
 
 
 def _combines_properties(node: dict[str, Any]) -> bool:
-    """Whether a schema combines several. An ``allOf`` of one schema does not: Pydantic writes
-    references that way."""
+    """Whether a schema combines several. ``allOf`` of one is how Pydantic writes references."""
     parts = node.get("allOf", [])
     return not isinstance(parts, list) or len(parts) > 1 or len(_COMBINING & node.keys()) > 1
 

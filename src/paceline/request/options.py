@@ -19,8 +19,7 @@ from paceline.settings import under
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Default values of ``SamplingParams``; None leaves a parameter open. Raises ConfigError for a
-    value out of range."""
+    """Defaults of ``SamplingParams``; None leaves a parameter open. Raises ConfigError."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -91,8 +90,7 @@ _of_model = partial(_sampling, None, shown="the model's")
 
 @dataclass(frozen=True)
 class DistributionOptions:
-    """The options that shape a request's distribution, as in SamplingParams. None takes the model's
-    default (``SamplingDefaults``)."""
+    """Options that shape a request's distribution. None takes the model's default."""
 
     temperature: float | None = _of_model("0 is greedy.", flags=("--temperature", "-t"))
     top_k: int | None = _of_model("Keep the k likeliest; 0 is off.")

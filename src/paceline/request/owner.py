@@ -194,8 +194,7 @@ class EngineOwner:
                 self._lock.release()
 
     def _try_inbox(self) -> None:
-        """Run the commands of the inbox, unless another thread holds the lock: that one runs
-        them."""
+        """Run the commands of the inbox, unless another thread holds the lock and will do so."""
         while self._inbox or (self._closing and self._engine is not None):
             with self._engine_lock(wait=False) as locked:
                 if not locked:

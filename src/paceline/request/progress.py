@@ -43,8 +43,7 @@ class OpenStage(Stage):
 
     @property
     def counts(self) -> str:
-        """The amount of work done, as ``120 of 2,000 records`` or ``31 of 93 MB``; shorter if the
-        total is unknown."""
+        """The amount of work done, as ``120 of 2,000 records`` or, without a total, ``31 MB``."""
         done, total, unit = self.done, self.total, self.unit
         if not done and total is None:
             return ""

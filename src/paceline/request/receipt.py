@@ -66,8 +66,7 @@ class Receipts:
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """Hashes of the weights (all files are read) and the tokenizer, backend and settings.
-        Raises ConfigError."""
+        """Hashes of weights (all are read) and tokenizer, backend, settings. Raises ConfigError."""
         target = self._target
         if not target.checkpoint:
             raise ConfigError(

@@ -105,16 +105,14 @@ class Detokeniser:
         return self._show(piece) if piece else ""
 
     def guess(self) -> str:
-        """The text of the waiting tokens if no further byte follows; "" if they end inside a
-        character."""
+        """The waiting tokens' text if no byte follows; "" if they end inside a character."""
         if not 0 < len(self._waiting) <= _MAX_GUESS:
             return ""
         text = self._text_of(self._waiting)
         return "" if text.endswith(REPLACEMENT) else text
 
     def flush(self, whole: bool = False) -> str:
-        """The rest of the text. Bytes of an unfinished character become U+FFFD, or are left out if
-        ``whole``."""
+        """The rest of the text; an unfinished character is U+FFFD, or left out if ``whole``."""
         text = self._text_of(self._waiting)
         if not whole or not text.endswith(REPLACEMENT):
             return text
@@ -193,8 +191,7 @@ class TextStream:
         return self.stopped
 
     def consume(self, tokens: Sequence[int]) -> int | None:
-        """Add tokens up to the one that completes a stop string; returns how many, None if none
-        does."""
+        """Add tokens until a stop string is complete; returns how many, None if none is."""
         return next((n for n, token in enumerate(tokens, 1) if self.push(token)), None)
 
     def _add(self, certain: str, guess: str = "") -> None:

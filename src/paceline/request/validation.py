@@ -37,8 +37,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def as_params(
     params: SamplingParams | Sequence[SamplingParams], count: int, lora: Lora = None
 ) -> list[SamplingParams]:
-    """A list of the parameters of each of ``count`` prompts, with the adapters of ``lora``. Raises
-    ConfigError."""
+    """The parameters of each of ``count`` prompts, with ``lora``'s adapters. Raises ConfigError."""
     if lora is not None:
         if not isinstance(lora, str | list | tuple):
             raise ConfigError(f"lora is {shown(lora)}; give an adapter's name, or a list of them")
@@ -64,8 +63,7 @@ def as_params(
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """The items of an iterable as a list; None for text, mappings and values that are no
-    iterable."""
+    """The items of an iterable as a list; None if the value is text, a mapping or no iterable."""
     if isinstance(value, (bytes, bytearray, memoryview, dict)) or not isinstance(value, Iterable):
         return None
     return list(value)
@@ -85,8 +83,7 @@ class ContextBudget:
         return min(self.positions, self.cached)
 
     def refusal(self, count: int) -> str | None:
-        """The error message for a prompt of ``count`` tokens that leaves no room for an answer;
-        None if there is room."""
+        """The error message for a prompt of ``count`` tokens if it leaves no room to answer."""
         if count < self.limit:
             return None
         if self.positions <= self.cached:

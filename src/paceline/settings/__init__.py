@@ -1,9 +1,10 @@
-"""Settings, each said once: its default, its help, what it may be and where it can be said.
+"""Tables of settings. Each setting is declared once: its default, help, allowed values, and the
+places where it can be set.
 
-A table is a frozen dataclass whose fields are made by ``setting``. The command line takes its
-options from such tables (cli/options.py), a server its flags and the keys of its file
-(server/config.py), a training its configuration (train/configs.py). ``EngineSettings`` is the table
-of the engine. Nothing here loads torch, so that ``--help`` is fast.
+A table is a frozen dataclass whose fields are made by ``setting``. The options of the commands
+(cli/options.py), the flags and the file of a server (server/config.py) and the configurations of
+trainings (train/configs.py) come from such tables. ``EngineSettings`` is that of the engine.
+Nothing here imports torch, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True)
 class Key:
-    """What there is to know about one setting besides its name, type and default.
+    """The properties of a setting other than its name, type and default.
 
-    ``panel`` is its heading in ``--help`` and, in small letters, its section in a file. ``kind``
-    is a way to write it that its type does not say: size, length ... ``shown`` is the
-    default in words, "" shows none. ``flags`` replace ``--name``. ``but`` names where it cannot be
-    said: "command", "server", "LLM", "beside".
+    ``panel``: its heading in ``--help`` and, in lower case, its section in a file. ``kind``: a
+    notation that its type does not imply: size, length ... ``low``, ``high``: bounds, included.
+    ``shown``: the default in words; "" shows none. ``flags`` replace ``--name``. ``but``: places
+    where it cannot be set: "command", "server", "LLM", "beside".
     """
 
     help: str
@@ -51,29 +52,29 @@ class Key:
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """A field of a table; ``more`` are fields of ``Key``. MISSING: it must be given."""
+    """Make a field of a table. ``more``: fields of ``Key``. A default MISSING makes it required."""
     return field(default=default, kw_only=default is MISSING, metadata={"key": Key(help, **more)})
 
 
 def under(panel: str) -> Callable[..., Any]:
-    """``setting`` for the fields of one heading."""
+    """``setting`` for fields under one heading."""
     return partial(setting, panel=panel)
 
 
 def changed(table: type, name: str, default: Any, **changes: Any) -> Any:
-    """The setting of another table with another default, or said in other words."""
+    """The setting of another table with another default or other properties."""
     (key,) = (item.metadata["key"] for item in fields(table) if item.name == name)
     return field(default=default, metadata={"key": replace(key, **changes)})
 
 
 @dataclass(frozen=True)
 class TableEntry:
-    """One field of a table; ``type`` is without None, and ``optional`` says whether that may be."""
+    """One field of a table. ``type`` leaves out None; ``optional``: whether None is allowed."""
 
     name: str
     type: Any
     optional: bool
-    default: Any  # MISSING: it must be given
+    default: Any  # MISSING: the setting is required
     key: Key
 
     @property
@@ -87,7 +88,7 @@ class TableEntry:
         return get_origin(self.type) is tuple
 
     def read(self, value: object, where: str) -> Any:
-        """The value as the table holds it; ``where`` begins an error's line. Raises ConfigError."""
+        """Parse and check a value. ``where`` begins the message of errors. Raises ConfigError."""
         key = self.key
         of_type = _typed, _WORDS.get(self.type, "a list of texts")
         parse, words = _KINDS.get(key.kind, of_type)
@@ -111,12 +112,13 @@ class TableEntry:
 
 
 def flag(name: str) -> str:
+    """The long option of a setting."""
     return f"--{name.replace('_', '-')}"
 
 
 @lru_cache
 def entries(table: type, where: str = "") -> tuple[TableEntry, ...]:
-    """The settings of a table that can be set ``where``: command, server, LLM or beside."""
+    """The settings of a table that can be set in ``where``: command, server, LLM or beside."""
     hints = get_type_hints(table)
     settings = [item for item in fields(table) if "key" in item.metadata]
     return tuple(
@@ -127,17 +129,17 @@ def entries(table: type, where: str = "") -> tuple[TableEntry, ...]:
 
 
 def entry_of(name: str, hint: Any, item: Field[Any]) -> TableEntry:
-    """The entry of a ``setting`` with this name and type."""
+    """The entry of a field made by ``setting``, with this name and type."""
     inner = [part for part in get_args(hint) if part is not NoneType]
     type_ = hint if get_origin(hint) is tuple or not inner else inner[0]
     return TableEntry(name, type_, NoneType in get_args(hint), item.default, item.metadata["key"])
 
 
-# -- ways to write a value -------------------------------------------------------------------------
+# -- parsing values --------------------------------------------------------------------------------
 
 
 def _typed(kind: Any, value: object) -> Any:
-    """A list may be one item, and texts are not empty."""
+    """Convert to the type. A single text may stand for a list of one; empty texts are refused."""
     is_list = get_origin(kind) is tuple
     parsed = msgspec.convert([value] if is_list and isinstance(value, str) else value, kind)
     if not all(item.strip() for item in (parsed if is_list else [parsed]) if isinstance(item, str)):
@@ -154,25 +156,25 @@ def _size(_: Any, value: object) -> int:
 def _length(_: Any, value: object) -> int | str:
     if value == "auto":
         return "auto"
-    # Flags are text.
+    # The values of flags are text.
     return int(value) if isinstance(value, str) and value.isdecimal() else _typed(int, value)
 
 
 def _lengths(kind: Any, value: object) -> int | str | tuple[int, ...]:
-    """As a length, or several, as in ``1,2,4``."""
+    """Parse a length, or several as in ``1,2,4``."""
     several = isinstance(value, str) and "," in value
     return tuple(map(int, str(value).split(","))) if several else _length(kind, value)
 
 
 def _numbers(kind: Any, value: object) -> Any:
-    """``2,6,11``; nothing is ()."""
+    """Parse ``2,6,11``; empty text is ()."""
     if isinstance(value, str):
         value = [item.strip() for item in value.split(",")] if value.strip() else ()
     return msgspec.convert(value, kind, strict=False)
 
 
-# Of each type and kind: what a value must be, in words; of each kind, too, how it is read. These
-# kinds are text on a command line.
+# What a value must be, in words, by type and by kind; for kinds, which are text on a command line,
+# also the parser.
 _WORDS = {str: "text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
 _KINDS: dict[str, tuple[Callable[[Any, object], Any], str]] = {
     "size": (_size, "a size, as in 512M or 2G"),
@@ -189,14 +191,14 @@ _load = partial(_engine, but=("beside",))
 
 
 def _sampled(name: str, **bounds: float) -> Any:
-    """What requests get that do not name a sampling parameter."""
+    """The default of a sampling parameter, for requests that leave it open."""
     help = f"{name} of requests that name none."
     return _model(None, help, shown="the checkpoint's", but=("command", "beside"), **bounds)
 
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How a model is loaded."""
+    """Settings of loading a model."""
 
     dtype: str = _load(
         "auto", "Data type of the model.", choices=("auto", "bfloat16", "float16", "float32")
@@ -240,11 +242,11 @@ class LoadSettings:
 
 @dataclass(frozen=True)
 class EngineSettings(LoadSettings):
-    """Everything about an engine that is not a model: the one table of it.
+    """All settings of an engine other than its models.
 
-    ``LLM`` and ``LLM.beside`` have these as keywords, the commands as options, a server as flags
-    and as keys of its file. None is left open: a file of ``paceline tune`` or the default of
-    ``EngineOptions`` (build.py) fills it.
+    They are the keywords of ``LLM`` and ``LLM.beside``, the options of the commands, and the flags
+    and file keys of a server. A setting that is None is open: it takes the value of tuned settings
+    (``paceline tune``) or the default of ``EngineOptions`` (build.py).
     """
 
     draft_length: int | str | None = _model(
@@ -314,7 +316,7 @@ class EngineSettings(LoadSettings):
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """LoRA adapters that are loaded with a model, each as NAME=FOLDER."""
+    """LoRA adapters to load with a model, each written as NAME=FOLDER."""
 
     lora: tuple[str, ...] = _model(
         (),
@@ -336,6 +338,6 @@ class AdapterSettings:
 
 
 def explicit(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Of ``values`` the engine's settings that ``where`` knows and that are not left open."""
+    """The engine settings among ``values`` that ``where`` accepts and that are not None."""
     names = (entry.name for entry in entries(EngineSettings, where))
     return {name: values[name] for name in names if values.get(name) is not None}

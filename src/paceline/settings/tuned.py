@@ -1,10 +1,11 @@
-"""What ``paceline tune`` found out about one model on one machine: a small TOML file.
+"""Tuned settings: the TOML file in which ``paceline tune`` stores its results for one model on one
+machine.
 
-``LLM(model, config="tuned.toml")`` takes the drafter, its length, the batch size and the rule
-from it and, on the machine it was made on, the measured costs as well. Everything is checked on
-reading, so a damaged or foreign file is one clear line and never a strange decision. Whether two
-models are the same is told by sizes, configuration and a few logits, whatever their paths and their
-weights' layout in memory.
+``LLM(model, config="tuned.toml")`` takes the drafter, its draft length, the batch size and the
+acceptance rule from it and, on the machine it was made on, the measured costs as well. Everything
+is checked on reading, so that a damaged or foreign file gives one clear error. Two models count as
+the same if their sizes, their configuration and a few logits agree, whatever their paths and the
+memory layout of their weights.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ if TYPE_CHECKING:
     from paceline.model.target import CausalModel
 
 _ROWS = 16  # tokens of the probe
-_ALIKE = 0.1  # relative difference of logits by another dtype or kernel
+_TOLERANCE = 0.1  # relative difference of logits that another dtype or kernel may cause
 _SIZES = {"architecture": "architecture", "layers": "number of layers"}
 _SIZES |= {"hidden_size": "hidden size", "vocab_size": "vocabulary size"}
 _IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
 class _Table(Struct, frozen=True, forbid_unknown_fields=True):
-    """A table of the file."""
+    """Base class of the file's tables; unknown fields are errors."""
 
 
 class ModelIdentity(_Table, frozen=True):
-    """Sizes, the configuration's digest, and logits of a probe."""
+    """What identifies a model: sizes, a digest of its configuration, and logits of a probe."""
 
     name: str
     architecture: str
@@ -66,7 +67,7 @@ class ModelIdentity(_Table, frozen=True):
         )
 
     def difference(self, other: ModelIdentity) -> str | None:
-        """How the ``other`` model differs; None: not. Weights are compared by their logits."""
+        """How ``other`` differs; None if it does not. Weights are compared by their logits."""
         for key, what in _SIZES.items():
             if getattr(self, key) != getattr(other, key):
                 return f"its {what} is {getattr(other, key)}, not {getattr(self, key)}"
@@ -75,13 +76,13 @@ class ModelIdentity(_Table, frozen=True):
         pairs = list(zip(self.logits, other.logits, strict=False))
         distance = sum((a - b) ** 2 for a, b in pairs)
         size = sum(a**2 for a, _ in pairs)
-        if len(self.logits) != len(other.logits) or distance > _ALIKE**2 * size:
+        if len(self.logits) != len(other.logits) or distance > _TOLERANCE**2 * size:
             return "its weights are others"
         return None
 
 
 def count_parameters(target: CausalModel) -> int:
-    """Of a model of this configuration, as packed weights cannot be counted."""
+    """Parameters of a model of this configuration (packed weights cannot be counted)."""
     import torch
 
     with torch.device("meta"):
@@ -90,7 +91,7 @@ def count_parameters(target: CausalModel) -> int:
 
 
 def _probe(target: CausalModel) -> tuple[float, ...]:
-    """Logits from all over the vocabulary after a few fixed tokens, to four digits."""
+    """Logits of tokens spread over the vocabulary, after a few fixed tokens, to four digits."""
     import torch
 
     from paceline.core.batch import Batch, Span
@@ -115,13 +116,13 @@ _HEADER = (
 
 
 def is_tuned(file: Path) -> bool:
-    """Whether ``paceline tune`` wrote a file; its user may have changed it since."""
+    """Whether ``paceline tune`` wrote a file, which the user may have edited since."""
     beginnings = _HEADER.partition(".")[0], "# A profile made by `paceline tune`"  # before 0.2.0
     return file.read_text(encoding="utf-8").startswith(beginnings)
 
 
 class MachineIdentity(_Table, frozen=True):
-    """Where and when the costs were measured."""
+    """The machine on which costs were measured, the software, and the date."""
 
     processor: str
     device: str
@@ -136,7 +137,7 @@ class MachineIdentity(_Table, frozen=True):
 
     @classmethod
     def of(cls, target: CausalModel) -> MachineIdentity:
-        """This machine, as ``target`` uses it."""
+        """This machine with the device, dtype and backend of ``target``."""
         from datetime import datetime, timezone
         from importlib.metadata import version
 
@@ -158,7 +159,7 @@ class MachineIdentity(_Table, frozen=True):
         )
 
     def differences(self, here: MachineIdentity) -> list[str]:
-        """What makes costs measured there useless here, as "threads 2, here 8"."""
+        """Differences that make the measured costs invalid here, as in "threads 2, here 8"."""
         keys = ("processor", "device", "threads", "dtype", "backend", "torch")
         pairs = [(key, getattr(self, key), getattr(here, key)) for key in keys]
         return [f"{key} {there}, here {value}" for key, there, value in pairs if there != value]
@@ -175,7 +176,8 @@ def _processor() -> str:
 
 
 class DraftChoice(_Table, frozen=True):
-    """``spec`` "none" is plain decoding. ``length``: levels, or "auto" up to ``max_length``."""
+    """The draft. ``spec`` "none" is plain decoding. ``length``: levels, or "auto" (at most
+    ``max_length``)."""
 
     spec: str
     length: Annotated[int, Meta(ge=0)] | Literal["auto"]
@@ -183,12 +185,14 @@ class DraftChoice(_Table, frozen=True):
 
 
 class EngineChoice(_Table, frozen=True):
+    """The other settings of the engine."""
+
     max_batch_size: Annotated[int, Meta(ge=1)]
     rule: str
 
 
 class Measured(_Table, frozen=True, omit_defaults=True):
-    """What the choice rests on. The last two are of a cost model, in files of before 0.2.0."""
+    """The measurements behind the choice. The last two fields come from files before 0.2.0."""
 
     concurrency: int
     temperature: float
@@ -212,7 +216,7 @@ class PassCosts(_Table, frozen=True):
 
 
 class KnownCosts(_Table, frozen=True):
-    """Costs that need no measuring: of target steps by batch size, of drafters' passes by name."""
+    """Measured costs: of target steps by batch size, and of drafters' passes by drafter."""
 
     batches: tuple[int, ...]
     tokens: tuple[int, ...]  # per sequence
@@ -220,7 +224,7 @@ class KnownCosts(_Table, frozen=True):
     passes: dict[str, PassCosts]
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
+        """Raises ValueError if a table of points and seconds is no valid curve."""
         curves = [(self.tokens, row) for row in self.target]
         curves += [(self.batches, tuple(row[0] for row in self.target if row))]
         curves += [(known.batches, known.seconds) for known in self.passes.values()]
@@ -228,18 +232,19 @@ class KnownCosts(_Table, frozen=True):
             raise ValueError("the points and seconds are no curves")
 
     def passes_of(self, drafter: str) -> CostCurve | None:
+        """Seconds of one pass of a drafter by number of sequences; None if not measured."""
         known = self.passes.get(drafter)
         return None if known is None else CostCurve(known.batches, known.seconds)
 
     def target_costs(self, max_batch_size: int) -> TargetCosts:
-        """What a controller needs for batches up to ``max_batch_size``."""
+        """The costs of target steps of batches up to ``max_batch_size``."""
         count = max(1, sum(size <= max_batch_size for size in self.batches))
         curves = (CostCurve(self.tokens, seconds) for seconds in self.target[:count])
         return TargetCosts(self.batches[:count], tuple(curves))
 
 
 class TunedSettings(_Table, frozen=True):
-    """All of a file. Lists are tuples, so that it may be shared."""
+    """The content of a file. Lists are tuples, so that the object is immutable."""
 
     version: int
     model: ModelIdentity
@@ -251,7 +256,7 @@ class TunedSettings(_Table, frozen=True):
 
     @classmethod
     def read(cls, path: str | Path) -> TunedSettings:
-        """Raises ConfigError if the file cannot be read or is not of this version."""
+        """Read a file. Raises ConfigError if it is damaged or has another version."""
         table = read_toml(path, f"{_WHAT} file", "make one with paceline tune")
         version = table.get("version")
         if version != VERSION:
@@ -262,7 +267,7 @@ class TunedSettings(_Table, frozen=True):
             raise _refused(path, f": {error}".replace("$.", "")) from None
 
     def write(self, path: str | Path) -> None:
-        """Replace such a file, or leave what is there as it was. Raises WriteError."""
+        """Write the file, replacing only a file of tuned settings. Raises WriteError."""
         import tomli_w
 
         text = _HEADER + _compact(tomli_w.dumps(_plain(to_builtins(self))))
@@ -271,8 +276,8 @@ class TunedSettings(_Table, frozen=True):
         replace_text(path, text, f"the {_WHAT}", is_tuned)
 
     def settings(self, follows: bool) -> dict[str, Any]:
-        """Fields of EngineOptions. A draft length holds only for the draft it was measured with:
-        if the engine ``follows`` this draft."""
+        """Fields of EngineOptions. The draft length is included only if the engine ``follows`` the
+        draft of the file, as it was measured with that draft."""
         stored: dict[str, Any] = to_builtins(self.engine)
         if follows:
             stored["draft_length"] = self.draft.length
@@ -280,7 +285,7 @@ class TunedSettings(_Table, frozen=True):
         return stored
 
     def check_model(self, target: CausalModel, path: str | Path) -> None:
-        """Raises ConfigError if they were made for another model than ``target``."""
+        """Raise ConfigError if the settings were made for another model than ``target``."""
         difference = self.model.difference(ModelIdentity.of(target))
         if difference is not None:
             raise ConfigError(
@@ -289,7 +294,7 @@ class TunedSettings(_Table, frozen=True):
             )
 
     def costs_here(self, target: CausalModel, path: str | Path) -> tuple[KnownCosts | None, str]:
-        """The costs if they were measured on a machine like this one; else None, and a note why."""
+        """The costs if they were measured on a machine like this one, else None; and a note why."""
         differences = self.machine.differences(MachineIdentity.of(target))
         if not differences:
             return self.costs, ""
@@ -304,13 +309,13 @@ def _refused(path: str | Path, why: str) -> ConfigError:
 
 
 def _is_curve(points: Sequence[int], seconds: Sequence[float]) -> bool:
-    """Whether there are seconds of every point, and points that rise from 1 or more."""
+    """Whether every point has seconds, and the points rise from 1 or more."""
     rises = len(points) > 0 and points[0] >= 1 and list(points) == sorted(set(points))
     return rises and len(points) == len(seconds) and all(0 < time < 1e6 for time in seconds)
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as TOML's arrays, and times with no more digits than they deserve."""
+    """Convert tuples to lists for TOML, and round numbers to four digits."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, float):
@@ -319,7 +324,7 @@ def _plain(value: Any) -> Any:
 
 
 def _compact(text: str) -> str:
-    """Arrays of numbers on one line each; tomli-w gives every number a line."""
+    """Put each array of numbers on one line; tomli-w gives every number a line of its own."""
     return re.sub(
         r"\[\s+([-+.\deE,\s]+?),?\s+\]",
         lambda match: "[" + ", ".join(re.split(r",\s*", match[1])) + "]",

@@ -77,8 +77,7 @@ def walk_matching(
 def walk_first_accepted(
     parents: tuple[int, ...], accepted: Sequence[bool | int]
 ) -> tuple[int, ...]:
-    """The accepted path of the sibling rule: from the root down to the first accepted child each
-    time."""
+    """The accepted path of the sibling rule: descend to the first accepted child each time."""
     children, path, row = children_of(parents), list[int](), 0
     while True:
         for child in children[row]:
@@ -91,8 +90,7 @@ def walk_first_accepted(
 
 
 def walk_last_accepted(parents: tuple[int, ...], accepted: Sequence[bool | int]) -> tuple[int, ...]:
-    """The accepted path of block verification: a chain up to its last accepted node, rejected ones
-    included."""
+    """The path of block verification: up to the chain's last accepted node, past rejected ones."""
     return tuple(range(max((n + 1 for n in range(len(parents)) if accepted[n]), default=0)))
 
 
