@@ -214,7 +214,7 @@ def directly(llm: LLM, count: int, work: Work, way: str) -> float:
     with Drive(llm.engine, [request.seq for request in prepared], count) as drive:
         for step in drive:
             for commit in step.commits:
-                requests[commit.seq_id].absorb(commit)
+                requests[commit.seq_id].apply_commit(commit)
     return time.perf_counter() - start
 
 

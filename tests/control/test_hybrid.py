@@ -241,7 +241,7 @@ def test_a_model_behind_forced_text_learns_of_the_rest_alone() -> None:
     """Its first two levels are certain, which makes it worth asking, and the third never right."""
 
     class Forcing:
-        def forced(self, path: tuple[int, ...] = ()) -> Sequence[int]:
+        def forced_tokens(self, path: tuple[int, ...] = ()) -> Sequence[int]:
             return (5, 6)
 
     model = Guesser("model", always(1.0), 0.1)

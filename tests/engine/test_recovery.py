@@ -162,23 +162,23 @@ def test_a_text_or_grammar_that_fails_takes_nobody_along(
     """In the commit itself, where others have their tokens already, or behind it."""
 
     class Grammar:
-        def read(self, tokens: tuple[int, ...]) -> None:
+        def consume(self, tokens: tuple[int, ...]) -> None:
             raise RuntimeError("planted")
 
-        def allowed(self, path: tuple[int, ...]) -> None:
+        def allowed_tokens(self, path: tuple[int, ...]) -> None:
             return None
 
-        def permits(self, path: tuple[int, ...], token: int) -> bool:
+        def is_allowed(self, path: tuple[int, ...], token: int) -> bool:
             return True
 
-        def forced(self, path: tuple[int, ...] = ()) -> tuple[int, ...]:
+        def forced_tokens(self, path: tuple[int, ...] = ()) -> tuple[int, ...]:
             return ()
 
     requests = prepared(llm)
     seq = requests[1].seq
     if where in ("text", "stops"):
         seq.stops = requests[1]._new_text_stream()
-        reader = seq.stops if where == "stops" else requests[1]._text
+        reader = seq.stops if where == "stops" else requests[1]._stream
         Fault(reader, "push", lambda own, *_: own.calls == at, RuntimeError("planted"))
     elif where == "grammar":
         seq.constraint = Grammar()
@@ -338,7 +338,7 @@ def test_a_text_that_cannot_be_given_out_ends_its_own_request(
 ) -> None:
     """Behind the engine: when the commit is turned into an event."""
     requests = prepared(llm)
-    Fault(requests[1]._text, "take", lambda own, *_: own.calls == 2, ValueError("planted"))
+    Fault(requests[1]._stream, "take", lambda own, *_: own.calls == 2, ValueError("planted"))
     llm.enqueue(requests)
     events = finish(llm, requests)
     check_failed(requests[1], events[1], alone[1])
