@@ -45,7 +45,7 @@ def settings() -> str:
 
 
 def _in_python(entry: TableEntry) -> str:
-    engine = entry.key.section in ("model", "engine") and "LLM" not in entry.key.but
+    engine = entry.key.section in ("model", "engine") and "LLM" not in entry.key.except_in
     return f"`{entry.name}`" if engine else ""
 
 

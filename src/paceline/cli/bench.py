@@ -42,7 +42,9 @@ _BATCH = 8  # sequences that an engine of profile has room for at least
 class MeasuredModel(ModelOptions):
     """As many sequences are decoded together as ``concurrency`` says."""
 
-    max_batch_size: int | None = changed(EngineSettings, "max_batch_size", None, but=("command",))
+    max_batch_size: int | None = changed(
+        EngineSettings, "max_batch_size", None, except_in=("command",)
+    )
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,9 @@ def trim() -> None:
             malloc_trim(0)
 
 
-def held_memory(but: Collection[str] = ()) -> int | None:
-    """Resident memory of this process in bytes; None if unknown. ``but``: mapped files (real paths)
-    whose pages are not counted."""
+def held_memory(excluding: Collection[str] = ()) -> int | None:
+    """Resident memory of this process in bytes, without the pages of the mapped files ``excluding``
+    (real paths); None if unknown."""
     try:
         lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()
     except OSError:
@@ -143,7 +143,7 @@ def held_memory(but: Collection[str] = ()) -> int | None:
     kilobytes, excluded = 0, False
     for line in lines:
         if not line[0].isupper():  # a line of addresses and the file name begins a mapping
-            excluded = line.split(maxsplit=5)[-1] in but
+            excluded = line.split(maxsplit=5)[-1] in excluding
         elif line.startswith("Rss:") and not excluded:
             kilobytes += int(line.split()[1])
     return kilobytes * 1024

@@ -28,7 +28,7 @@ class Key:
 
     ``panel``: its heading in ``--help`` and, in lower case, its section in a file. ``kind``: a
     notation that its type does not imply: size, length ... ``low``, ``high``: bounds, included.
-    ``shown``: the default in words; "" shows none. ``flags`` replace ``--name``. ``but``: places
+    ``shown``: the default in words; "" shows none. ``flags`` replace ``--name``. ``except_in``:
     where it cannot be set: "command", "server", "LLM", "beside".
     """
 
@@ -41,7 +41,7 @@ class Key:
     shown: str | None = None
     metavar: str | None = None
     flags: tuple[str, ...] = ()
-    but: tuple[str, ...] = ()
+    except_in: tuple[str, ...] = ()
 
     @property
     def section(self) -> str:
@@ -124,7 +124,7 @@ def entries(table: type, where: str = "") -> tuple[TableEntry, ...]:
     return tuple(
         entry_of(item.name, hints[item.name], item)
         for item in settings
-        if where not in item.metadata["key"].but
+        if where not in item.metadata["key"].except_in
     )
 
 
@@ -187,13 +187,13 @@ _KINDS: dict[str, tuple[Callable[[Any, object], Any], str]] = {
 # -- the engine ------------------------------------------------------------------------------------
 
 _model, _engine = under("Model"), under("Engine")
-_load = partial(_engine, but=("beside",))
+_load = partial(_engine, except_in=("beside",))
 
 
 def _sampled(name: str, **bounds: float) -> Any:
     """The default of a sampling parameter, for requests that leave it open."""
     help = f"{name} of requests that name none."
-    return _model(None, help, shown="the checkpoint's", but=("command", "beside"), **bounds)
+    return _model(None, help, shown="the checkpoint's", except_in=("command", "beside"), **bounds)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class LoadSettings:
         shown="half of what is free",
     )
     threads: int | None = _engine(
-        None, "Processor threads.", low=1, shown="torch's choice", but=("LLM", "beside")
+        None, "Processor threads.", low=1, shown="torch's choice", except_in=("LLM", "beside")
     )
     kv_cache_memory: int | None = _engine(
         None, "Memory for keys and values, as in 512M or 2G.", kind="size", shown="auto"
@@ -268,7 +268,7 @@ class EngineSettings(LoadSettings):
         None, "As offload, of a draft model.", choices=("cpu", "disk"), shown="no"
     )
     max_draft_length: int | None = _model(
-        None, "Bound of the length auto.", low=1, but=("LLM", "command", "server")
+        None, "Bound of the length auto.", low=1, except_in=("LLM", "command", "server")
     )
     rule: str | None = _model(
         None,
@@ -281,7 +281,7 @@ class EngineSettings(LoadSettings):
         "Sampling of requests that do not say it: auto, as the checkpoint's generation_config.json "
         "has it; none, neutral.",
         choices=("auto", "none"),
-        but=("command", "beside"),
+        except_in=("command", "beside"),
     )
     default_temperature: float | None = _sampled("temperature", low=0, high=100)
     default_top_p: float | None = _sampled("top_p", high=1)
@@ -289,7 +289,9 @@ class EngineSettings(LoadSettings):
     default_min_p: float | None = _sampled("min_p", low=0, high=1)
     default_repetition_penalty: float | None = _sampled("repetition_penalty", low=0.01, high=100)
     log_decisions: bool = _model(
-        False, "Log who drafts for a request, how far and why, when that changes.", but=("command",)
+        False,
+        "Log who drafts for a request, how far and why, when that changes.",
+        except_in=("command",),
     )
     max_model_len: int | None = _engine(
         None, "Most tokens of a sequence, prompt and answer.", low=2, shown="the model's"
@@ -298,18 +300,18 @@ class EngineSettings(LoadSettings):
         False,
         "Raise what a drafter does wrong, with its traceback, in place of going on without drafts "
         "(also PACELINE_STRICT=1).",
-        but=("server",),
+        except_in=("server",),
     )
     max_batch_size: int | None = _engine(None, "Sequences decoded together.", low=1, shown="8")
     prefix_sharing: bool = _engine(
-        True, "Requests that begin alike share what is cached.", but=("command", "server")
+        True, "Requests that begin alike share what is cached.", except_in=("command", "server")
     )
     seed: int | None = _engine(
         None,
         "Seed of requests that bring none.",
         low=0,
         high=2**63 - 1,
-        but=("command", "server"),
+        except_in=("command", "server"),
         shown="random",
     )
 
