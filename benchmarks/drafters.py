@@ -61,7 +61,7 @@ from measuring import (
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive
 from paceline.errors import PacelineError
-from paceline.lab.bench.prompts import evenly, in_turn
+from paceline.lab.bench.prompts import evenly, interleave
 from paceline.lab.bench.result import machine_of
 from paceline.lab.report.render import print_report, write
 from paceline.llm import LLM
@@ -263,7 +263,7 @@ class Bench:
         where, is_real = (self.args.prompts_dir, self.args.sets), self.args.pair == real.NAME
         suites = load_suites(*where, self.base, limit, chat=is_real)
         spread = [(name, ids) for name, some in suites.items() for ids in evenly(some, of_set)]
-        chosen = in_turn(spread, itemgetter(0))
+        chosen = interleave(spread, itemgetter(0))
         everything = [
             Prompt(number, *pair)
             for number, pair in enumerate(islice(cycle(chosen), first + later))

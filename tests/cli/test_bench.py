@@ -13,8 +13,8 @@ import pytest
 from typer.testing import Result
 
 from paceline.cli.options import ModelOptions
-from paceline.lab.bench.engines import Starter
-from paceline.lab.bench.runner import Ask, BenchEngine, Method, TimedRun
+from paceline.lab.bench.engines import EngineFactory
+from paceline.lab.bench.runner import BenchEngine, BenchRequest, Method, TimedRun
 from support.command_lines import assert_one_line, paceline, refusals
 from support.made_outcomes import Fake
 from support.tiny_models import TinyPair
@@ -78,10 +78,10 @@ HEADS = ("eagle3:paceline/tiny-eagle3", "model:paceline/tiny-draft")
 
 
 def test_without_methods_those_at_hand_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(self: Starter, method: Method, clients: int, **_: object) -> BenchEngine:
+    def busy(self: EngineFactory, method: Method, clients: int, **_: object) -> BenchEngine:
         return Fake(method.name, drafted=2, accepted=1)
 
-    monkeypatch.setattr(Starter, "open", busy)
+    monkeypatch.setattr(EngineFactory, "create", busy)
     for arguments, expected in (
         ([], ["plain", "draft", "ngram", *HEADS]),
         (["--draft", "suffix"], ["plain", "draft", "ngram"]),
@@ -106,7 +106,7 @@ def test_tuned_settings_give_what_the_options_leave_open(monkeypatch: pytest.Mon
 
 
 class Liar:
-    """Puts a wrong token into every answer of another opened."""
+    """Puts a wrong token into every answer of another engine."""
 
     def __init__(self, honest: BenchEngine) -> None:
         self.name, self._honest = honest.name, honest
@@ -114,8 +114,8 @@ class Liar:
     def refresh(self) -> None:
         self._honest.refresh()
 
-    def run(self, asks: list[Ask]) -> TimedRun:
-        outcome = self._honest.run(asks)
+    def run(self, requests: list[BenchRequest]) -> TimedRun:
+        outcome = self._honest.run(requests)
         answers = [
             replace(answer, tokens=(*answer.tokens[:3], 0, *answer.tokens[4:]))
             for answer in outcome.answers
@@ -124,23 +124,25 @@ class Liar:
 
 
 def test_another_text_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Starter.open
+    start = EngineFactory.create
 
-    def lying(self: Starter, method: Method, clients: int) -> Any:
+    def lying(self: EngineFactory, method: Method, clients: int) -> Any:
         honest = start(self, method, clients)
         return Liar(honest) if method.name == "ngram@4" else honest
 
-    monkeypatch.setattr(Starter, "open", lying)
+    monkeypatch.setattr(EngineFactory, "create", lying)
     result = run(*FEW, *SHORT, "-m", "ngram@4", "--allow-idle", "--json")
     assert result.exit_code == 1
     record = json.loads(result.stdout)  # the result is still shown
     assert record["bugs"] == ["ngram@4"]
     (line,) = errors(result)
-    assert "ngram@4 wrote another text than plain decoding" in line and "bug" in line
+    assert "the text of ngram@4 differs from plain decoding" in line and "bug" in line
 
 
 def fakes(monkeypatch: pytest.MonkeyPatch, **opened_all: Fake) -> None:
-    monkeypatch.setattr(Starter, "open", lambda self, method, clients: opened_all[method.name])
+    monkeypatch.setattr(
+        EngineFactory, "create", lambda self, method, clients: opened_all[method.name]
+    )
 
 
 def errors(result: Result) -> list[str]:
@@ -177,7 +179,7 @@ def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("arguments", "words"),
     refusals("""
-    -m ngrm | no method 'ngrm'; there are plain
+    -m ngrm | no method 'ngrm'; use plain
     -m transformers:assisted | no method 'transformers:assisted'
     -m draft --draft none | no draft is named
     --price -1 | --price is -1
@@ -185,7 +187,7 @@ def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) ->
     --category cooking | no category cooking in the shipped prompt set; there are
     --prompts /nowhere.jsonl | /nowhere.jsonl
     --report x.pdf | .md or .html
-    --max-tokens 2000 | room for 2000 tokens in the 1024 that paceline/tiny sees: the shortest has
+    --max-tokens 2000 | room for 2000 new tokens in the context of paceline/tiny, 1024 tokens: the
     -m model:/no/where | /no/where
     """),
 )

@@ -18,7 +18,7 @@ tune = partial(paceline, *SMALL)
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.lab.tune.plan.LEAST_BATCH", 2)
+    monkeypatch.setattr("paceline.lab.tune.plan.MIN_BATCH_SIZE", 2)
 
 
 @pytest.fixture

@@ -9,31 +9,33 @@ from typing import Any
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
 from paceline.engine.driver import StepSums
-from paceline.lab.bench.runner import Ask, BenchJob, Heat, TimedAnswer, TimedRun
+from paceline.lab.bench.runner import BenchJob, BenchRequest, JobResult, TimedAnswer, TimedRun
 
 
-def ask(*prompt: int, tokens: int = 4, temperature: float = 0.0, seed: int | None = None) -> Ask:
+def request(
+    *prompt: int, tokens: int = 4, temperature: float = 0.0, seed: int | None = None
+) -> BenchRequest:
     params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True)
-    return Ask(prompt or (1, 2, 3), params)
+    return BenchRequest(prompt or (1, 2, 3), params)
 
 
 def job(category: str = "chat", index: int = 0, clients: int = 1, **options: float) -> BenchJob:
-    asks = tuple(ask(index + 1, 2, n + 1) for n in range(clients))
-    return BenchJob(category, clients, options.get("temperature", 0.0), index, asks)
+    requests = tuple(request(index + 1, 2, n + 1) for n in range(clients))
+    return BenchJob(category, clients, options.get("temperature", 0.0), index, requests)
 
 
 def outcome(
     seconds: float,
     arrivals: Sequence[tuple[float, int]] = ((1.0, 1), (2.0, 3)),
     decoding: StepSums = StepSums(),  # noqa: B008
-    tells_drafted: bool = True,
+    reports_drafted: bool = True,
     **counts: Any,
 ) -> TimedRun:
     """One answer whose tokens are 0, 1, 2 ..., a step for each delivery."""
     tokens = tuple(range(sum(count for _, count in arrivals)))
     answers = [TimedAnswer(tokens, tuple(arrivals))]
     counted = DraftCounts(target_steps=len(arrivals), **counts)
-    return TimedRun(answers, seconds, counted, decoding, tells_drafted=tells_drafted)
+    return TimedRun(answers, seconds, counted, decoding, reports_drafted=reports_drafted)
 
 
 def sums(steps: int, seconds: dict[str, float]) -> StepSums:
@@ -41,8 +43,8 @@ def sums(steps: int, seconds: dict[str, float]) -> StepSums:
     return StepSums(steps, steps, seconds=seconds)
 
 
-def heat(turn: int, where: BenchJob, **seconds: float) -> Heat:
-    return Heat(where, turn, {name: outcome(value) for name, value in seconds.items()})
+def job_result(turn: int, where: BenchJob, **seconds: float) -> JobResult:
+    return JobResult(where, turn, {name: outcome(value) for name, value in seconds.items()})
 
 
 @dataclass
@@ -61,11 +63,11 @@ class Fake:
     def refresh(self) -> None:
         self.diary.append(f"{self.name} refreshed")
 
-    def run(self, asks: Sequence[Ask]) -> TimedRun:
+    def run(self, requests: Sequence[BenchRequest]) -> TimedRun:
         self.runs += 1
         if self.runs == self.interrupted_at:
             raise KeyboardInterrupt
-        self.diary.append(f"{self.name} {asks[0].prompt[0]} x{asks[0].params.max_tokens}")
-        answers = [TimedAnswer(self.tokens, ((self.seconds, len(self.tokens)),)) for _ in asks]
-        counts = DraftCounts(len(asks), self.drafted, accepted=self.accepted)
+        self.diary.append(f"{self.name} {requests[0].prompt[0]} x{requests[0].params.max_tokens}")
+        answers = [TimedAnswer(self.tokens, ((self.seconds, len(self.tokens)),)) for _ in requests]
+        counts = DraftCounts(len(requests), self.drafted, accepted=self.accepted)
         return TimedRun(answers, self.seconds, counts)

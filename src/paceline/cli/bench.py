@@ -31,7 +31,7 @@ from paceline.settings.tuned import is_tuned
 if TYPE_CHECKING:
     from paceline import LLM
     from paceline.lab.bench.prompts import BenchPrompt
-    from paceline.lab.bench.runner import Heat, Method, Sweep
+    from paceline.lab.bench.runner import JobResult, Method, Sweep
     from paceline.lab.profiling.runs import ProfileResult
 
 _PER_CATEGORY = 3
@@ -101,7 +101,7 @@ def bench(
 
     # It decodes nothing itself, so a small cache will do; every method gets one of its own.
     llm = replace(engine, draft_length=None, max_batch_size=1, kv_cache_memory=None).open(None)
-    record: list[Heat] = []
+    record: list[JobResult] = []
     interrupted, about = _measured(engine, plan, llm, record, budget)
     if not record:
         if not interrupted.code:
@@ -114,10 +114,10 @@ def bench(
         result = BenchResult.of(plan.methods, plan.settings, llm, record)
         result = replace(result, **about)
     run.emit(result.record(), report_of(result), run.details)
-    complaints = result.complaints(options.allow_idle)
-    for line in complaints:
+    failures = result.failures(options.allow_idle)
+    for line in failures:
         info(f"error: {line}")
-    return interrupted.code or int(bool(complaints))
+    return interrupted.code or int(bool(failures))
 
 
 def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) -> _Plan:
@@ -148,11 +148,11 @@ def _default_methods(model: str, draft: str | None) -> list[str]:
 
 
 def _measured(
-    engine: ModelOptions, plan: _Plan, llm: LLM, record: list[Heat], budget: Budget
+    engine: ModelOptions, plan: _Plan, llm: LLM, record: list[JobResult], budget: Budget
 ) -> tuple[Interruption, dict[str, Any]]:
     """Measure into ``record``: whether Ctrl-C came, and other fields of BenchResult. Raises
     DataError if no prompt leaves room for an answer."""
-    from paceline.lab.bench.engines import Starter
+    from paceline.lab.bench.engines import EngineFactory
     from paceline.lab.bench.prompts import fit, tokens_needed
     from paceline.lab.bench.runner import spending_of
 
@@ -162,14 +162,14 @@ def _measured(
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     needed = tokens_needed(llm, (ids for _, ids in prompts), sweep.max_tokens)
     sizes = {"max_model_len": needed, "kv_cache_memory": memory}
-    starter = Starter(llm, rule=rule, **sizes)
+    factory = EngineFactory(llm, rule=rule, **sizes)
     runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
     with Interruption() as interrupted, spending("measuring", budget, runs) as note:
-        sweep.run(prompts, methods, starter.open, record, note, budget)
+        sweep.run(prompts, methods, factory.create, record, note, budget)
     return interrupted, {
         "left_out": left_out,
         "interrupted": bool(interrupted.code),
-        "unequal": starter.unequal,
+        "unequal": factory.unequal,
         "spending": spending_of(record, sweep, prompts, budget),
     }
 
@@ -223,7 +223,7 @@ def tune(
     budget = run.begin()
     chosen_prompts = prompts.load(_TUNED_BY)
     from paceline.lab.tune.candidates import at_hand
-    from paceline.lab.tune.plan import TuningOutcome, turns
+    from paceline.lab.tune.plan import TuningOutcome, num_tasks
     from paceline.lab.tune.plan import tune as search
     from paceline.lab.tune.present import report_of, tuned_settings, tuning_record
 
@@ -231,8 +231,8 @@ def tune(
     candidates = at_hand(target.model, target.draft, target.only)
     llm = load_llm(target, target.model, "none", max_batch_size=1)
     outcome = TuningOutcome.start(options, llm)
-    pieces = turns(candidates, options)
-    with Interruption() as interrupted, spending("tuning", budget, pieces) as advance:
+    tasks = num_tasks(candidates, options)
+    with Interruption() as interrupted, spending("tuning", budget, tasks) as advance:
         search(llm, candidates, chosen_prompts, outcome, advance, budget)
     confirmed = outcome.chosen is not None
     record = {**tuning_record(outcome), "config": run.out if confirmed else None}
@@ -276,8 +276,8 @@ def profile(
     fitting, _ = fit(prompts, target, half, "shorter prompts")
     chosen, encoded = zip(*islice(cycle(fitting), concurrency), strict=True)
     result = runs.ProfileResult()
-    pieces = runs.stages(len(engines), rounds)
-    with Interruption() as interrupted, spending("profile", Budget(), pieces) as advance:
+    tasks = runs.stages(len(engines), rounds)
+    with Interruption() as interrupted, spending("profile", Budget(), tasks) as advance:
         runs.profile_all(engines, encoded, steps, rounds, trace, result, advance)
     names = list(dict.fromkeys(prompt.name for prompt in chosen))
     record = {

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from paceline.core.params import SamplingParams
-from paceline.lab.bench.engines import Starter
+from paceline.lab.bench.engines import EngineFactory
 from paceline.lab.bench.result import draft_figures
-from paceline.lab.bench.runner import Ask, Method
+from paceline.lab.bench.runner import BenchRequest, Method
 from paceline.llm import LLM
 from support.engine_models import write_pair
 from support.tiny_models import SMALL
@@ -70,8 +70,8 @@ def test_the_engine_accepts_what_transformers_says(tmp_path: Path) -> None:
     llm = LLM(target, draft="none", dtype="float32")
     prompts = [[3, 9, 4, 1, 7], [7, 2], [11, 30, 5, 5, 8, 2, 19]]
     params = SamplingParams(max_tokens=16)
-    engine = Starter(llm).open(Method("draft", f"model:{draft}", 4), 2)
-    measured = draft_figures(engine.run([Ask(tuple(ids), params) for ids in prompts]))
+    engine = EngineFactory(llm).create(Method("draft", f"model:{draft}", 4), 2)
+    measured = draft_figures(engine.run([BenchRequest(tuple(ids), params) for ids in prompts]))
     models = [AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (target, draft)]
     counts, later = Walk(4), Walk(4)
     for prompt in prompts:

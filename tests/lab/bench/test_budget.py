@@ -1,4 +1,4 @@
-"""A benchmark that ends early: whole heats only, spread over the prompts."""
+"""A benchmark that ends early: whole jobs only, spread over the prompts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.lab.bench.prompts import in_turn
+from paceline.lab.bench.prompts import interleave
 from paceline.lab.bench.result import rows
 from paceline.lab.bench.runner import (
-    Ask,
     BenchEngine,
-    Heat,
+    BenchRequest,
+    JobResult,
     Method,
     Sweep,
     TimedRun,
@@ -20,7 +20,7 @@ from paceline.lab.bench.runner import (
     take_turns,
 )
 from paceline.lab.budget import Budget
-from support.made_outcomes import Fake, heat, job
+from support.made_outcomes import Fake, job, job_result
 from support.simulated_clock import Clock
 
 PROMPTS = [("chat", [1, 2]), ("chat", [3]), ("code", [4, 5, 6]), ("code", [7])]
@@ -32,10 +32,10 @@ class Timed(Fake):
 
     clock: Clock = field(default_factory=Clock)
 
-    def run(self, asks: Sequence[Ask]) -> TimedRun:
-        if asks[0].params.max_tokens > 16:
-            self.clock.now += 10 * len(asks)
-        return super().run(asks)
+    def run(self, requests: Sequence[BenchRequest]) -> TimedRun:
+        if requests[0].params.max_tokens > 16:
+            self.clock.now += 10 * len(requests)
+        return super().run(requests)
 
 
 def opened_all(clock: Clock) -> list[BenchEngine]:
@@ -47,24 +47,26 @@ def work() -> list:
 
 
 def test_a_heat_that_would_not_end_in_time_is_not_begun() -> None:
-    clock, record = Clock(), list[Heat]()
+    clock, record = Clock(), list[JobResult]()
     take_turns(work(), opened_all(clock), 3, record, budget=Budget(60, clock))
-    assert clock.now == 40  # a third heat of 20 seconds, and 15 % for bad weather, has no room
-    assert [(h.turn, h.job.index) for h in record] == [(0, 0), (0, 2)]  # a chat and code
-    assert all(list(h.outcomes) == ["plain", "ngram"] for h in record)
+    assert (
+        clock.now == 40
+    )  # a third job_result of 20 seconds, and 15 % for bad weather, has no room
+    assert [(h.round_index, h.job.index) for h in record] == [(0, 0), (0, 2)]  # a chat and code
+    assert all(list(h.runs) == ["plain", "ngram"] for h in record)
 
 
 def test_a_second_round_is_begun_only_whole() -> None:
-    clock, record = Clock(), list[Heat]()
+    clock, record = Clock(), list[JobResult]()
     take_turns(work(), opened_all(clock), 3, record, budget=Budget(150, clock))
-    assert [h.turn for h in record] == [0, 0, 0, 0]
-    clock, record = Clock(), list[Heat]()
+    assert [h.round_index for h in record] == [0, 0, 0, 0]
+    clock, record = Clock(), list[JobResult]()
     take_turns(work(), opened_all(clock), 3, record, budget=Budget(180, clock))
-    assert [h.turn for h in record] == [0] * 4 + [1] * 4
+    assert [h.round_index for h in record] == [0] * 4 + [1] * 4
 
 
 def test_categories_and_temperatures_take_turns() -> None:
-    assert in_turn("aabbbc", lambda letter: letter) == list("abcabb")
+    assert interleave("aabbbc", lambda letter: letter) == list("abcabb")
     jobs = Sweep(8, temperature=[0.0, 1.0]).jobs(PROMPTS, 1)
     assert [(j.temperature, j.category, j.index) for j in jobs[:4]] == [
         (0.0, "chat", 0),
@@ -78,12 +80,12 @@ def test_categories_and_temperatures_take_turns() -> None:
 def test_crowds_shrink_to_two_requests_a_client_within_a_budget() -> None:
     many = [("chat", [n]) for n in range(1, 41)]
     (whole,) = Sweep(8).jobs(many, 4)
-    (hurried,) = Sweep(8).jobs(many, 4, hurried=True)
-    assert [len(job.asks) for job in (whole, hurried)] == [40, 8]
+    (time_limited,) = Sweep(8).jobs(many, 4, time_limited=True)
+    assert [len(job.requests) for job in (whole, time_limited)] == [40, 8]
 
 
 def test_every_concurrency_has_its_share() -> None:
-    clock, record = Clock(), list[Heat]()
+    clock, record = Clock(), list[JobResult]()
     methods = [Method("plain"), Method("ngram", "ngram")]
     sweep = Sweep(64, [1, 2], rounds=9)
     assert sweep.wanted(PROMPTS) == 5
@@ -100,8 +102,10 @@ def test_every_concurrency_has_its_share() -> None:
 
 def test_the_interval_is_judged_by_how_prompts_differ() -> None:
     def interval(*seconds: float) -> tuple[float, float] | None:
-        heats = [heat(0, job(index=n), plain=2.0, fast=s) for n, s in enumerate(seconds)]
-        plain, fast = rows(heats)
+        job_results = [
+            job_result(0, job(index=n), plain=2.0, fast=s) for n, s in enumerate(seconds)
+        ]
+        plain, fast = rows(job_results)
         assert plain.interval is None
         return fast.interval
 
@@ -112,7 +116,7 @@ def test_the_interval_is_judged_by_how_prompts_differ() -> None:
 
 
 def test_what_the_time_was_spent_on_is_said() -> None:
-    record = [heat(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)]
+    record = [job_result(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)]
     prompts = [("chat", [1, 2])] * 8
     spending = spending_of(record, Sweep(8, [1, 4], rounds=3), prompts, Budget(120, Clock()))
     assert spending.line == (

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from paceline.lab.bench.result import OVERALL, idle, percentile, rows
-from paceline.lab.bench.runner import Heat, merged, take_turns
+from paceline.lab.bench.runner import JobResult, merged, take_turns
 from paceline.lab.report.document import Spread
-from support.made_outcomes import Fake, heat, job, outcome, sums
+from support.made_outcomes import Fake, job, job_result, outcome, sums
 
 
 def test_rates_and_speedups() -> None:
-    heats = [  # every outcome has 4 tokens
-        heat(0, job(), plain=2.0, fast=1.0),
-        heat(1, job(), plain=1.0, fast=1.0),
-        heat(2, job(), plain=4.0, fast=1.0),
+    job_results = [  # every outcome has 4 tokens
+        job_result(0, job(), plain=2.0, fast=1.0),
+        job_result(1, job(), plain=1.0, fast=1.0),
+        job_result(2, job(), plain=4.0, fast=1.0),
     ]
-    plain, fast = rows(heats)
+    plain, fast = rows(job_results)
     assert plain.tokens_per_second == Spread(2.0, 1.0, 4.0)
     assert fast.tokens_per_second == Spread(4.0, 4.0, 4.0)
     assert plain.speedup == Spread(1.0, 1.0, 1.0)
@@ -25,12 +25,12 @@ def test_rates_and_speedups() -> None:
 
 
 def test_categories_and_all_of_them() -> None:
-    heats = [
-        heat(0, job("chat", 0), plain=4.0, fast=2.0),
-        heat(0, job("code", 1), plain=4.0, fast=1.0),
-        heat(0, job("code", 2), plain=4.0, fast=1.0),
+    job_results = [
+        job_result(0, job("chat", 0), plain=4.0, fast=2.0),
+        job_result(0, job("code", 1), plain=4.0, fast=1.0),
+        job_result(0, job("code", 2), plain=4.0, fast=1.0),
     ]
-    by_key = {(r.category, r.method): r for r in rows(heats)}
+    by_key = {(r.category, r.method): r for r in rows(job_results)}
     assert list(by_key) == [
         (category, method) for category in ("chat", "code", OVERALL) for method in ("plain", "fast")
     ]
@@ -41,8 +41,8 @@ def test_categories_and_all_of_them() -> None:
 
 
 def test_a_round_cut_short_counts_only_where_there_is_no_other() -> None:
-    whole = [heat(0, job(index=n), plain=4.0) for n in range(2)]
-    cut = heat(1, job(index=0), plain=1.0)
+    whole = [job_result(0, job(index=n), plain=4.0) for n in range(2)]
+    cut = job_result(1, job(index=0), plain=1.0)
     (row,) = rows([*whole, cut])
     assert (row.rounds, row.tokens_per_second.median) == (1, 1.0)
     (row,) = rows([cut])
@@ -50,19 +50,19 @@ def test_a_round_cut_short_counts_only_where_there_is_no_other() -> None:
 
 
 def test_sweeps_do_not_mix() -> None:
-    heats = [
-        heat(0, job(), plain=4.0),
-        heat(0, job(clients=2), plain=2.0),
-        heat(0, job(temperature=1.0), plain=1.0),
+    job_results = [
+        job_result(0, job(), plain=4.0),
+        job_result(0, job(clients=2), plain=2.0),
+        job_result(0, job(temperature=1.0), plain=1.0),
     ]
-    figures = rows(heats)
+    figures = rows(job_results)
     speeds = [(r.concurrency, r.temperature, r.tokens_per_second.median) for r in figures]
     assert speeds == [(1, 0.0, 1.0), (2, 0.0, 2.0), (1, 1.0, 4.0)]
 
 
 def test_latencies() -> None:
     run = outcome(10.0, [(1.0, 1), (2.0, 4), (5.0, 1), (5.5, 1)])
-    (row,) = rows([Heat(job(), 0, {"plain": run})])
+    (row,) = rows([JobResult(job(), 0, {"plain": run})])
     assert run.answers[0].gaps == [(1.0, 4), (3.0, 1), (0.5, 1)]
     assert row.time_to_first_token == 1.0
     assert row.inter_token_p50 == 0.25  # of 0.25 four times, 0.5, 3
@@ -72,7 +72,7 @@ def test_latencies() -> None:
 
 def test_an_answer_of_one_delivery_has_no_gaps() -> None:
     run = outcome(1.0, [(0.5, 3)])
-    (row,) = rows([Heat(job(), 0, {"plain": run})])
+    (row,) = rows([JobResult(job(), 0, {"plain": run})])
     assert row.inter_token_p50 is None and row.stall_p99 is None
 
 
@@ -98,8 +98,8 @@ def test_drafts_and_phases_add_up() -> None:
             (4, 1, [2], [1]),
         )
     ]
-    heats = [Heat(job(), turn, {"plain": run}) for turn, run in enumerate(runs)]
-    (row,) = rows(heats)
+    job_results = [JobResult(job(), turn, {"plain": run}) for turn, run in enumerate(runs)]
+    (row,) = rows(job_results)
     assert row.drafts["drafted"] == 10 and row.drafts["acceptance_rate"] == 0.4
     assert row.drafts["reached"] == (4, 1) and row.drafts["acceptance"] == (0.75, 1.0)
     assert row.drafts["mean_accepted_length"] == 8 / 4
@@ -109,14 +109,14 @@ def test_drafts_and_phases_add_up() -> None:
 
 
 def test_what_is_not_said_is_not_counted() -> None:
-    both = merged([outcome(1.0, drafted=0), outcome(1.0, tells_drafted=False)])
-    assert not both.tells_drafted
-    (row,) = rows([Heat(job(), 0, {"plain": both})])
+    both = merged([outcome(1.0, drafted=0), outcome(1.0, reports_drafted=False)])
+    assert not both.reports_drafted
+    (row,) = rows([JobResult(job(), 0, {"plain": both})])
     assert row.drafts["drafted"] is row.drafts["acceptance_rate"] is row.drafts["length"] is None
 
 
 def test_idle_methods_are_found() -> None:
-    record = list[Heat]()
+    record = list[JobResult]()
     opened_all = [
         Fake("plain"),
         Fake("silent"),

@@ -33,10 +33,10 @@ def test_parse(text: str, expected: Method) -> None:
 @pytest.mark.parametrize(
     ("text", "draft", "words"),
     [
-        ("ngrm", DRAFT, "no method 'ngrm'; there are plain, draft"),
+        ("ngrm", DRAFT, "no method 'ngrm'; use plain, draft"),
         ("ngrm", DRAFT, "eagle3"),
         ("transformers:lookup", DRAFT, "no method 'transformers:lookup'"),
-        ("plain@4", DRAFT, "leave out the @"),
+        ("plain@4", DRAFT, "omit the @"),
         ("draft", None, "no draft is named"),
         ("ngram@0", DRAFT, "from 1 to 64"),
         ("ngram@four", DRAFT, "from 1 to 64"),

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from paceline.lab.bench.pages import report_of
 from paceline.lab.bench.result import BenchResult, Comparison, rows
-from paceline.lab.bench.runner import EVERYTHING, BenchJob, Heat, Method
+from paceline.lab.bench.runner import ALL_PROMPTS, BenchJob, JobResult, Method
 from paceline.lab.report.document import Spread, is_number
 from paceline.lab.report.render import print_report
 from support.made_outcomes import job, outcome, sums
@@ -27,7 +27,7 @@ SETTINGS = {"prompts": 2, "source": "x.jsonl", "max_tokens": 4}
 METHODS = [Method("plain", length=0), Method("model:a/quick@2", "model:a/quick", 2)]
 
 
-def one_heat(where: BenchJob, turn: int = 0) -> Heat:
+def one_result(where: BenchJob, turn: int = 0) -> JobResult:
     phases = {"draft": 0.002, "target": 0.004, "verify": 0.001, "other": 0.001}
     common = {"decoding": sums(1, phases)}
     fast = {"drafted": 4, "accepted": 2, "reached_at": [2, 1], "accepted_at": [1, 1]}
@@ -35,11 +35,11 @@ def one_heat(where: BenchJob, turn: int = 0) -> Heat:
         "plain": outcome(4.0, **common, not_drafted={"none is asked for": 4}),
         "model:a/quick@2": outcome(2.0, **common, **fast),
     }
-    return Heat(where, turn, outcomes)
+    return JobResult(where, turn, outcomes)
 
 
 def result(*jobs: BenchJob, price: float | None = None, **more: object) -> BenchResult:
-    record = [one_heat(where, turn) for turn in range(2) for where in jobs]
+    record = [one_result(where, turn) for turn in range(2) for where in jobs]
     measured = rows(record)
     texts = Comparison({"model:a/quick@2": {"identical": 3, "near tie": 1}}, [])
     options = {"texts": texts, "idle": {}, **more}
@@ -90,9 +90,9 @@ def test_details_are_shown_on_request() -> None:
 
 
 def test_a_draft_that_does_not_pay_is_not_advised() -> None:
-    heat = one_heat(job())
-    heat.outcomes["model:a/quick@2"] = outcome(8.0, drafted=4, accepted=2)
-    text = shown(replace(result(job()), rows=rows([heat])))
+    job_result = one_result(job())
+    job_result.runs["model:a/quick@2"] = outcome(8.0, drafted=4, accepted=2)
+    text = shown(replace(result(job()), rows=rows([job_result])))
     assert "use no draft: the best, model:quick@2, reaches 0.50x, of plain" in text
 
 
@@ -103,11 +103,11 @@ def test_a_gain_that_may_be_none_is_not_advised() -> None:
         for row in measured.rows
     ]
     text = shown(replace(measured, rows=unsure))
-    assert "undecided, more --seconds tell: model:quick@2 reaches 2.00x, 0.93 to 2.40, of" in text
+    assert "undecided, give more --seconds: model:quick@2 reaches 2.00x, 0.93 to 2.40, of" in text
 
 
 def test_sweeps_have_their_tables() -> None:
-    many = [job(EVERYTHING, 0, 4, temperature=t) for t in (0.0, 0.7)]
+    many = [job(ALL_PROMPTS, 0, 4, temperature=t) for t in (0.0, 0.7)]
     measured = result(
         *(job(c, n, temperature=t) for n, c in enumerate(["chat", "code"]) for t in (0.0, 0.7)),
         *many,
@@ -118,7 +118,7 @@ def test_sweeps_have_their_tables() -> None:
 
 
 def test_several_clients_alone() -> None:
-    assert "By category" not in sections(result(job(EVERYTHING, 0, 4)))
+    assert "By category" not in sections(result(job(ALL_PROMPTS, 0, 4)))
 
 
 def test_what_must_not_be_missed() -> None:
@@ -145,14 +145,14 @@ def test_the_record_has_everything() -> None:
 
 
 def test_a_method_that_never_drafted_had_none_tried_and_plain_shows_nothing() -> None:
-    heats = [
-        one_heat(job(c, n, temperature=t))
+    job_results = [
+        one_result(job(c, n, temperature=t))
         for n, c in enumerate(("chat", "code"))
         for t in (0.0, 1.0)
     ]
-    for heat in heats:
-        heat.outcomes["model:a/quick@2"] = heat.outcomes["plain"]
-    measured = replace(result(job("chat", 0)), rows=rows(heats))
+    for job_result in job_results:
+        job_result.runs["model:a/quick@2"] = job_result.runs["plain"]
+    measured = replace(result(job("chat", 0)), rows=rows(job_results))
     text = shown(measured)
     # At both temperatures, and the note.
     assert text.count("none tried") == 3

@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_named(llm: LLM) -> None:
     size = len(short.encode(llm))
     remaining = llm.target.max_positions - size
     assert not fit([short], llm, remaining)[1]
-    room = rf"room for {remaining + 1} tokens in the .*: the shortest has {size}; give "
+    room = rf"room for {remaining + 1} new tokens in .*: the shortest prompt has {size}; give "
     with pytest.raises(DataError, match=f"{room}shorter prompts or a smaller --max-tokens$"):
         fit([short], llm, remaining + 1)
     with pytest.raises(DataError, match=f"{room}shorter prompts$"):
@@ -258,16 +258,16 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert refused(latin) == "latin.txt is not UTF-8 text (byte 3); save it as UTF-8"
     torn = tmp_path / "torn.jsonl.gz"
     torn.write_bytes(gzip.compress(b'{"prompt": "One"}' * 50)[:-9])
-    assert refused(torn).startswith("torn.jsonl.gz is not a whole gzip file (")
+    assert refused(torn).startswith("torn.jsonl.gz is not a complete gzip file (")
     torn.write_bytes(b'{"prompt": "One"}')
-    assert refused(torn).startswith("torn.jsonl.gz is not a whole gzip file (")
+    assert refused(torn).startswith("torn.jsonl.gz is not a complete gzip file (")
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{prompt", "not JSON (Expecting property name enclosed in double quotes); "),
-        ("[1]", "no JSON object; each record is one, with a prompt"),
+        ("[1]", "not a JSON object; each record is one, with a prompt"),
         ('{"query": "Q"}', "none of the fields turns, messages, question, prompt, text; "),
         ('{"turns": []}', "turns must be a text or a list of texts"),
         ('{"prompt": 3}', "prompt must be a text or a list of texts"),
@@ -290,7 +290,9 @@ def test_bad_records_name_their_line(tmp_path: Path, line: str, message: str) ->
 
 def test_bad_items_of_a_list_name_their_place(tmp_path: Path) -> None:
     file = write(tmp_path, '[{"prompt": "P"}, 7]', name="list.json")
-    assert refused(file) == "list.json, item 2: no JSON object; each record is one, with a prompt"
+    assert (
+        refused(file) == "list.json, item 2: not a JSON object; each record is one, with a prompt"
+    )
 
 
 def test_no_prompts(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.lab.bench.runner import (
-    EVERYTHING,
+    ALL_PROMPTS,
     BenchEngine,
-    Heat,
+    JobResult,
     Method,
     Sweep,
     take_turns,
@@ -21,7 +21,7 @@ PROMPTS = [("chat", [1, 2]), ("code", [3]), ("code", [4, 5, 6])]
 def test_turns_rotate_within_and_between_rounds() -> None:
     diary: list[str] = []
     todo = [job(index=0), job(index=1)]
-    record = list[Heat]()
+    record = list[JobResult]()
     engines = [Fake(name, diary) for name in "abc"]
     warm_up(todo, engines)
     take_turns(todo, engines, 2, record)
@@ -32,13 +32,13 @@ def test_turns_rotate_within_and_between_rounds() -> None:
         *("a refreshed", "b refreshed", "c refreshed"),
         *("b 1 x4", "c 1 x4", "a 1 x4", "c 2 x4", "a 2 x4", "b 2 x4"),
     ]
-    assert [(heat.turn, heat.job.index) for heat in record] == [
+    assert [(job_result.round_index, job_result.job.index) for job_result in record] == [
         (0, 0),
         (0, 1),
         (1, 0),
         (1, 1),
     ]
-    assert all(list(heat.outcomes) == ["a", "b", "c"] for heat in record)
+    assert all(list(job_result.runs) == ["a", "b", "c"] for job_result in record)
 
 
 def test_warm_up_is_short_and_once_a_shape() -> None:
@@ -48,10 +48,10 @@ def test_warm_up_is_short_and_once_a_shape() -> None:
 
 
 def test_ctrl_c_leaves_complete_heats() -> None:
-    record, second = list[Heat](), Fake("b", interrupted_at=3)  # two heats, then
+    record, second = list[JobResult](), Fake("b", interrupted_at=3)  # two jobs, then
     with pytest.raises(KeyboardInterrupt):
         take_turns([job(index=n) for n in range(5)], [Fake("a"), second], 1, record)
-    assert [heat.job.index for heat in record] == [0, 1]
+    assert [job_result.job.index for job_result in record] == [0, 1]
 
 
 def test_progress_says_what_runs() -> None:
@@ -60,7 +60,7 @@ def test_progress_says_what_runs() -> None:
         [job("chat"), job("code", 1)],
         [Fake("a"), Fake("b")],
         2,
-        list[Heat](),
+        list[JobResult](),
         seen.append,
     )
     assert len(seen) == 8 and seen[:2] == ["chat: a", "chat: b"]
@@ -69,17 +69,17 @@ def test_progress_says_what_runs() -> None:
 def test_one_client_gets_a_job_a_prompt() -> None:
     jobs = Sweep(8, temperature=[0.5], seed=5).jobs(PROMPTS, 1)
     jobs.sort(key=lambda job: job.index)
-    assert [(j.category, len(j.asks)) for j in jobs] == [("chat", 1), ("code", 1), ("code", 1)]
-    assert [j.asks[0].params.seed for j in jobs] == [5, 6, 7]
-    assert jobs[0].asks[0].prompt == (1, 2)
-    assert Sweep(8, seed=5).jobs(PROMPTS, 1)[0].asks[0].params.seed is None
+    assert [(j.category, len(j.requests)) for j in jobs] == [("chat", 1), ("code", 1), ("code", 1)]
+    assert [j.requests[0].params.seed for j in jobs] == [5, 6, 7]
+    assert jobs[0].requests[0].prompt == (1, 2)
+    assert Sweep(8, seed=5).jobs(PROMPTS, 1)[0].requests[0].params.seed is None
 
 
 @pytest.mark.parametrize(("clients", "requests"), [(2, 4), (4, 8)])
 def test_several_clients_share_all_prompts(clients: int, requests: int) -> None:
     (job,) = Sweep(8).jobs(PROMPTS, clients)
-    assert job.category == EVERYTHING and len(job.asks) == requests
-    assert [a.prompt for a in job.asks[:4]] == [(1, 2), (3,), (4, 5, 6), (1, 2)]
+    assert job.category == ALL_PROMPTS and len(job.requests) == requests
+    assert [a.prompt for a in job.requests[:4]] == [(1, 2), (3,), (4, 5, 6), (1, 2)]
 
 
 def test_a_sweep_starts_everybody_at_every_concurrency() -> None:
@@ -91,7 +91,7 @@ def test_a_sweep_starts_everybody_at_every_concurrency() -> None:
         started.append((method.name, clients))
         return Fake(method.name)
 
-    record, told = list[Heat](), list[str]()
+    record, told = list[JobResult](), list[str]()
     sweep.run(PROMPTS, methods, start, record, told.append)
     assert started == [(method.name, clients) for clients in (1, 4) for method in methods]
     runs = [what for what in told if ": " in what]

@@ -10,8 +10,14 @@ import pytest
 
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
-from paceline.lab.bench.engines import EQUAL, BaselineFailedError, Starter, parse_method, shares
-from paceline.lab.bench.runner import Ask, TimedRun
+from paceline.lab.bench.engines import (
+    EQUAL,
+    BaselineFailedError,
+    EngineFactory,
+    apportion,
+    parse_method,
+)
+from paceline.lab.bench.runner import BenchRequest, TimedRun
 from paceline.lab.openai_client import OpenAIClient
 from paceline.llm import LLM
 from support.planted_server import PlantedServer, served
@@ -22,9 +28,9 @@ HERE = Path(__file__).parent
 PROMPTS = ((5, 6, 7, 8), (9, 10, 11), (12, 13))
 
 
-def asks(tokens: int = 4, **more: Any) -> list[Ask]:
+def requests(tokens: int = 4, **more: Any) -> list[BenchRequest]:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, **more)
-    return [Ask(prompt, params) for prompt in PROMPTS]
+    return [BenchRequest(prompt, params) for prompt in PROMPTS]
 
 
 def counted(run: TimedRun, tokens: int = 4) -> list[list[int]]:
@@ -68,8 +74,8 @@ def test_addresses() -> None:
 
 
 def test_tokens_are_dealt_out_whole() -> None:
-    assert shares(7, [1, 1, 1]) == [2, 2, 3]
-    assert shares(3, [2, 1, 0]) == [2, 1, 0] and sum(shares(11, [3, 5, 1, 1])) == 11
+    assert apportion(7, [1, 1, 1]) == [2, 2, 3]
+    assert apportion(3, [2, 1, 0]) == [2, 1, 0] and sum(apportion(11, [3, 5, 1, 1])) == 11
 
 
 # -- any server ------------------------------------------------------------------------------------
@@ -85,23 +91,23 @@ def url(llm: LLM) -> Iterator[str]:
 
 @pytest.mark.parametrize("clients", [1, 3])
 def test_a_server_writes_what_the_engine_writes(llm: LLM, url: str, clients: int) -> None:
-    starter = Starter(llm)
-    engine = starter.open(parse_method(f"url:{url}/v1", None), clients)
-    written = counted(engine.run(asks()))
-    wanted = llm.generate([list(p) for p in PROMPTS], asks()[0].params)
+    factory = EngineFactory(llm)
+    engine = factory.create(parse_method(f"url:{url}/v1", None), clients)
+    written = counted(engine.run(requests()))
+    wanted = llm.generate([list(p) for p in PROMPTS], requests()[0].params)
     texts = [llm.tokenizer.decode(ids) for ids in written]
     assert texts == [llm.tokenizer.decode(c.token_ids) for c in wanted]
-    (words,) = starter.unequal.values()
+    (words,) = factory.unequal.values()
     assert words == {"ids": EQUAL, "ignore_eos": EQUAL}
 
 
 def test_what_a_server_does_not_know_is_told(llm: LLM) -> None:
     """One that reads texts only, and counts otherwise."""
-    starter = Starter(llm)
+    factory = EngineFactory(llm)
     with served(PlantedServer()) as address:
         method = parse_method(f"url:{address}", None)
-        run = starter.open(method, 1).run(asks())
-        words = starter.unequal[method.name]
+        run = factory.create(method, 1).run(requests())
+        words = factory.unequal[method.name]
     assert run.answers and words != dict.fromkeys(words, EQUAL)
 
 
@@ -116,5 +122,5 @@ def test_what_a_server_does_not_know_is_told(llm: LLM) -> None:
 )
 def test_nobody_there(llm: LLM, where: str, words: str) -> None:
     with pytest.raises((BaselineFailedError, ConfigError), match=words) as caught:
-        Starter(llm).open(parse_method(f"url:{where}", None), 1)
+        EngineFactory(llm).create(parse_method(f"url:{where}", None), 1)
     assert "\n" not in str(caught.value)

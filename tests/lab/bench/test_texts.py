@@ -5,28 +5,28 @@ from __future__ import annotations
 import pytest
 
 from paceline.lab.bench.pages import labels
-from paceline.lab.bench.result import BenchResult, Comparison, compare, idle_line
+from paceline.lab.bench.result import BenchResult, Comparison, compare, idle_message
 from paceline.lab.bench.runner import (
-    Ask,
     BenchJob,
-    Heat,
+    BenchRequest,
+    JobResult,
     Method,
     take_turns,
 )
 from paceline.lab.certify.decoding import Difference
-from support.made_outcomes import Fake, ask, job
+from support.made_outcomes import Fake, job, request
 
 TIE = Difference(2, 7, 9, gap=0.01, step=0.01, on_edge=False)
 BUG = Difference(1, 6, 0, gap=1.0, step=0.01, on_edge=False)
 
 
-def judge(asked: Ask, left: tuple[int, ...], right: tuple[int, ...]) -> Difference | None:
+def judge(asked: BenchRequest, left: tuple[int, ...], right: tuple[int, ...]) -> Difference | None:
     assert left == (5, 6, 7, 8), "plain decoding's text comes first"
     return TIE if right == (5, 6, 9, 8) else BUG
 
 
-def contest(todo: list[BenchJob], rounds: int = 2) -> list[Heat]:
-    record = list[Heat]()
+def contest(todo: list[BenchJob], rounds: int = 2) -> list[JobResult]:
+    record = list[JobResult]()
     opened_all = [
         Fake("plain"),
         Fake("same"),
@@ -49,8 +49,8 @@ def test_every_pair_is_judged_once() -> None:
 
 
 def test_unseeded_samples_are_not_compared() -> None:
-    free = BenchJob("chat", 1, 0.7, 0, (ask(temperature=0.7),))
-    seeded = BenchJob("chat", 1, 0.7, 0, (ask(temperature=0.7, seed=3),))
+    free = BenchJob("chat", 1, 0.7, 0, (request(temperature=0.7),))
+    seeded = BenchJob("chat", 1, 0.7, 0, (request(temperature=0.7, seed=3),))
     assert compare(contest([free]), judge, ["same", "liar"]).counts == {}
     compared = compare(contest([seeded]), judge, ["same", "liar"])
     assert compared.counts == {"same": {"identical": 1}, "liar": {"different": 1}}
@@ -65,25 +65,25 @@ def test_a_bug_is_ours_alone() -> None:
     plain = Method("plain", length=0)
     ours = result(compared, plain, Method("liar", "ngram"), Method("tie", "ngram"))
     assert ours.bugs() == ["liar"]
-    (line,) = ours.complaints()
-    assert "liar wrote another text than plain decoding (chat, request 0, token 1" in line
+    (line,) = ours.failures()
+    assert "the text of liar differs from plain decoding's (chat, request 0, token 1" in line
     assert "this is a bug" in line and "\n" not in line
     theirs = result(compared, plain, Method("liar", url="http://a:1"))
-    assert theirs.bugs() == [] == theirs.complaints()
+    assert theirs.bugs() == [] == theirs.failures()
 
 
 def test_idle_methods_are_a_failure_unless_accepted() -> None:
     lacking = {"ngram": "drafted nothing"}
     failed = result(Comparison({}, []), Method("ngram", "ngram"), idle=lacking)
-    (line,) = failed.complaints()
+    (line,) = failed.failures()
     assert "ngram drafted nothing in the whole run" in line
-    assert "ngram@4 tells which" in line and "--allow-idle" in line
-    assert failed.complaints(allow_idle=True) == []
+    assert "ngram@4 shows which" in line and "--allow-idle" in line
+    assert failed.failures(allow_idle=True) == []
 
 
 def test_advice_of_a_fixed_length() -> None:
-    line = idle_line("x@4", "had none of its drafts accepted", 4)
-    assert "tells which" not in line and "another draft" in line
+    line = idle_message("x@4", "had none of its drafts accepted", 4)
+    assert "shows which" not in line and "another draft" in line
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def llm(folders: tuple[str, str]) -> LLM:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.lab.tune.plan.LEAST_BATCH", 2)
+    monkeypatch.setattr("paceline.lab.tune.plan.MIN_BATCH_SIZE", 2)
 
 
 def prompts() -> list[BenchPrompt]:
@@ -76,7 +76,7 @@ def test_a_drafter_is_tried_whole_or_not_at_all(llm: LLM, folders: tuple[str, st
     )
     assert tuning_record(outcome)["budget"]["missing"] == tuple(outcome.not_tried)
     # One round for all had time, which is too little to choose anybody.
-    assert len(outcome.heats) == 1 and outcome.chosen is None
+    assert len(outcome.job_results) == 1 and outcome.chosen is None
     assert decision(outcome).startswith("Not confirmed: ")
     assert report_of(outcome).sections
 
@@ -98,7 +98,7 @@ def test_a_default_that_does_not_load_is_left_out_and_one_that_does_is_confirmed
 def test_two_rounds_confirm(llm: LLM, folders: tuple[str, str]) -> None:
     outcome, _ = run(llm, folders, 8)
     assert outcome.completed is not None and outcome.completed.spent <= 8
-    assert len(outcome.not_tried) <= 1 and len(outcome.heats) == 2
+    assert len(outcome.not_tried) <= 1 and len(outcome.job_results) == 2
     assert outcome.chosen is not None
 
 
@@ -115,4 +115,4 @@ def test_an_interrupted_round_counts_for_nobody(llm: LLM, folders: tuple[str, st
         tune(llm, variants(f"model:{folders[1]}")[:1], prompts(), outcome, interrupt)
     assert outcome.results and all(not r.ratios and not r.run.rate for r in outcome.results)
     assert outcome.chosen is None
-    assert outcome.completed is not None and not outcome.heats
+    assert outcome.completed is not None and not outcome.job_results

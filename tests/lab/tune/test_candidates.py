@@ -64,7 +64,7 @@ def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
     ]
     assert [c.spec for c in at_hand("other", ["suffix"], only=True)] == ["suffix"]
     for none in ([], ["none"]):
-        with pytest.raises(ConfigError, match="names no drafter"):
+        with pytest.raises(ConfigError, match="and there is none; add one"):
             at_hand("other", none, only=True)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.engine.driver import StepSums
-from paceline.lab.bench.runner import BenchJob, Heat
+from paceline.lab.bench.runner import BenchJob, JobResult
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.candidates import DrafterCandidate
@@ -66,7 +66,7 @@ def confirm_by_hand(outcome: TuningOutcome, ratios: Sequence[float]) -> None:
         finalist.key: timed(1 / ratio, drafted=9)
         for finalist, ratio in zip(outcome.finalists, ratios, strict=True)
     }
-    outcome.heats.append(Heat(BenchJob("", 1, 0.0, 0, ()), 0, runs))
+    outcome.job_results.append(JobResult(BenchJob("", 1, 0.0, 0, ()), 0, runs))
 
 
 def test_another_draft_must_beat_the_default_clearly() -> None:
@@ -149,7 +149,7 @@ def test_a_fast_run_without_accepted_drafts_is_no_gain() -> None:
     """On a busy machine a drafter of 1.00 tokens a step came first, by 1.31x."""
     lucky = trial("lucky", 1.31)
     (answer,) = lucky.run.answers
-    run = replace(lucky.run, answers=[replace(answer, written=2)])  # tokens, in two steps
+    run = replace(lucky.run, answers=[replace(answer, reported_count=2)])  # tokens, in two steps
     chosen = choose([replace(lucky, run=run), trial("look", 1.08, passes=False)])
     assert [one.label for one in chosen] == ["plain", "look", "look", "lucky", "lucky"]
 
@@ -202,9 +202,11 @@ def test_what_was_confirmed_beats_what_was_tried() -> None:
     )
     outcome.options = replace(outcome.options, rounds=1)
     assert decision(outcome) == f"Plain decoding: all drafts were slower {shown}."
-    outcome.options, outcome.heats = replace(outcome.options, rounds=3), list[Heat]()
+    outcome.options, outcome.job_results = replace(outcome.options, rounds=3), list[JobResult]()
     confirm_by_hand(outcome, (1.0, 1.3, 0.92))
-    assert "rounds by plain decoding: look, length auto 1.30x, a, length" in decision(outcome)
+    assert "rounds speedups over plain decoding: look, length auto 1.30x, a, length" in decision(
+        outcome
+    )
 
 
 def test_an_interrupted_outcome_says_what_it_has() -> None:
@@ -220,6 +222,6 @@ def test_an_interrupted_outcome_says_what_it_has() -> None:
     titles = [section.title for section in report_of(outcome).sections]
     assert titles == ["Search", "Choice"]
     empty = TuningOutcome(TuneOptions(), "m", 9)
-    assert decision(empty) == "Nothing was measured to the end."
+    assert decision(empty) == "No measurement was completed."
     assert tuning_record(empty)["search"] == []
     assert [section.title for section in report_of(empty).sections] == ["Choice"]

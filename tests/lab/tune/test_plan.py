@@ -22,15 +22,15 @@ GREEDY = SamplingParams(max_tokens=16)
 def test_rounds_share_no_prompt_while_there_are_enough() -> None:
     prompts = [[n] for n in range(20)]
     jobs, turns = rounds_of(prompts, 2, 8, 1, GREEDY)
-    assert ([len(job.asks) for job in jobs], turns) == ([8, 8], 1)
-    assert len({ask.prompt for job in jobs for ask in job.asks}) == 16
+    assert ([len(job.requests) for job in jobs], turns) == ([8, 8], 1)
+    assert len({request.prompt for job in jobs for request in job.requests}) == 16
     for many, count, concurrency, sizes, turns in (
         (20, 3, 1, [8, 8], 2),
         (3, 2, 1, [3], 2),
         (3, 1, 5, [5], 1),
     ):
         jobs, repeats = rounds_of(prompts[:many], count, 8, concurrency, GREEDY)
-        assert ([len(job.asks) for job in jobs], repeats) == (sizes, turns)
+        assert ([len(job.requests) for job in jobs], repeats) == (sizes, turns)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.lab.tune.plan.LEAST_BATCH", 2)
+    monkeypatch.setattr("paceline.lab.tune.plan.MIN_BATCH_SIZE", 2)
 
 
 def words(count: int) -> list[BenchPrompt]:
@@ -85,18 +85,18 @@ def test_rounds_beyond_those_wanted_are_complete(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rounds of different prompts, twice: "4 of 3 rounds. More --seconds measure the rest"."""
-    monkeypatch.setattr("paceline.lab.tune.finalists.SIZES", (2, 1))
+    monkeypatch.setattr("paceline.lab.tune.finalists.ROUND_SIZES", (2, 1))
     llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
     outcome = TuningOutcome.start(TuneOptions(max_tokens=4, rounds=3), llm)
     tune(llm, variants("ngram"), words(4), outcome, lambda what: None)
-    assert outcome.completed is not None and len(outcome.heats) == 4
+    assert outcome.completed is not None and len(outcome.job_results) == 4
     assert "4 of 4 rounds of 2 prompts." in outcome.completed.line
     assert "More --seconds" not in outcome.completed.line
 
 
 def test_what_cannot_be_tuned(folders: tuple[str, str]) -> None:
     llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
-    with pytest.raises(DataError, match="no prompt leaves room for 500 tokens in the 160"):
+    with pytest.raises(DataError, match=r"room for 500 new tokens .*, 160 tokens"):
         tune(
             llm,
             [],

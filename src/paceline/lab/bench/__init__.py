@@ -1,4 +1,4 @@
-"""Measuring decoding: prompts, engines, rounds, figures."""
+"""Benchmarks of decoding: prompts, engines, timed rounds, figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PromptOptions:
         shown="the shipped set",
     )
     category: tuple[str, ...] = _prompts((), "Only this category.", shown="all")
-    per_category: int | None = _prompts(None, "So many prompts of each category.", low=1)
+    per_category: int | None = _prompts(None, "Number of prompts per category.", low=1)
 
     def load(self, per_category: int | None = None) -> list[BenchPrompt]:
         """``per_category`` is the command's own default. Raises DataError."""
@@ -42,9 +42,9 @@ class BenchOptions:
 
     method: tuple[str, ...] = _measuring(
         (),
-        "plain, draft (what --draft names), any draft spec, perhaps with a length (ngram@5, "
-        "eagle3:PATH@auto); another engine's server: url:http://HOST:PORT. "
-        "Plain decoding always takes part.",
+        "plain, draft (the draft of --draft), any draft spec, optionally with a length (ngram@5, "
+        "eagle3:PATH@auto), or another engine's server: url:http://HOST:PORT. "
+        "Plain decoding is always included.",
         flags=("--method", "-m"),
         shown="draft and ngram, and the EAGLE-3 head of the built-in model",
     )
@@ -56,15 +56,18 @@ class BenchOptions:
     rounds: int = _measuring(3, "Timed rounds, for medians.", low=1)
     ignore_eos: bool = _measuring(
         True,
-        "Write texts of one length, or end them where the model does.",
+        "Decode all texts to the same length, or stop at the model's end token.",
         flags=("--ignore-eos/--stop-at-eos",),
     )
     seed: int | None = _measuring(None, "Makes sampled texts comparable.", low=0)
-    price: float | None = _measuring(None, "Of a machine hour: adds the cost of a million tokens.")
-    allow_idle: bool = _measuring(False, "Do not fail if a method drafted nothing of use.")
+    price: float | None = _measuring(
+        None, "Price of a machine hour: adds the cost per million tokens."
+    )
+    allow_idle: bool = _measuring(False, "Do not fail if none of a method's drafts was accepted.")
 
     def sweep(self, rule: str) -> Sweep:
-        """The rule "coupled" needs a seed. Raises ConfigError on a value that makes no sense."""
+        """The measurements that were asked for. The verification ``rule`` "coupled" needs a seed, 0
+        by default. Raises ConfigError on an invalid price."""
         from paceline.lab.bench.runner import Sweep
 
         if self.price is not None and not 0 < self.price < float("inf"):

@@ -1,5 +1,5 @@
-"""Methods: ``plain``, drafters with a length (``ngram@5``), servers (``url:http://A:1``); and the
-engines that answer by them."""
+"""Methods of a comparison (``plain``, drafters with a length such as ``ngram@5``, servers such as
+``url:http://A:1``) and the engines that run them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,24 @@ from paceline.core.params import SamplingParams
 from paceline.drafters import DRAFTERS
 from paceline.engine.driver import DraftCounts, Drive, StepSums, sequence
 from paceline.errors import ConfigError, PacelineError
-from paceline.lab.bench.runner import Ask, BenchEngine, Length, Method, TimedAnswer, TimedRun
+from paceline.lab.bench.runner import (
+    BenchEngine,
+    BenchRequest,
+    Length,
+    Method,
+    TimedAnswer,
+    TimedRun,
+)
 from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
 from paceline.llm import LLM
 
 PLAIN = "plain"
-_LONGEST = 64
+_MAX_LENGTH = 64
 
 
 def parse_method(text: str, draft: str | None, length: Length = "auto") -> Method:
-    """One spec, perhaps with ``@LENGTH``, else of this ``length``. ``draft``: what "draft" stands
-    for. Raises ConfigError."""
+    """Parse a draft spec, optionally with ``@LENGTH``; the default is ``length``. ``draft``: the
+    spec that the word "draft" stands for. Raises ConfigError."""
     text = text.strip()
     body, named_length = _split(text)
     head, _, address = text.partition(":")
@@ -37,7 +44,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
         return Method(text, None, None, address)
     if body in (PLAIN, "none"):
         if named_length is not None:
-            raise ConfigError(f"method {text!r}: plain decoding drafts nothing; leave out the @")
+            raise ConfigError(f"method {text!r}: plain decoding has no draft length; omit the @")
         return Method(PLAIN, length=0)
     if body == "draft":
         if draft is None:
@@ -48,8 +55,8 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
     ):
         kinds = ", ".join(sorted(set(DRAFTERS) - {"none"}))
         raise ConfigError(
-            f"there is no method {text!r}; there are {PLAIN}, draft (what --draft names), "
-            f"url:http://HOST:PORT, {kinds}, or a draft model's folder"
+            f"there is no method {text!r}; use {PLAIN}, draft (the draft of --draft), "
+            f"url:http://HOST:PORT, {kinds}, or the folder of a draft model"
         )
     return Method(text, body, length if named_length is None else named_length)
 
@@ -57,7 +64,8 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
 def parse_methods(
     texts: Sequence[str], draft: str | None, length: Length | tuple[int, ...] = "auto"
 ) -> list[Method]:
-    """All methods, plain first; drafters without a length at this or each of these. ConfigError."""
+    """Parse all methods; plain decoding comes first. A drafter without a length of its own gets
+    ``length``, or becomes one method per length of a tuple. Raises ConfigError."""
     methods = [Method(PLAIN, length=0)]
     lengths = length if isinstance(length, tuple) else ()
     for text in texts:
@@ -70,18 +78,18 @@ def parse_methods(
 
 
 def _split(text: str) -> tuple[str, Length | None]:
-    """A path may contain @, but does not end in @NUMBER."""
+    """Split off ``@LENGTH``. A path may contain @, but must not end in @NUMBER."""
     body, at, tail = text.rpartition("@")
     if not at or not (tail == "auto" or tail.lstrip("-").isdecimal() or body in DRAFTERS):
         return text, None
-    if tail != "auto" and not (tail.isdecimal() and 1 <= int(tail) <= _LONGEST):
-        raise ConfigError(f"method {text!r}: draft lengths go from 1 to {_LONGEST}, or auto")
+    if tail != "auto" and not (tail.isdecimal() and 1 <= int(tail) <= _MAX_LENGTH):
+        raise ConfigError(f"method {text!r}: draft lengths go from 1 to {_MAX_LENGTH}, or auto")
     return body, "auto" if tail == "auto" else int(tail)
 
 
 class Paceline(BenchEngine):
-    """Our engine and ``clients`` (see Drive). ``build`` gives the LLM, anew at every ``refresh`` if
-    its drafter learns from requests."""
+    """Our engine, with requests from ``clients`` (see Drive). ``build`` creates the LLM. It is
+    called again at every ``refresh`` if the drafter learns from requests."""
 
     def __init__(self, method: Method, build: Callable[[], LLM], clients: int) -> None:
         self.name, self.method = method.name, method
@@ -96,12 +104,14 @@ class Paceline(BenchEngine):
     def close(self) -> None:
         self.llm.close()
 
-    def run(self, asks: Sequence[Ask]) -> TimedRun:
+    def run(self, requests: Sequence[BenchRequest]) -> TimedRun:
         """Raises PacelineError if a request fails or does not fit into the cache."""
         seqs = []
-        for ask in asks:
-            ends = frozenset[int]() if ask.params.ignore_eos else self.llm.end_tokens
-            seqs.append(sequence(ask.prompt, ask.params, ends | {*ask.params.stop_token_ids}))
+        for request in requests:
+            ends = frozenset[int]() if request.params.ignore_eos else self.llm.end_tokens
+            seqs.append(
+                sequence(request.prompt, request.params, ends | {*request.params.stop_token_ids})
+            )
         drive = Drive(self.llm.engine, seqs, self._clients).run()
         answers = [
             TimedAnswer(
@@ -114,38 +124,40 @@ class Paceline(BenchEngine):
         return TimedRun(answers, drive.seconds, drive.counts, decoding)
 
 
-class Starter:
-    """Engines around one loaded target, without a prefix cache; ``options``: ``LLM.beside``'s."""
+class EngineFactory:
+    """Creates engines around one loaded target, without prefix sharing. ``options`` are those of
+    ``LLM.beside``."""
 
     def __init__(self, llm: LLM, **options: Any) -> None:
         self._llm = llm
         self._options = {"seed": 0, "prefix_sharing": False, **options}
-        self.unequal: dict[str, dict[str, str]] = {}  # of other engines, by method
+        # By method, for servers: see ServedEngine.differences.
+        self.unequal: dict[str, dict[str, str]] = {}
 
-    def open(self, method: Method, clients: int, **options: Any) -> BenchEngine:
-        """``options`` replace those of all. Raises what loading a drafter or asking another engine
-        raises."""
+    def create(self, method: Method, clients: int, **options: Any) -> BenchEngine:
+        """An engine for ``clients`` concurrent requests. ``options`` override the common ones.
+        Raises what loading a drafter or a request to a server raises."""
         if method.url is not None:
             served = open_served(method.name, method.url, clients, self._llm)
-            # What was seen of it at other numbers of clients still counts.
-            served.different = self.unequal.setdefault(method.name, served.different)
+            # Shared by the engines of a method at all numbers of clients.
+            served.differences = self.unequal.setdefault(method.name, served.differences)
             return served
         length = method.length if method.draft is not None else 0
-        how = {"draft_length": length, "max_batch_size": clients, **self._options, **options}
-        build = partial(self._llm.beside, method.draft, **how)
+        merged = {"draft_length": length, "max_batch_size": clients, **self._options, **options}
+        build = partial(self._llm.beside, method.draft, **merged)
         return Paceline(method, build, clients)
 
 
 EQUAL = "equal"
-# In what its runs may differ from ours; and how, where that wish is refused.
+# Request options without which a server's runs differ from ours, and how they differ then.
 ASPECTS = {
-    "ids": "prompts sent as text, which its own tokenizer reads",
-    "ignore_eos": "refused: it ends answers where the model does",
+    "ids": "prompts are sent as text and tokenized by the server",
+    "ignore_eos": "refused: answers end at the model's end token",
 }
 _TIMEOUT = 600.0  # seconds between two deliveries: a long prompt on a slow machine
-# What is asked for if the server takes it: prompts as ids, no end, ids and counts in the answer,
-# no cache of prompts (llama.cpp) and none of the sampling that a server may have by default.
-_WISHES: dict[str, dict[str, Any]] = {
+# Options sent if the server accepts them: prompts as token ids, no end token, ids and counts in the
+# answer, no prompt cache (llama.cpp), and no truncation or penalty by default.
+_REQUEST_OPTIONS: dict[str, dict[str, Any]] = {
     "ids": {},
     "ignore_eos": {"ignore_eos": True},
     "return_token_ids": {"return_token_ids": True},
@@ -158,67 +170,68 @@ _WISHES: dict[str, dict[str, Any]] = {
 
 
 class BaselineFailedError(PacelineError):
-    """Another engine did not answer, or not as the target can."""
+    """Another engine did not answer, or its answer cannot be one of the target."""
 
 
-_WRONG = (ValueError, LookupError, TypeError, AttributeError)  # of an answer's content
-_FAILURES = (RequestRefusedError, ServerFailedError, *_WRONG)
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # raised by parsing an answer
+_FAILURES = (RequestRefusedError, ServerFailedError, *_MALFORMED)
 
 
 class Delivery(NamedTuple):
-    """One event of a stream. ``ids`` where the server says them; ``written`` and ``read``: its
-    counts of the answer's and the prompt's tokens, at the end."""
+    """One event of a stream, ``seconds`` after the request was sent. ``ids``: the token ids, if the
+    server gives them; ``completion_tokens`` and ``prompt_tokens``: its usage, in the last event."""
 
-    moment: float
+    seconds: float
     text: str
     ids: tuple[int, ...]
-    written: int | None
-    read: int | None
+    completion_tokens: int | None
+    prompt_tokens: int | None
 
 
 @dataclass
 class ServedEngine(BenchEngine):
-    """A server, held against the tokenizer and vocabulary of ``llm``. ``takes``: the wishes that it
-    does not refuse. ``different``: what of its runs was not as ours were, in words, by aspect."""
+    """A server of another engine. Its answers are checked against the vocabulary of ``llm``.
+    ``accepted``: the request options that it accepts. ``differences``: by aspect, how its runs
+    differed from ours."""
 
     name: str
     client: OpenAIClient
     clients: int
     llm: LLM
-    takes: set[str] = field(default_factory=set)
-    different: dict[str, str] = field(default_factory=lambda: dict.fromkeys(ASPECTS, EQUAL))
+    accepted: set[str] = field(default_factory=set)
+    differences: dict[str, str] = field(default_factory=lambda: dict.fromkeys(ASPECTS, EQUAL))
     _answers: int = 0
-    _short: int = 0
+    _short_answers: int = 0
 
-    def run(self, asks: Sequence[Ask]) -> TimedRun:
-        """A delivery counts as one target step. Raises BaselineFailedError."""
+    def run(self, requests: Sequence[BenchRequest]) -> TimedRun:
+        """Each delivery is counted as one target step. Raises BaselineFailedError."""
         start = time.perf_counter()
         try:
             with ThreadPoolExecutor(self.clients) as pool:
-                all_answers = list(pool.map(self._deliveries, asks))
+                all_answers = list(pool.map(self._deliveries, requests))
         except _FAILURES as error:
             raise BaselineFailedError(
-                f"{self.name} did not answer ({type(error).__name__}: {error}); look at its log"
+                f"{self.name} did not answer ({type(error).__name__}: {error}); see its log"
             ) from None
         seconds = time.perf_counter() - start
-        answers = [self._answer(*pair) for pair in zip(asks, all_answers, strict=True)]
+        answers = [self._answer(*pair) for pair in zip(requests, all_answers, strict=True)]
         steps = sum(len(answer.arrivals) for answer in answers)
         accepted = sum(answer.count for answer in answers) - steps
         counts = DraftCounts(target_steps=steps, accepted=accepted)
-        return TimedRun(answers, seconds, counts, tells_drafted=False)
+        return TimedRun(answers, seconds, counts, reports_drafted=False)
 
-    def _deliveries(self, ask: Ask) -> list[Delivery]:
-        params, ids, outcomes = ask.params, list(ask.prompt), list[Delivery]()
+    def _deliveries(self, request: BenchRequest) -> list[Delivery]:
+        params, ids, deliveries = request.params, list(request.prompt), list[Delivery]()
         body: dict[str, Any] = {
-            "prompt": ids if "ids" in self.takes else str(self.llm.tokenizer.decode(ids)),
+            "prompt": ids if "ids" in self.accepted else str(self.llm.tokenizer.decode(ids)),
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": 1.0,
         }
         if params.seed is not None:
             body["seed"] = params.seed
-        for wish in self.takes - (set() if params.ignore_eos else {"ignore_eos"}):
-            body |= _WISHES[wish]
+        for option in self.accepted - (set() if params.ignore_eos else {"ignore_eos"}):
+            body |= _REQUEST_OPTIONS[option]
         start = time.perf_counter()
         for event in self.client.stream("completions", body):
             usage = event.get("usage") or {}
@@ -226,78 +239,89 @@ class ServedEngine(BenchEngine):
             new = tuple(int(token) for token in choice.get("token_ids") or ())
             counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
             text = str(choice.get("text") or "")
-            outcomes.append(Delivery(time.perf_counter() - start, text, new, *counts))
-        return outcomes
+            deliveries.append(Delivery(time.perf_counter() - start, text, new, *counts))
+        return deliveries
 
     def _ids_of(self, text: str) -> tuple[int, ...]:
         return tuple(self.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _answer(self, ask: Ask, deliveries: Sequence[Delivery]) -> TimedAnswer:
+    def _answer(self, request: BenchRequest, deliveries: Sequence[Delivery]) -> TimedAnswer:
+        """Tokens and arrival times of an answer. Token ids and counts come from the server if it
+        gives them, otherwise from tokenizing the text."""
         parts, vocabulary = [d for d in deliveries if d.text or d.ids], self.llm.target.vocab_size
-        token_ids = tuple(token for one in parts for token in one.ids)
-        tokens = token_ids or self._ids_of("".join(one.text for one in parts))
-        written = [one.written for one in deliveries if one.written is not None] or [len(tokens)]
-        count = len(token_ids) or written[-1]
+        token_ids = tuple(token for part in parts for token in part.ids)
+        tokens = token_ids or self._ids_of("".join(part.text for part in parts))
+        counts = [d.completion_tokens for d in deliveries if d.completion_tokens is not None]
+        count = len(token_ids) or (counts or [len(tokens)])[-1]
         if not parts or not count:
-            raise BaselineFailedError(f"{self.name} answered without a token; look at its log")
+            raise BaselineFailedError(f"{self.name} answered without a token; see its log")
         if max(tokens, default=0) >= vocabulary:
             raise BaselineFailedError(
-                f"{self.name} wrote the id {max(tokens)}, but the target has {vocabulary}: it runs "
-                "another model; serve a form of the target"
+                f"{self.name} returned token id {max(tokens)}, but the target's vocabulary has "
+                f"{vocabulary}: it runs another model; serve a form of the target"
             )
-        weights = [len(one.ids) if token_ids else 1 for one in parts]
+        weights = [len(part.ids) if token_ids else 1 for part in parts]
         if not token_ids and count != len(parts):
-            weights = [max(1, len(self._ids_of(one.text))) for one in parts]
-        dealt = zip(parts, shares(count, weights), strict=True)
-        self._compare(ask, count, [one.read for one in deliveries if one.read is not None])
-        return TimedAnswer(tokens, tuple((one.moment, n) for one, n in dealt if n), count)
+            weights = [max(1, len(self._ids_of(part.text))) for part in parts]
+        tokens_of = zip(parts, apportion(count, weights), strict=True)
+        prompt_counts = [d.prompt_tokens for d in deliveries if d.prompt_tokens is not None]
+        self._note_differences(request, count, prompt_counts)
+        return TimedAnswer(tokens, tuple((part.seconds, n) for part, n in tokens_of if n), count)
 
-    def _compare(self, ask: Ask, count: int, read: Sequence[int]) -> None:
-        """Note what was not equal in an answer of ``count`` tokens."""
+    def _note_differences(
+        self, request: BenchRequest, count: int, prompt_counts: Sequence[int]
+    ) -> None:
+        """Record how an answer of ``count`` tokens and its prompt differ from what we decode."""
         self._answers += 1
-        if read and read[-1] != len(ask.prompt):
-            self.different["ids"] = f"read {read[-1]} tokens where the prompt has {len(ask.prompt)}"
-        if ask.params.ignore_eos and count < ask.params.max_tokens:
-            self._short += 1
-            self.different["ignore_eos"] = f"{self._short} of {self._answers} answers ended early"
+        length = len(request.prompt)
+        if prompt_counts and prompt_counts[-1] != length:
+            differs = f"its prompt had {prompt_counts[-1]} tokens where ours had {length}"
+            self.differences["ids"] = differs
+        if request.params.ignore_eos and count < request.params.max_tokens:
+            self._short_answers += 1
+            early = f"{self._short_answers} of {self._answers} answers ended early"
+            self.differences["ignore_eos"] = early
 
-    def find_out(self) -> None:
-        """A short request without any wish, which must succeed, then one with each. Raises what a
-        failed request raises."""
-        ask = Ask(self._ids_of("Hello there"), SamplingParams(max_tokens=2, ignore_eos=True))
-        self._deliveries(ask)
-        for wish in _WISHES:
-            self.takes.add(wish)
+    def probe_options(self) -> None:
+        """Find out which request options the server accepts: send a short request without any,
+        which must succeed, then one with each of them. Raises what a failed request raises."""
+        request = BenchRequest(
+            self._ids_of("Hello there"), SamplingParams(max_tokens=2, ignore_eos=True)
+        )
+        self._deliveries(request)
+        for option in _REQUEST_OPTIONS:
+            self.accepted.add(option)
             with suppress(*_FAILURES):
-                if any(one.text for one in self._deliveries(ask)):
+                if any(delivery.text for delivery in self._deliveries(request)):
                     continue
-            self.takes.discard(wish)
-        self.different |= {name: why for name, why in ASPECTS.items() if name not in self.takes}
+            self.accepted.discard(option)
+        refused = {name: how for name, how in ASPECTS.items() if name not in self.accepted}
+        self.differences |= refused
 
 
 def open_served(name: str, url: str, clients: int, llm: LLM) -> ServedEngine:
-    """The server at ``url``, and #MODEL or the first that it lists. Raises BaselineFailedError,
-    and ConfigError for what is no URL."""
+    """The engine for the server at ``url``. A ``#MODEL`` at its end names the model, by default the
+    first that the server lists. Raises BaselineFailedError, and ConfigError if it is no URL."""
     base, _, model = url.partition("#")
     client = OpenAIClient.at(base, timeout=_TIMEOUT)
     try:
         client = replace(client, fields={"model": model or str(client.models()[0]["id"])})
         engine = ServedEngine(name, client, clients, llm)
-        engine.find_out()
+        engine.probe_options()
     except RequestRefusedError as error:
         raise BaselineFailedError(
-            f"the server at {url} refuses completions ({error}); bench needs /v1/completions"
+            f"the server at {url} refused a completion ({error}); bench needs /v1/completions"
         ) from None
     except _FAILURES as error:
         what = "" if isinstance(error, ServerFailedError) else f"{type(error).__name__}: "
         raise BaselineFailedError(
-            f"no server of OpenAI's protocol answers at {url} ({what}{error}); start it first"
+            f"no server with OpenAI's protocol answers at {url} ({what}{error}); start it first"
         ) from None
     return engine
 
 
-def shares(total: int, weights: Sequence[int]) -> list[int]:
-    """``total`` dealt out over deliveries in the proportion of ``weights``, exactly."""
-    whole = sum(weights)
-    ends = [total * weight // whole if whole else total for weight in accumulate(weights)]
+def apportion(total: int, weights: Sequence[int]) -> list[int]:
+    """Integers in the proportion of ``weights`` that sum to ``total``."""
+    weight_sum = sum(weights)
+    ends = [total * part // weight_sum if weight_sum else total for part in accumulate(weights)]
     return [end - begin for begin, end in pairwise([0, *ends])]

@@ -1,4 +1,4 @@
-"""A benchmark's result as one report: the verdict, then tables."""
+"""The report of a benchmark: the verdict, then tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.engines import ASPECTS
 from paceline.lab.bench.result import KINDS, OVERALL, BenchResult, Row
-from paceline.lab.bench.runner import EVERYTHING
+from paceline.lab.bench.runner import ALL_PROMPTS
 from paceline.lab.report.document import (
     NONE_TRIED,
     NOTES,
@@ -30,12 +30,12 @@ from paceline.lab.report.document import (
 
 _NOTES = NOTES["bench"]
 _RATE = Column("", "tok/s", "tokens_per_second", methodcaller("shown", 0))
-_LENGTH = Column("", "tokens a step", "drafts.mean_accepted_length", number)
+_TOKENS_PER_STEP = Column("", "tokens/step", "drafts.mean_accepted_length", number)
 _SPEEDS = (
     _RATE,
     Column("", "speedup", "speedup", methodcaller("shown", 2, "x")),
     Column("", "95 %", "interval", lambda ends: f"{ends[0]:.2f} to {ends[1]:.2f}x"),
-    _LENGTH,
+    _TOKENS_PER_STEP,
 )
 _LATENCIES = (
     Column("", "TTFT ms", "time_to_first_token", milliseconds),
@@ -52,23 +52,23 @@ _SWEPT = (
     Column("", "clients", "concurrency"),
     Column("", "temperature", "temperature", "{:g}".format),
 )
-_DRAFTED = Column("", "drafted a step", "drafts.length", number)
+_DRAFTED = Column("", "drafted/step", "drafts.length", number)
 # Tables with a column for each category.
 _BY_CATEGORY: tuple[tuple[Column, str], ...] = (
     (Column("", "", "speedup.median", times), "Speedup."),
-    (_LENGTH, "Tokens a target step."),
+    (_TOKENS_PER_STEP, "Tokens per target step."),
 )
 
 
-def _at(position: int, drafts: Mapping[str, Any]) -> str | None:
-    """What became of the drafts that had a token there."""
+def _acceptance_at(position: int, drafts: Mapping[str, Any]) -> str | None:
+    """The acceptance rate at a position, and in brackets how many drafts reached it."""
     if position > len(drafts["reached"]):
         return None
     return f"{drafts['acceptance'][position - 1]:.2f} ({drafts['reached'][position - 1]})"
 
 
 def report_of(result: BenchResult) -> Report:
-    """The sections that the measurements give cause to."""
+    """The report, with the sections for which there are results."""
     pages = _Pages(result)
     if result.rows:
         pages.verdict()
@@ -86,7 +86,7 @@ def report_of(result: BenchResult) -> Report:
 
 
 class _Pages:
-    """One method a section; all read the same rows."""
+    """Builds the report; each method adds a section."""
 
     def __init__(self, result: BenchResult) -> None:
         self.report = Report(f"Benchmark of {result.model}")
@@ -97,30 +97,30 @@ class _Pages:
         self.tried = Column("", "accepted", "", self.accepted)
         self.base = min((row.concurrency for row in self.rows), default=1)
         self.temperatures = list(dict.fromkeys(row.temperature for row in self.rows))
-        alone = len({row.category for row in self.rows if row.concurrency == self.base}) == 1
-        self.totals = [r for r in self.rows if alone or r.category in (OVERALL, EVERYTHING)]
+        single = len({row.category for row in self.rows if row.concurrency == self.base}) == 1
+        self.totals = [r for r in self.rows if single or r.category in (OVERALL, ALL_PROMPTS)]
         self.main = self.at(self.totals, (self.temperatures or [0.0])[0])
 
     def at(self, rows: Sequence[Row], temperature: float) -> list[Row]:
-        """At the fewest clients."""
+        """The rows at the lowest concurrency and this temperature."""
         return [r for r in rows if (r.concurrency, r.temperature) == (self.base, temperature)]
 
     def swept(self, rows: Sequence[Row]) -> list[Column]:
-        """Columns of what there are several of, and the method."""
-        several = [c for c in _SWEPT if len({c.value(row) for row in rows}) > 1]
-        return [*several, self.method]
+        """Columns for the settings that vary among the rows, and for the method."""
+        varying = [c for c in _SWEPT if len({c.value(row) for row in rows}) > 1]
+        return [*varying, self.method]
 
     def by_category(self, rows: Sequence[Row], names: Sequence[str], column: Column) -> list[Any]:
-        """A line for every method, with a cell for each category that it has a row of."""
+        """A table row for every method, with a cell for each category."""
         cells = {(row.method, row.category): column.cell(row) for row in rows}
         methods = dict.fromkeys(row.method for row in rows)
         return [[self.label[m], *(cells.get((m, name)) for name in names)] for m in methods]
 
     def verdict(self) -> None:
-        """The fastest drafter that drafted and wrote the right text, at the fewest clients and the
-        first temperature."""
-        fit = self.drafting - {*self.result.idle, *self.result.bugs()}
-        rows = [row for row in self.main if row.method in fit]
+        """Name the fastest drafter, at the lowest concurrency and the first temperature. Drafters
+        without accepted drafts or with wrong texts are left out."""
+        eligible = self.drafting - {*self.result.idle, *self.result.bugs()}
+        rows = [row for row in self.main if row.method in eligible]
         if not rows:
             return
         best = max(rows, key=lambda row: row.speedup.median)
@@ -132,30 +132,31 @@ class _Pages:
         if best.speedup.median <= 1:
             line = f"use no draft: the best, {self.label[best.method]}, reaches {figures}"
         elif low < 1:
-            line = f"undecided, more --seconds tell: {self.label[best.method]} reaches {figures}"
+            line = f"undecided, give more --seconds: {self.label[best.method]} reaches {figures}"
         texts = self.result.texts.counts.get(best.method, {})
-        alike, all_texts = texts.get(KINDS[0], 0), sum(texts.values())
-        same = f" {alike} of {all_texts} texts are the same." if texts else ""
+        identical, all_texts = texts.get(KINDS[0], 0), sum(texts.values())
+        same = f" {identical} of {all_texts} texts are the same." if texts else ""
         self.report.add("Verdict", Text(f"{line}, of plain decoding's speed.{same}"))
 
     def run(self) -> None:
-        """Where and how it was measured, and what must not be missed."""
+        """Machine, settings and warnings."""
         result, machine, settings = self.result, self.result.machine, self.result.settings
         where = machine["processor"]
         if machine["device"] == "cpu":
             where += f", {machine['threads']} of {machine['cores']} threads"
         rounds = max((row.rounds for row in result.rows), default=0)
         how = (
-            f"{result.amount()} from {settings['source']}; at most {settings['max_tokens']} tokens "
-            f"an answer; the methods take turns, {rounds} {'round' if rounds == 1 else 'rounds'}"
+            f"{result.measured_prompts()} from {settings['source']}; at most "
+            f"{settings['max_tokens']} tokens per answer; the methods take turns, {rounds} "
+            f"{'round' if rounds == 1 else 'rounds'}"
         )
-        warnings = [line + "." for line in result.complaints()]
+        warnings = [line + "." for line in result.failures()]
         if result.interrupted:
-            warnings.append("Interrupted: these are the figures of what was complete.")
+            warnings.append("Interrupted: the figures are those of the completed runs.")
         drafts = {method.name.partition("@")[0]: method.draft for method in result.methods}
         lines = [f"{name}: {spec}." for name, spec in drafts.items() if spec not in (None, name)]
         if result.left_out:
-            lines.append(f"Left out, as too long for the model: {', '.join(result.left_out)}.")
+            lines.append(f"Left out because too long for the model: {', '.join(result.left_out)}.")
         self.report.add(
             "Run",
             Text(f"{where}, {machine['dtype']}, torch {machine['torch']}; {how}."),
@@ -164,18 +165,18 @@ class _Pages:
         )
 
     def methods(self) -> None:
-        """All methods at every number of clients and temperature."""
+        """All methods at every concurrency and temperature."""
         price, note = self.result.price, _NOTES["methods"]
         swept = self.swept(self.totals)
         columns = [*swept, *_SPEEDS, self.tried]
         if price is not None:
-            note += f" Cost: of a million tokens, at {price:g} a machine hour."
+            note += f" Cost: per million tokens, at {price:g} per machine hour."
             columns.append(Column("", "cost", "", lambda row: f"{row.cost_per_million(price):.3g}"))
         if len({row.concurrency for row in self.totals}) > 1:
             note += f" {_NOTES['clients']}"
-        silent = [row for row in self.totals if self.accepted(row) == NONE_TRIED]
-        if silent:
-            note += f" {untried(row.drafts['not_drafted'] for row in silent)}"
+        without_drafts = [row for row in self.totals if self.accepted(row) == NONE_TRIED]
+        if without_drafts:
+            note += f" {untried(row.drafts['not_drafted'] for row in without_drafts)}"
         self.report.add("Methods", table_of(self.totals, columns, note))
         latencies = table_of(self.totals, [*swept, *_LATENCIES], _NOTES["latency"])
         self.report.add("Latency", latencies, detail=True)
@@ -186,27 +187,29 @@ class _Pages:
         return NONE_TRIED if row.drafts["drafted"] == 0 and row.method in self.drafting else None
 
     def categories(self, temperature: float) -> None:
-        """A column for each of several categories."""
+        """Speedup and tokens per step by category, if there are several."""
         rows = self.at(self.rows, temperature)
         categories = dict.fromkeys(row.category for row in rows)
-        names = [name for name in categories if name not in (OVERALL, EVERYTHING)]
+        names = [name for name in categories if name not in (OVERALL, ALL_PROMPTS)]
         if len(names) < 2:
             return
         title = "By category"
         if len(self.temperatures) > 1 or temperature:
             title += f" at temperature {temperature:g}"
-        pivots = [
+        tables = [
             Table(["method", *names], self.by_category(rows, names, column), note=note)
             for column, note in _BY_CATEGORY
         ]
-        self.report.add(title, *pivots, detail=True)
+        self.report.add(title, *tables, detail=True)
 
     def acceptance(self) -> None:
         rows = {self.label[row.method]: row for row in self.main if row.drafts["reached"]}
         if not rows:
             return
         positions = range(1, 1 + max(len(row.drafts["acceptance"]) for row in rows.values()))
-        columns = (Column("", f"position {n}", "drafts", partial(_at, n)) for n in positions)
+        columns = (
+            Column("", f"position {n}", "drafts", partial(_acceptance_at, n)) for n in positions
+        )
         table = table_across("", rows, [_DRAFTED, self.tried, *columns], _NOTES["acceptance"])
         self.report.add("Acceptance by position", table, detail=True)
 
@@ -225,19 +228,19 @@ class _Pages:
                 for name, kinds in counts.items()
             ]
             table = Table(["method", *KINDS], rows, note=_NOTES["texts"])
-            self.report.add("Same text", table, detail=not self.result.texts.partings)
+            self.report.add("Same text", table, detail=not self.result.texts.divergences)
         if unequal:
-            heads = ["method", *(aspect.replace("_", " ") for aspect in ASPECTS)]
+            headings = ["method", *(aspect.replace("_", " ") for aspect in ASPECTS)]
             lines = [
-                [self.label[n], *(w[aspect] for aspect in ASPECTS)] for n, w in unequal.items()
+                [self.label[name], *(differences[aspect] for aspect in ASPECTS)]
+                for name, differences in unequal.items()
             ]
-            self.report.add(
-                "What could not be made equal", Table(heads, lines, note=_NOTES["unequal"])
-            )
+            table = Table(headings, lines, note=_NOTES["unequal"])
+            self.report.add("Differences from other engines' runs", table)
 
 
 def labels(names: Sequence[str]) -> dict[str, str]:
-    """Names for tables: folders lose their parents unless two would then be called the same."""
+    """Short names for tables: paths are cut to their last part if they stay distinct."""
     short = {name: re.sub(r"^(url:.*)|[^:+,@=]*/(?=[^/])", r"\1", name) for name in names}
     used = list(short.values())
     return {name: text if used.count(text) == 1 else name for name, text in short.items()}

@@ -1,5 +1,5 @@
-"""Prompts to measure on: shipped ones, the user's files in the layouts of docs/guides/prompts.md,
-or the questions of public benchmarks. A record is recognised by its fields: a file may mix them."""
+"""Prompts to measure with: the shipped ones, or files in the formats of docs/guides/prompts.md and
+of public benchmarks. The format of a record is recognised by its fields; a file may mix formats."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from paceline.errors import ConfigError, DataError
 from paceline.llm import LLM
 
 Element = TypeVar("Element")
-_DRAFTED = 96  # tokens of a draft; more than start-up measures steps of
-_TEXT = (".txt", ".md", ".text")
+# Room for the nodes of a draft: more than the largest step whose cost is measured at start-up.
+_DRAFT_ROOM = 96
+_TEXT_SUFFIXES = (".txt", ".md", ".text")
 _SEPARATOR = re.compile(r"^[^\S\n]*---[^\S\n]*$", re.MULTILINE)
 
 
 def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The records of a file, and where they stand ("prompts.jsonl, line 3"). Plain text (.txt, .md,
-    .text) gives records ``{"text": ...}``, one for each part between lines of ``---``. All else is
-    JSON: an object a line, a list of objects, or one object. Raises DataError."""
+    """The records of a file, each with its location ("prompts.jsonl, line 3"). Plain text (.txt,
+    .md, .text) is split at lines of ``---`` into records ``{"text": ...}``. Other files are JSON:
+    an object per line, a list of objects, or one object. Raises DataError."""
     text = _text_of(file)
     suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
-    if suffix.lower() in _TEXT:
+    if suffix.lower() in _TEXT_SUFFIXES:
         parts = (part.strip("\n") for part in _SEPARATOR.split("\n".join(text.splitlines())))
         for number, part in enumerate((part for part in parts if part.strip()), 1):
             yield f"{file}, part {number}", {"text": part}
@@ -44,12 +45,13 @@ def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, record in records:
         where = f"{file}, {kind} {number}"
         if not isinstance(record, dict):
-            raise DataError(f"{where}: no JSON object; each record is one, with a prompt")
+            raise DataError(f"{where}: not a JSON object; each record is one, with a prompt")
         yield where, record
 
 
 def _lines(file: Path, text: str) -> Iterable[tuple[int, Any]]:
-    """JSON by line number. Not splitlines: strings may hold U+2028 and its like as they are."""
+    """JSON values by line number. ``splitlines`` would be wrong: JSON strings may contain U+2028
+    and other line separators unescaped."""
     for number, line in enumerate(text.split("\n"), 1):
         try:
             if line.strip():
@@ -57,7 +59,7 @@ def _lines(file: Path, text: str) -> Iterable[tuple[int, Any]]:
         except ValueError as error:
             raise DataError(
                 f"{file}, line {number}: not JSON ({getattr(error, 'msg', error)}); write one "
-                "object a line, or name a file of plain text .txt"
+                "object per line, or let the name of a plain text file end in .txt"
             ) from None
 
 
@@ -72,7 +74,7 @@ def _text_of(file: Path) -> str:
     except UnicodeDecodeError as error:
         reason = f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8"
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        reason = f"{file} is not a whole gzip file ({error}); pack it again"
+        reason = f"{file} is not a complete gzip file ({error}); compress it again"
     except OSError as error:
         reason = f"{file} cannot be read: {error.strerror or error}"
     raise DataError(reason)
@@ -84,8 +86,8 @@ _FIELDS = ("turns", "messages", "question", "prompt", "text")
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """``text``: a chat turn, or text to go on from. ``turns``: all the user's turns, of which it is
-    the first. ``earlier``: what was said before, as (role, content)."""
+    """``text``: a user's message if ``chat``, otherwise text to continue. ``turns``: all messages
+    of the user, ``text`` being the first. ``earlier``: the messages before, as (role, content)."""
 
     name: str
     category: str
@@ -95,13 +97,13 @@ class BenchPrompt:
     earlier: tuple[tuple[str, str], ...] = ()
 
     def encode(self, llm: LLM) -> list[int]:
-        """Token ids as the target sees them. Raises what ``render`` raises."""
+        """Token ids for the target. Raises what ``render`` raises."""
         return render(llm, [*self.earlier, ("user", self.text)], self.chat)
 
 
 def render(llm: LLM, messages: Sequence[tuple[str, str]], chat: bool = True) -> list[int]:
-    """Token ids through the chat template; without one, and of what is no ``chat``, those of the
-    texts, a blank line between. Raises PromptError if the template refuses the conversation."""
+    """Token ids of a conversation in the chat template. Without a template, or unless ``chat``, the
+    texts are joined by blank lines. Raises PromptError if the template refuses the conversation."""
     if chat and llm.tokenizer.chat_template is not None:
         return llm.render_chat([{"role": role, "content": message} for role, message in messages])
     text = "\n\n".join(message for _, message in messages)
@@ -113,10 +115,10 @@ def load_prompts(
     categories: Sequence[str] = (),
     per_category: int | None = None,
 ) -> list[BenchPrompt]:
-    """Prompts of a file (None: our own), category by category; names are unique. ``per_category``
-    takes so many of a category, evenly spread. Raises DataError for an unreadable file, a record
-    without a prompt, an unknown category, or if nothing is left, ConfigError for a
-    ``per_category`` below 1."""
+    """The prompts of a file (None: the shipped ones), ordered by category, with unique names.
+    ``per_category`` limits their number by taking evenly spaced ones. Raises DataError for an
+    unreadable file, a record without a prompt, an unknown category, or if no prompt is left, and
+    ConfigError for a ``per_category`` below 1."""
     if per_category is not None and per_category < 1:
         raise ConfigError(f"per_category is {per_category}; use at least 1")
     files = sorted(_SHIPPED.glob("*.jsonl")) if source is None else [Path(source)]
@@ -138,17 +140,17 @@ def load_prompts(
 
 
 def evenly(items: Sequence[Element], count: int | None) -> list[Element]:
-    """``count`` of them, evenly spread; all where there are no more, or None is asked for."""
+    """``count`` evenly spaced items; all if there are fewer, or ``count`` is None."""
     count = len(items) if count is None else min(count, len(items))
     return [items[n * len(items) // count] for n in range(count)]
 
 
-def in_turn(items: Iterable[Element], key: Callable[[Element], object]) -> list[Element]:
-    """One of each kind in turn, so that any beginning of the list has all kinds."""
+def interleave(items: Iterable[Element], key: Callable[[Element], object]) -> list[Element]:
+    """Order items so that their kinds (``key``) alternate: any beginning has all kinds."""
     kinds: dict[object, list[Element]] = {}
     for item in items:
         kinds.setdefault(key(item), []).append(item)
-    return [item for row in zip_longest(*kinds.values()) for item in row if item is not None]
+    return [item for group in zip_longest(*kinds.values()) for item in group if item is not None]
 
 
 def fit(
@@ -157,29 +159,30 @@ def fit(
     max_tokens: int,
     cure: str = "shorter prompts or a smaller --max-tokens",
 ) -> tuple[list[tuple[BenchPrompt, list[int]]], list[str]]:
-    """The prompts that leave the target room for ``max_tokens``, with their ids, and the names of
-    the others. Raises DataError if none does, and PromptError if the chat template refuses a
-    conversation."""
+    """The prompts that fit into the context with ``max_tokens`` new tokens, with their token ids,
+    and the names of the others. ``cure``: what the error advises. Raises DataError if none fits,
+    and PromptError if the chat template refuses a conversation."""
     encoded = [(prompt, prompt.encode(llm)) for prompt in prompts]
     room = llm.max_model_len - max_tokens
     fitting = [(prompt, ids) for prompt, ids in encoded if 0 < len(ids) <= room]
     if not fitting:
         shortest = min((len(ids) for _, ids in encoded), default=0)
         raise DataError(
-            f"no prompt leaves room for {max_tokens} tokens in the {llm.max_model_len} that "
-            f"{llm.target.name} sees: the shortest has {shortest}; give {cure}"
+            f"no prompt leaves room for {max_tokens} new tokens in the context of "
+            f"{llm.target.name}, {llm.max_model_len} tokens: the shortest prompt has {shortest}; "
+            f"give {cure}"
         )
     return fitting, [prompt.name for prompt, ids in encoded if not 0 < len(ids) <= room]
 
 
 def tokens_needed(llm: LLM, prompts: Iterable[Sequence[int]], max_tokens: int) -> int:
-    """``max_model_len`` of an engine for these prompts: the longest with its answer and drafts. To
-    zero a cache for full contexts takes seconds and gigabytes."""
-    return min(llm.max_model_len, max(map(len, prompts)) + max_tokens + _DRAFTED)
+    """The ``max_model_len`` that an engine needs for these prompts, their answers and drafts. A
+    cache for full contexts would take gigabytes, and seconds to clear."""
+    return min(llm.max_model_len, max(map(len, prompts)) + max_tokens + _DRAFT_ROOM)
 
 
 def _prompt(file: Path, number: int, where: str, record: dict[str, Any]) -> BenchPrompt:
-    """Of the record of any layout. Raises DataError."""
+    """Parse a record of any format. Raises DataError."""
     field = next((key for key in _FIELDS if record.get(key) is not None), None)
     if field is None:
         raise DataError(f"{where}: none of the fields {', '.join(_FIELDS)}; one holds the prompt")
@@ -189,7 +192,7 @@ def _prompt(file: Path, number: int, where: str, record: dict[str, Any]) -> Benc
         turns: tuple[str, ...] = (text,)
     else:
         turns = _turns(record[field], field, where)
-    category, chat = _nature(record, field)
+    category, chat = _category_and_chat(record, field)
     category = record.get("category", category)
     if not isinstance(category, str) or not category:
         raise DataError(f"{where}: the category is {category!r}; it must be a name")
@@ -199,16 +202,18 @@ def _prompt(file: Path, number: int, where: str, record: dict[str, Any]) -> Benc
     if not turns[0].strip():
         raise DataError(f"{where}: the prompt is empty; give it text or remove the record")
     ids = (record[key] for key in ("id", "question_id", "task_id") if key in record)
-    given = next(ids, number)
-    name = f"{file.name.split('.')[0]}/{given}" if isinstance(given, int) else str(given)
+    prompt_id = next(ids, number)
+    stem = file.name.split(".")[0]
+    name = f"{stem}/{prompt_id}" if isinstance(prompt_id, int) else str(prompt_id)
     return BenchPrompt(name, category, turns[0], style == "chat", turns, tuple(earlier))
 
 
-def _nature(record: dict[str, Any], field: str) -> tuple[str, bool]:
-    """Category, and whether it is a chat turn, of a record that does not say so itself."""
+def _category_and_chat(record: dict[str, Any], field: str) -> tuple[str, bool]:
+    """Defaults for a record that does not name its category or format."""
     if field == "question":  # GSM8K
         return "arithmetic", True
-    if "task_id" in record:  # HumanEval's names begin a function; MBPP's numbers are instructions
+    # HumanEval has string ids, and functions to complete; MBPP has numbers, and instructions.
+    if "task_id" in record:
         return "code", isinstance(record["task_id"], int)
     if field in ("turns", "messages") or isinstance(record[field], list):
         return "chat", True
@@ -216,7 +221,7 @@ def _nature(record: dict[str, Any], field: str) -> tuple[str, bool]:
 
 
 def _turns(value: object, field: str, where: str) -> tuple[str, ...]:
-    """A text, or a list of texts or of objects with ``content``."""
+    """The user's messages from a text, or a list of texts or of objects with ``content``."""
     turns = [_content(item) for item in (value if isinstance(value, list) else [value])]
     if not turns or None in turns:
         raise DataError(f"{where}: {field} must be a text or a list of texts")
@@ -224,7 +229,7 @@ def _turns(value: object, field: str, where: str) -> tuple[str, ...]:
 
 
 def _conversation(value: object, where: str) -> list[tuple[str, str]]:
-    """(role, content) up to the last user's message; the answer that a record has is dropped."""
+    """(role, content) up to the last message of the user; an answer after it is dropped."""
     messages: list[tuple[str, str]] = []
     for item in value if isinstance(value, list) else []:
         role, content = item.get("role") if isinstance(item, dict) else None, _content(item)
@@ -239,7 +244,7 @@ def _conversation(value: object, where: str) -> list[tuple[str, str]]:
 
 
 def _content(item: object) -> str | None:
-    """A text, or the ``content`` of an object: a text or parts of one."""
+    """The text of a message: the message itself or its ``content``, which may be in parts."""
     content = item.get("content") if isinstance(item, dict) else item
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         return "".join(str(part.get("text", "")) for part in content)
@@ -247,7 +252,7 @@ def _content(item: object) -> str | None:
 
 
 def _unique(prompts: list[BenchPrompt]) -> list[BenchPrompt]:
-    """Names that occur again get a number: results are kept by name."""
+    """Number repeated names, because results are stored by name."""
     counts = Counter[str]()
     for index, prompt in enumerate(prompts):
         counts[prompt.name] += 1

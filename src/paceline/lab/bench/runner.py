@@ -1,5 +1,5 @@
-"""What is asked of an engine, what a timed run of it gives back, and taking turns: every engine
-does every job in every round, in rotating order."""
+"""Requests, engines and timed runs. In every round every engine does every job; the order of the
+engines rotates from job to job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from paceline.core.params import SamplingParams
 from paceline.drafters import parse_draft
 from paceline.engine.driver import DraftCounts, StepSums
-from paceline.lab.bench.prompts import in_turn
+from paceline.lab.bench.prompts import interleave
 from paceline.lab.budget import Budget, Spending
 
 Length = int | Literal["auto"]
@@ -19,7 +19,8 @@ Length = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Method:
-    """``draft``: a spec; None decodes plainly. ``url``: of a server, whose ``length`` is None."""
+    """One entry of a comparison. ``draft``: a draft spec, None for plain decoding. ``url``: the
+    address of a server of another engine; then ``length`` is None."""
 
     name: str
     draft: str | None = None
@@ -28,13 +29,13 @@ class Method:
 
     @property
     def remembers(self) -> bool:
-        """Whether earlier requests help it with later ones."""
+        """Whether its drafter learns from earlier requests."""
         return any(member.remembers for member in parse_draft(self.draft).members())
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request: a prompt's token ids, and how to go on from it."""
+class BenchRequest:
+    """One request: the token ids of a prompt, and sampling parameters."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -42,36 +43,37 @@ class Ask:
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """New tokens, and when they came: ``(seconds since the request was sent, tokens)``.
-    ``written``: how many its engine counted, where the ids are those of a text read again."""
+    """New tokens, and their deliveries: ``(seconds since the request was sent, tokens)``.
+    ``reported_count``: the server's count of new tokens, if ``tokens`` come from tokenizing its
+    text and may differ in number."""
 
     tokens: tuple[int, ...]
     arrivals: tuple[tuple[float, int], ...]
-    written: int | None = None
+    reported_count: int | None = None
 
     @property
     def count(self) -> int:
-        return len(self.tokens) if self.written is None else self.written
+        return len(self.tokens) if self.reported_count is None else self.reported_count
 
     @property
     def gaps(self) -> list[tuple[float, int]]:
-        """(seconds since the delivery before, tokens delivered), from the second delivery on."""
-        return [(at - before, count) for (before, _), (at, count) in pairwise(self.arrivals)]
+        """(seconds since the previous delivery, tokens delivered), from the second delivery on."""
+        return [(end - start, count) for (start, _), (end, count) in pairwise(self.arrivals)]
 
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One timed run over some requests, answers in their order. Times in seconds.
+    """One timed run over some requests, with the answers in their order. Times in seconds.
 
-    ``counts`` of all requests; ``tells_drafted``: the engine says how many tokens were drafted.
-    ``decoding`` sums the steps in which nobody read a prompt.
+    ``counts``: draft counts of all requests. ``reports_drafted``: whether they include the drafted
+    tokens, which servers do not report. ``decoding``: sums over the steps without prefill.
     """
 
     answers: Sequence[TimedAnswer]
     seconds: float
     counts: DraftCounts
     decoding: StepSums = field(default_factory=StepSums)
-    tells_drafted: bool = True
+    reports_drafted: bool = True
 
     @property
     def tokens(self) -> int:
@@ -79,7 +81,7 @@ class TimedRun:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -89,101 +91,105 @@ class TimedRun:
 
 
 def merged(runs: Sequence[TimedRun]) -> TimedRun:
-    """Runs of one engine as one."""
+    """Combine several runs of one engine into one."""
     return TimedRun(
         answers=[answer for run in runs for answer in run.answers],
         seconds=sum(run.seconds for run in runs),
         counts=sum((run.counts for run in runs), DraftCounts()),
         decoding=sum((run.decoding for run in runs), StepSums()),
-        tells_drafted=all(run.tells_drafted for run in runs),
+        reports_drafted=all(run.reports_drafted for run in runs),
     )
 
 
 class BenchEngine(Protocol):
-    """Something that answers requests; what is to be compared."""
+    """An engine that is compared with others."""
 
     name: str
 
     def refresh(self) -> None:
-        """Forget what earlier requests taught it: a round begins, with the same prompts."""
+        """Forget what the drafter learnt from earlier requests. Called before each round, because
+        rounds repeat the prompts."""
         return
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free memory and other resources."""
         return
 
-    def run(self, asks: Sequence[Ask]) -> TimedRun:
-        """Answer all, from reading the prompts on; timed."""
+    def run(self, requests: Sequence[BenchRequest]) -> TimedRun:
+        """Answer all requests and measure the time, prefill included."""
 
 
 @dataclass(frozen=True)
 class BenchJob:
-    """Requests that an engine answers in one timed run. ``index`` tells the jobs of one category,
-    concurrency and temperature apart."""
+    """Requests that an engine answers in one timed run. ``index`` distinguishes the jobs of one
+    category, concurrency and temperature."""
 
     category: str
     concurrency: int
     temperature: float
     index: int
-    asks: tuple[Ask, ...]
+    requests: tuple[BenchRequest, ...]
 
 
 @dataclass(frozen=True)
-class Heat:
-    """One job in one round, once all engines are done: their outcomes, by name."""
+class JobResult:
+    """The results of one job in one round: the run of each engine, by its name."""
 
     job: BenchJob
-    turn: int
-    outcomes: dict[str, TimedRun]
+    round_index: int
+    runs: dict[str, TimedRun]
 
 
-EVERYTHING = "all prompts"
-_WARM_TOKENS = 16
-_ENDING = 0.15  # of a budget, for what is measured and judged once all have run
-_WAVES = 2  # requests that each of several clients sends at least
-OnProgress = Callable[[str], None]  # is told what runs next
+ALL_PROMPTS = "all prompts"
+_WARM_UP_TOKENS = 16
+_RESERVED = 0.15  # share of a budget that is kept for the comparisons after the last run
+_MIN_REQUESTS = 2  # per client, if there are several clients
+OnProgress = Callable[[str], None]  # receives a description of the next run
 
 
 def warm_up(todo: Sequence[BenchJob], engines: Sequence[BenchEngine]) -> None:
-    """A short untimed run of all engines in each shape: buffers, kernels, lazy imports."""
+    """A short untimed run of all engines at each concurrency and temperature, which allocates
+    buffers, compiles kernels and does lazy imports."""
     shapes = {(job.concurrency, job.temperature): job for job in reversed(todo)}
     for job in shapes.values():
-        asks = [
-            Ask(a.prompt, replace(a.params, max_tokens=min(_WARM_TOKENS, a.params.max_tokens)))
-            for a in job.asks[: job.concurrency]
+        requests = [
+            BenchRequest(
+                a.prompt, replace(a.params, max_tokens=min(_WARM_UP_TOKENS, a.params.max_tokens))
+            )
+            for a in job.requests[: job.concurrency]
         ]
         for engine in engines:
-            engine.run(asks)
+            engine.run(requests)
 
 
 def take_turns(
     todo: Sequence[BenchJob],
     engines: Sequence[BenchEngine],
     rounds: int,
-    record: list[Heat],
-    advance: OnProgress = lambda what: None,
+    record: list[JobResult],
+    advance: OnProgress = lambda description: None,
     budget: Budget | None = None,
 ) -> None:
-    """Let all do every job, of one concurrency, ``rounds`` times; fills the record heat by heat. In
-    a heat the engines run in rotating order. The budget may end the first round at any heat; a
-    later one is begun only if it fits. ``advance(what)`` is called before every run.
-    KeyboardInterrupt passes through."""
+    """Let all engines do every job ``rounds`` times and append the results to ``record``. All jobs
+    have the same concurrency. The order of the engines rotates from job to job. The budget may end
+    the first round after any job; a later round is started only if all of it fits.
+    ``advance(description)`` is called before every run. KeyboardInterrupt is passed on."""
     budget, kind = budget or Budget(), f"requests, {todo[0].concurrency} at once"
-    for turn in range(rounds):
-        if turn and not budget.fits(kind, sum(len(job.asks) for job in todo)):
+    for number in range(rounds):
+        if number and not budget.fits(kind, sum(len(job.requests) for job in todo)):
             break
         for engine in engines:
             engine.refresh()
         for index, job in enumerate(todo):
-            if not budget.fits(kind, len(job.asks)):
+            if not budget.fits(kind, len(job.requests)):
                 break
-            shift = (turn + index) % len(engines)
-            outcomes: dict[str, TimedRun] = {}
-            with budget.task(kind, len(job.asks)):
+            shift = (number + index) % len(engines)
+            runs: dict[str, TimedRun] = {}
+            with budget.task(kind, len(job.requests)):
                 for engine in [*engines[shift:], *engines[:shift]]:
                     advance(f"{job.category}: {engine.name}")
-                    outcomes[engine.name] = engine.run(job.asks)
-            record.append(Heat(job, turn, {e.name: outcomes[e.name] for e in engines}))
+                    runs[engine.name] = engine.run(job.requests)
+            record.append(JobResult(job, number, {e.name: runs[e.name] for e in engines}))
 
 
 CategoryPrompts = Sequence[tuple[str, Sequence[int]]]  # category and token ids
@@ -191,8 +197,8 @@ CategoryPrompts = Sequence[tuple[str, Sequence[int]]]  # category and token ids
 
 @dataclass(frozen=True)
 class Sweep:
-    """Prompts at every concurrency and temperature, ``rounds`` times. ``seed``: request i gets
-    ``seed + i``; None draws freely."""
+    """Settings of a benchmark: all prompts at every concurrency and temperature, ``rounds`` times.
+    Request i has the seed ``seed + i``, or none if ``seed`` is None."""
 
     max_tokens: int
     concurrency: Sequence[int] = (1,)
@@ -202,32 +208,36 @@ class Sweep:
     seed: int | None = None
 
     def params(self, temperature: float, number: int) -> SamplingParams:
-        """Of request ``number``."""
+        """The sampling parameters of request ``number``."""
         seed = None if self.seed is None or not temperature else (self.seed + number) % 2**63
-        how: Any = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
-        return SamplingParams(temperature=temperature, seed=seed, **how)
+        ends: Any = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
+        return SamplingParams(temperature=temperature, seed=seed, **ends)
 
     def jobs(
-        self, prompts: CategoryPrompts, concurrency: int, hurried: bool = False
+        self, prompts: CategoryPrompts, concurrency: int, time_limited: bool = False
     ) -> list[BenchJob]:
-        """One request at a time: a job a prompt. Several: one job over all prompts, repeated until
-        all clients have sent equally many, two at least; ``hurried``: exactly two. Temperatures and
-        categories take turns, as a budget may end the list anywhere."""
+        """The jobs of a round. At concurrency 1 each prompt is a job. Otherwise one job has all
+        prompts, repeated so that all clients send the same number of requests, at least two;
+        ``time_limited``: exactly two. Temperatures and categories are interleaved, because a budget
+        may end the round after any job."""
         if concurrency == 1:
             groups = [(number, category, [ids]) for number, (category, ids) in enumerate(prompts)]
         else:
-            waves = _WAVES if hurried else max(_WAVES, -(-len(prompts) // concurrency))
-            many = [prompts[n % len(prompts)][1] for n in range(waves * concurrency)]
-            groups = [(0, EVERYTHING, many)]
+            needed = -(-len(prompts) // concurrency)  # requests per client, for all prompts
+            per_client = _MIN_REQUESTS if time_limited else max(_MIN_REQUESTS, needed)
+            repeated = [prompts[n % len(prompts)][1] for n in range(per_client * concurrency)]
+            groups = [(0, ALL_PROMPTS, repeated)]
         planned = []
         for temperature, (number, category, group) in product(self.temperature, groups):
             numbered = enumerate(group, number)
-            asks = tuple(Ask(tuple(ids), self.params(temperature, n)) for n, ids in numbered)
-            planned.append(BenchJob(category, concurrency, temperature, number, asks))
-        return in_turn(planned, lambda job: (job.temperature, job.category))
+            requests = tuple(
+                BenchRequest(tuple(ids), self.params(temperature, n)) for n, ids in numbered
+            )
+            planned.append(BenchJob(category, concurrency, temperature, number, requests))
+        return interleave(planned, lambda job: (job.temperature, job.category))
 
     def wanted(self, prompts: CategoryPrompts) -> int:
-        """How many heats a round has."""
+        """The number of jobs in a round."""
         return sum(len(self.jobs(prompts, n)) for n in self.concurrency)
 
     def run(
@@ -235,12 +245,12 @@ class Sweep:
         prompts: CategoryPrompts,
         methods: Sequence[Method],
         start: Callable[[Method, int], BenchEngine],
-        record: list[Heat],
-        advance: OnProgress = lambda what: None,
+        record: list[JobResult],
+        advance: OnProgress = lambda description: None,
         budget: Budget | None = None,
     ) -> None:
-        """Measure into ``record``. ``start(method, clients)`` makes an engine. Every concurrency
-        has the same share of the budget. Raises what ``start`` raises."""
+        """Measure and append the results to ``record``. ``start(method, clients)`` creates an
+        engine. Every concurrency has the same share of the budget. Raises what ``start`` raises."""
         budget = budget or Budget()
         for index, concurrency in enumerate(self.concurrency):
             share = budget.part(1 / (len(self.concurrency) - index))
@@ -248,21 +258,21 @@ class Sweep:
             for method in methods:
                 advance(f"loading {method.name}")
                 engines.append(start(method, concurrency))
-            todo = self.jobs(prompts, concurrency, hurried=share.seconds is not None)
+            todo = self.jobs(prompts, concurrency, time_limited=share.seconds is not None)
             advance("warming up")
             warm_up(todo, engines)
             if share.seconds is not None:
-                share.reserve = _ENDING * share.left
+                share.reserve = _RESERVED * share.left
             take_turns(todo, engines, self.rounds, record, advance, share)
 
 
 def spending_of(
-    record: list[Heat], sweep: Sweep, prompts: CategoryPrompts, budget: Budget
+    record: list[JobResult], sweep: Sweep, prompts: CategoryPrompts, budget: Budget
 ) -> Spending:
-    """In turns: one prompt, or one crowd, by all methods."""
-    cells, kind = product(sweep.concurrency, sweep.temperature), "turns of all methods"
-    measured = {(heat.job.concurrency, heat.job.temperature) for heat in record}
-    missing = [f"{n} at once, temperature {t:g}" for n, t in cells if (n, t) not in measured]
+    """How the budget was spent. The unit is a turn: one job, measured for all methods."""
+    settings, kind = product(sweep.concurrency, sweep.temperature), "turns of all methods"
+    measured = {(job_result.job.concurrency, job_result.job.temperature) for job_result in record}
+    missing = [f"{n} at once, temperature {t:g}" for n, t in settings if (n, t) not in measured]
     wanted = {kind: sweep.rounds * sweep.wanted(prompts)}
     done = {kind: len(record)}
     return Spending(budget.seconds, budget.spent, done, wanted, tuple(missing))

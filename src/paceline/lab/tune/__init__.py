@@ -9,7 +9,7 @@ from paceline.settings import setting
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What is expected of the machine, and how it is tried. ``source`` names the prompts."""
+    """The expected load, and how candidates are measured. ``source`` names the prompts."""
 
     concurrency: int = setting(1, "Requests at once.", low=1, high=1024)
     temperature: float = setting(0.0, "0 is greedy.", low=0.0, flags=("--temperature", "-t"))

@@ -1,4 +1,4 @@
-"""Which drafters are tried."""
+"""The drafters that ``tune`` tries."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, MADE_FOR, has_assets
 
 @dataclass(frozen=True)
 class DrafterCandidate:
-    """``requested``: the user named it, so it must load. ``default``: commands take it where no
-    draft is named, so it is always confirmed."""
+    """A draft to try. ``family``: its kind of drafter. ``requested``: the user named it, so it must
+    load. ``default``: commands use it if no draft is named, so it is always a finalist."""
 
     label: str
     spec: str
@@ -23,57 +23,59 @@ class DrafterCandidate:
 
 
 def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[DrafterCandidate]:
-    """The user's drafts (if none, those built in for the target) with their tree variants, then
-    drafters that need no training, the cheapest first, and the default draft. ``only``: nothing but
-    the user's. Raises ConfigError on a spec that cannot be read."""
+    """The candidates for ``model``: the user's ``drafts`` (if none, the built-in ones for this
+    target) with their variants, then drafters that need no training, the cheapest first, and the
+    default draft. ``only`` leaves just the user's. Raises ConfigError on an invalid spec."""
     requested = [variant for text in drafts for variant in variants(text, requested=True)]
     if only:
         if not requested:
-            raise ConfigError("--only tries nothing but --draft, which names no drafter; add one")
+            raise ConfigError(
+                "--only tries only the drafters of --draft, and there is none; add one"
+            )
         return _unique(requested)
     texts: list[str] = []
     if not drafts and model in MADE_FOR:
-        # Kinds that share weights are variants of the first of them.
+        # Of the kinds that use the same weights, the others are variants of the first.
         records = reversed([*DRAFTERS.values()])
         first = {record.weights: record.kind for record in records if record.weights}
-        made = [(kind, f"{model}-{weights}") for weights, kind in first.items()]
-        texts += [f"{kind}:{name}" for kind, name in made if has_assets(name)]
-    unasked = ("always",) if model == EMBEDDED else ("always", "real")
-    texts += [kind for kind in DRAFTERS if DRAFTERS[kind].tried in unasked]
+        built_in = [(kind, f"{model}-{weights}") for weights, kind in first.items()]
+        texts += [f"{kind}:{name}" for kind, name in built_in if has_assets(name)]
+    tried = ("always",) if model == EMBEDDED else ("always", "real")
+    texts += [kind for kind in DRAFTERS if DRAFTERS[kind].tried in tried]
     candidates = [*requested, *(variant for text in texts for variant in variants(text))]
-    return [*_unique(sorted(candidates, key=_dearness)), default_candidate(DEFAULT_DRAFT)]
+    return [*_unique(sorted(candidates, key=_cost_order)), default_candidate(DEFAULT_DRAFT)]
 
 
-def _dearness(candidate: DrafterCandidate) -> tuple[bool, bool]:
-    """The user's come first, then those that only look up, then those that run a model."""
-    record, unasked = DRAFTERS[candidate.family], not candidate.requested
-    return unasked and not record.looks_up, unasked and record.tried != "always"
+def _cost_order(candidate: DrafterCandidate) -> tuple[bool, bool]:
+    """Sort key: the user's drafts, then lookup drafters, then drafters that run a model."""
+    record, optional = DRAFTERS[candidate.family], not candidate.requested
+    return optional and not record.looks_up, optional and record.tried != "always"
 
 
 def default_candidate(text: str) -> DrafterCandidate:
-    """What commands take: "auto", and once the target is loaded what that is composed of."""
+    """The default draft: "auto" or, once the target is loaded, the drafters that it stands for."""
     spec = parse_draft(text)
     label = " + ".join(map(_label, spec.members())) + " (default)"
     return DrafterCandidate(label, str(spec), spec.kind, default=True)
 
 
 def variants(text: str, requested: bool = False) -> list[DrafterCandidate]:
-    """A draft with the shapes of trees and the precisions that are tried for it. Nobody asked for
-    the precisions, so one that cannot be had here is left out."""
+    """A draft with the tree shapes and weight precisions that are tried for it. Precisions are
+    never ``requested``, so one that is not available is left out without an error."""
     spec = parse_draft(text)
     label = _label(spec)
     tried = [
         (label if variant is spec else f"{label} {shape}", variant, requested)
         for shape, variant in spec.variants().items()
     ]
-    for name, one in spec.precisions().items():
-        same = one.argument() == spec.argument()
-        tried.append((f"{label} {name}" if same else _label(one), one, False))
-    return [DrafterCandidate(name, str(v), v.kind, asked) for name, v, asked in tried]
+    for name, variant in spec.precisions().items():
+        same_weights = variant.argument() == spec.argument()
+        tried.append((f"{label} {name}" if same_weights else _label(variant), variant, False))
+    return [DrafterCandidate(name, str(v), v.kind, named) for name, v, named in tried]
 
 
 def _label(spec: DraftSpec) -> str:
-    """The last part of its path, or its kind and what that is of; with its options."""
+    """The last part of the spec's path, or kind and argument; with the changed options."""
     argument = (spec.argument() or "").rstrip("/")
     _, slash, name = argument.rpartition("/")
     if not slash:
@@ -82,7 +84,7 @@ def _label(spec: DraftSpec) -> str:
 
 
 def hybrid_of(first: DrafterCandidate, second: DrafterCandidate) -> DrafterCandidate:
-    """Two drafters that take turns; the one that looks text up comes first."""
+    """A hybrid of a lookup drafter and a second one."""
     label = f"{first.label} + {second.label}"
     return DrafterCandidate(label, f"{Hybrid.kind}:{first.spec}+{second.spec}", Hybrid.kind)
 

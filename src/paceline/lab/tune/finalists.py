@@ -1,4 +1,4 @@
-"""What was measured of drafters beside plain decoding, who of them is a finalist, and who wins."""
+"""Trials of drafters in turns with plain decoding, the choice of finalists, and of a winner."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from statistics import median
 from paceline.drafters import parse_draft
 from paceline.engine.driver import StepSums
 from paceline.lab.bench.engines import PLAIN
-from paceline.lab.bench.runner import Heat, Length, TimedRun, merged
+from paceline.lab.bench.runner import JobResult, Length, TimedRun, merged
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.candidates import DrafterCandidate, hybrid_of
 from paceline.settings.tuned import PassCosts
 
-MARGIN = 1.02  # what must be gained before anything but plain decoding is taken
-AUTO_MARGIN = 1.03  # by which a fixed length must beat the adaptive one, which follows the load
-FEW = 3  # finalists at least: plain decoding, and the best drafter at both lengths
-LEAST_ROUNDS = 2
-_MOST_OF = 0.75  # of the rounds in which the faster of two must be so
-CALM = 1.5  # slow by fast beyond which figures are worth little
-SIZES = (8, 4, 2, 1)  # prompts of a round
+MARGIN = 1.02  # speedup from which a draft is chosen over plain decoding
+# A fixed length must be faster than the adaptive one, which follows the load, by this factor.
+AUTO_MARGIN = 1.03
+MIN_FINALISTS = 3  # plain decoding, and the best drafter at a fixed and at the adaptive length
+MIN_ROUNDS = 2
+_MIN_WINS = 0.75  # share of the rounds in which the faster of two must be faster
+MAX_UNREST = 1.5  # slowest by fastest plain step: beyond it the figures are not reliable
+ROUND_SIZES = (8, 4, 2, 1)  # prompts per round
 
 
 @dataclass(frozen=True)
 class DrafterTrial:
-    """A candidate beside ``plain`` decoding, on the same prompts in turns, at an adaptive length.
-    ``passes``: what passes of its drafters take, of those that run a model."""
+    """A candidate with adaptive draft length, measured in turns with ``plain`` decoding on the same
+    prompts. ``passes``: costs of a forward pass of each member drafter that runs a model."""
 
     candidate: DrafterCandidate
     run: TimedRun
@@ -41,18 +42,18 @@ class DrafterTrial:
 
     @property
     def gain(self) -> float:
-        """The speedup, as far as tokens a step explain it: one without accepted drafts is noise."""
+        """The speedup, but at most the tokens per step: a larger one is noise."""
         return min(self.speedup, self.run.tokens_per_step)
 
     @property
     def length(self) -> int:
-        """Levels of a mean draft."""
+        """Mean draft depth, rounded."""
         counts = self.run.counts
         return max(1, round(counts.levels / counts.reached_at[0])) if counts.drafted else 1
 
     @property
     def step_seconds(self) -> float:
-        """Of a mean step in which nobody read a prompt."""
+        """Mean time of a step without prefill."""
         return self.run.decoding.whole / max(1, self.run.decoding.steps)
 
     @property
@@ -62,8 +63,8 @@ class DrafterTrial:
 
 @dataclass(frozen=True)
 class Finalist:
-    """A drafter at a ``length``, fixed or "auto". ``trials``: of it, or of its members.
-    ``default``: what commands take unasked."""
+    """A drafter with a draft ``length``, fixed or "auto". ``trials``: its own, or those of its
+    members. ``default``: commands use it if no draft is named."""
 
     label: str
     spec: str
@@ -77,36 +78,42 @@ class Finalist:
 
     @property
     def key(self) -> str:
-        """In the record of heats: labels may be the same."""
+        """The engine's name in job results. Unlike ``name`` it is unique: labels may be equal."""
         return PLAIN if self.spec == "none" else f"{self.spec}, length {self.length}"
 
 
 def choose(
     trials: Sequence[DrafterTrial], default: DrafterCandidate | None = None
 ) -> list[Finalist]:
-    """Plain decoding; the ``default`` draft, adapting; the best two families, at their mean length
-    and adapting, first those that gain and look text up; a hybrid of the best drafter that looks
-    text up and the best that runs a model, if both gain anything."""
+    """The finalists, in this order and without duplicates:
+
+    1. plain decoding;
+    2. the ``default`` draft with adaptive length;
+    3. the best drafter of each of the best two families, with its mean length and with adaptive
+       length. Families that gain come first, and among them lookup drafters;
+    4. a hybrid of the best lookup drafter and the best drafter that runs a model, if both gain.
+    """
     best: dict[str, DrafterTrial] = {}
     for trial in sorted(trials, key=lambda trial: (-trial.gain, -trial.speedup)):
         best.setdefault(trial.candidate.family, trial)
 
-    def adapting(one: DrafterCandidate, *members: DrafterTrial) -> Finalist:
-        return Finalist(one.label, one.spec, "auto", members, one.default)
+    def adaptive(candidate: DrafterCandidate, *members: DrafterTrial) -> Finalist:
+        return Finalist(candidate.label, candidate.spec, "auto", members, candidate.default)
 
     finalists = [Finalist(PLAIN, "none", 0)]
     if default is not None:
         kinds = [member.kind for member in parse_draft(default.spec).members()]
-        finalists.append(adapting(default, *(best[kind] for kind in kinds if kind in best)))
+        finalists.append(adaptive(default, *(best[kind] for kind in kinds if kind in best)))
     first_two = list(best.values())[:2]
     for trial in sorted(first_two, key=lambda t: (t.gain <= 1, bool(t.passes))):
-        one = trial.candidate
-        finalists += [Finalist(one.label, one.spec, trial.length, (trial,)), adapting(one, trial)]
+        label, spec = trial.candidate.label, trial.candidate.spec
+        finalists.append(Finalist(label, spec, trial.length, (trial,)))
+        finalists.append(adaptive(trial.candidate, trial))
     gaining = [trial for trial in best.values() if trial.gain > 1]
     lookup = next((trial for trial in gaining if not trial.passes), None)
     model = next((trial for trial in gaining if trial.passes), None)
     if lookup and model:
-        finalists.append(adapting(hybrid_of(lookup.candidate, model.candidate), lookup, model))
+        finalists.append(adaptive(hybrid_of(lookup.candidate, model.candidate), lookup, model))
     first = {finalist.key: finalist for finalist in finalists[::-1]}
     return [finalist for finalist in finalists if first[finalist.key] is finalist]
 
@@ -114,21 +121,22 @@ def choose(
 def affordable(
     finalists: list[Finalist], request_seconds: float, options: TuneOptions, budget: Budget
 ) -> tuple[list[Finalist], int]:
-    """The finalists confirmed, the first few at least, and prompts a round: two rounds must fit.
-    ``request_seconds``: a plain request's part of the time."""
-    few = min(len(finalists), FEW + any(finalist.default for finalist in finalists))
-    concurrency, rounds = options.concurrency, min(LEAST_ROUNDS, options.rounds)
-    sizes = [max(SIZES[0], concurrency), *(size for size in SIZES[1:] if size >= concurrency)]
-    for many, size in product(dict.fromkeys((len(finalists), few)), sizes):
-        if many * size * rounds * request_seconds <= budget.left:
-            return finalists[:many], size
+    """The finalists that can be confirmed (at least the first few), and the prompts per round, so
+    that two rounds fit into the budget. ``request_seconds``: wall time per plain request."""
+    few = min(len(finalists), MIN_FINALISTS + any(finalist.default for finalist in finalists))
+    concurrency, rounds = options.concurrency, min(MIN_ROUNDS, options.rounds)
+    sizes = [max(ROUND_SIZES[0], concurrency)]
+    sizes += [size for size in ROUND_SIZES[1:] if size >= concurrency]
+    for count, size in product(dict.fromkeys((len(finalists), few)), sizes):
+        if count * size * rounds * request_seconds <= budget.left:
+            return finalists[:count], size
     return finalists[:few], sizes[-1]
 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What a finalist took in all rounds: tokens a second by round (``rates``), and these by
-    plain decoding's in the same round (``ratios``)."""
+    """A finalist in all rounds: tokens per second by round (``rates``), and divided by those of
+    plain decoding in the same round (``ratios``)."""
 
     finalist: Finalist
     run: TimedRun
@@ -137,7 +145,7 @@ class Confirmation:
 
     @property
     def rate(self) -> float:
-        """Median, as the speedups are: one slow round moves none of them."""
+        """Tokens per second. A median, like the speedup: one slow round changes it little."""
         return median(self.rates) if self.rates else 0.0
 
     @property
@@ -145,11 +153,11 @@ class Confirmation:
         return median(self.ratios) if self.ratios else 0.0
 
 
-def confirmations(finalists: Sequence[Finalist], record: list[Heat]) -> list[Confirmation]:
-    """Of each finalist, plain decoding being the first of them."""
-    plain, results = [heat.outcomes[PLAIN].rate for heat in record], []
+def confirmations(finalists: Sequence[Finalist], record: list[JobResult]) -> list[Confirmation]:
+    """The result of each finalist, in their order: plain decoding is the first."""
+    plain, results = [job_result.runs[PLAIN].rate for job_result in record], []
     for finalist in finalists:
-        runs = [heat.outcomes[finalist.key] for heat in record]
+        runs = [job_result.runs[finalist.key] for job_result in record]
         rates = tuple(run.rate for run in runs)
         ratios = tuple(a / b for a, b in zip(rates, plain, strict=True))
         results.append(Confirmation(finalist, merged(runs), ratios, rates))
@@ -157,15 +165,16 @@ def confirmations(finalists: Sequence[Finalist], record: list[Heat]) -> list[Con
 
 
 def unrest_between(plain: Sequence[StepSums]) -> float:
-    """Plain decoding's steps in the slowest run, by those in the fastest."""
+    """Step time of plain decoding in the slowest run divided by that in the fastest."""
     rates = [steps.rate for steps in plain if steps.rate]
     return max(rates) / min(rates) if rates else 1.0
 
 
 def winner(results: Sequence[Confirmation]) -> Confirmation:
-    """The fastest by median that drafted; plain decoding unless it is beaten clearly and in most
-    rounds. Preferred if hardly slower: the default draft, which has what other text may need, also
-    where rounds disagree on which of both is faster; then that drafter's adaptive length."""
+    """The fastest drafter by median speedup, or plain decoding unless a drafter is faster by
+    ``MARGIN`` and in most rounds. If they are hardly slower than the fastest, these are preferred:
+    the default draft, whose several drafters suit other text too (also if the rounds disagree on
+    which of the two is faster), then the fastest drafter with adaptive length."""
     plain = results[0]
     drafted = [result for result in results[1:] if result.run.counts.drafted]
     drafting = [result for result in drafted if _mostly_faster(result, plain)]
@@ -174,17 +183,17 @@ def winner(results: Sequence[Confirmation]) -> Confirmation:
         return plain
 
     def is_near(result: Confirmation) -> bool:
-        unsure = result.finalist.default and not _mostly_faster(best, result)
-        return unsure or result.speedup * AUTO_MARGIN >= best.speedup
+        undecided = result.finalist.default and not _mostly_faster(best, result)
+        return undecided or result.speedup * AUTO_MARGIN >= best.speedup
 
     def preference(result: Confirmation) -> tuple[bool, bool, float]:
         finalist = result.finalist
-        adapts = (finalist.spec, finalist.length) == (best.finalist.spec, "auto")
-        return finalist.default, adapts, result.speedup
+        adaptive = (finalist.spec, finalist.length) == (best.finalist.spec, "auto")
+        return finalist.default, adaptive, result.speedup
 
     return max(filter(is_near, drafting), key=preference)
 
 
-def _mostly_faster(one: Confirmation, other: Confirmation) -> bool:
-    wins = [a > b for a, b in zip(one.ratios, other.ratios, strict=False)]
-    return sum(wins) >= _MOST_OF * len(wins)
+def _mostly_faster(left: Confirmation, right: Confirmation) -> bool:
+    wins = [a > b for a, b in zip(left.ratios, right.ratios, strict=False)]
+    return sum(wins) >= _MIN_WINS * len(wins)

@@ -1,4 +1,5 @@
-"""The whole of tuning: every candidate beside plain decoding, then rounds of the best of them."""
+"""The tuning run: measures every candidate in turns with plain decoding, then confirms the best of
+them in further rounds."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from typing import Any
 
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
-from paceline.lab.bench.engines import PLAIN, Paceline, Starter
-from paceline.lab.bench.prompts import BenchPrompt, fit, in_turn, tokens_needed
+from paceline.lab.bench.engines import PLAIN, EngineFactory, Paceline
+from paceline.lab.bench.prompts import BenchPrompt, fit, interleave, tokens_needed
 from paceline.lab.bench.runner import (
-    Ask,
     BenchJob,
-    Heat,
+    BenchRequest,
+    JobResult,
     Length,
     Method,
     merged,
@@ -27,8 +28,8 @@ from paceline.lab.budget import Budget, Spending
 from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.candidates import DrafterCandidate, default_candidate
 from paceline.lab.tune.finalists import (
-    LEAST_ROUNDS,
-    SIZES,
+    MIN_ROUNDS,
+    ROUND_SIZES,
     Confirmation,
     DrafterTrial,
     Finalist,
@@ -42,18 +43,19 @@ from paceline.llm import LLM
 from paceline.model.measure import measure_target
 from paceline.settings.tuned import KnownCosts, PassCosts, count_parameters
 
-LEAST_BATCH = 8  # of tuned settings: requests that were not expected may join
-_TOKENS = (1, 2, 3, 5, 8, 16, 25)  # of each sequence, in forwards of the target alone
-_TARGET_SHARE = 0.2  # of the budget, for these
+# Smallest batch size of the tuned settings: more requests may arrive than were expected.
+MIN_BATCH_SIZE = 8
+_TOKENS = (1, 2, 3, 5, 8, 16, 25)  # per sequence, in the measured forwards of the target
+_TARGET_SHARE = 0.2  # of the budget, for these forwards
 _TRIED_SHARE = 0.65  # of what is left then, for the candidates
-_AROUND = 1.7  # times what the two engines decode: loading and warming up
+_OVERHEAD = 1.7  # time of a trial, with loading and warming up, by the time of its decoding
 
 
 @dataclass
 class TuningOutcome:
-    """All that was measured so far. ``left_out``: what, and why; ``not_tried``: candidates that had
-    no time. ``rounds`` of the confirmation are wanted, of ``size`` prompts each; ``heats`` has
-    those done."""
+    """All measurements so far. ``left_out``: (name, reason) of candidates and prompts that cannot
+    be used; ``not_tried``: candidates for which there was no time. ``size``: prompts per round of
+    the confirmation; ``job_results``: its completed rounds."""
 
     options: TuneOptions
     model: str
@@ -63,43 +65,43 @@ class TuningOutcome:
     trials: list[DrafterTrial] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     finalists: list[Finalist] = field(default_factory=list)
-    heats: list[Heat] = field(default_factory=list)
+    job_results: list[JobResult] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=list)
     size: int = 0
     completed: Spending | None = None
 
     @classmethod
     def start(cls, options: TuneOptions, llm: LLM) -> TuningOutcome:
-        """Of the target that ``llm`` has loaded."""
+        """An empty outcome for the target of ``llm``."""
         return cls(options, llm.target.name, count_parameters(llm.target))
 
     @property
     def batch(self) -> int:
-        """Sequences that the tuned engine has room for."""
-        return max(LEAST_BATCH, self.options.concurrency)
+        """The batch size of the tuned engine."""
+        return max(MIN_BATCH_SIZE, self.options.concurrency)
 
     @property
     def results(self) -> list[Confirmation]:
-        """Of the finalists, plain decoding first."""
-        return confirmations(self.finalists, self.heats)
+        """The results of the finalists, plain decoding first."""
+        return confirmations(self.finalists, self.job_results)
 
     @property
     def chosen(self) -> Confirmation | None:
-        """Only once it is confirmed, by two rounds where as many are wanted."""
-        wanted = min(LEAST_ROUNDS, self.options.rounds)
-        enough = self.heats and len(self.heats) >= wanted
+        """The winner, once enough rounds are done: two, or one if only one is wanted."""
+        wanted = min(MIN_ROUNDS, self.options.rounds)
+        enough = self.job_results and len(self.job_results) >= wanted
         return winner(self.results) if enough else None
 
     @property
     def unrest(self) -> float:
-        """Slow plain steps by the fastest, from run to run."""
+        """How much the speed of plain decoding varied between runs: slowest by fastest step."""
         plain = [trial.plain for trial in self.trials]
-        plain += [heat.outcomes[PLAIN] for heat in self.heats]
+        plain += [job_result.runs[PLAIN] for job_result in self.job_results]
         return unrest_between([run.decoding for run in plain])
 
 
-def turns(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
-    """About how often ``tune`` reports progress."""
+def num_tasks(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
+    """Roughly how often ``tune`` calls ``advance``, for a progress bar."""
     return 8 + len(candidates) + 6 * options.rounds
 
 
@@ -111,30 +113,31 @@ def tune(
     advance: Callable[[str], None],
     budget: Budget | None = None,
 ) -> None:
-    """Fill ``outcome``. ``llm`` is idle; engines beside it then have the costs measured here.
-    ``advance`` is told what comes next. Raises DataError if no prompt leaves room for answers, and
-    what a requested candidate raises."""
+    """Measure, and fill ``outcome``. ``llm`` must be idle; engines that share its target use the
+    costs measured here. ``advance(description)`` is called before each task. Raises DataError if no
+    prompt leaves room for answers, and what loading a requested candidate raises."""
     run = _Tuning(llm, outcome, advance, budget or Budget(), _encoded(llm, outcome, prompts))
     advance("loading drafters")
     default = next((candidate for candidate in candidates if candidate.default), None)
-    ordered = in_turn([c for c in candidates if not c.default], lambda c: c.family)
-    for one in {c.spec.partition(",")[0]: c for c in ordered if c.requested}.values():
-        run.open(one, 0).close()  # what does not load is said before minutes pass
+    ordered = interleave([c for c in candidates if not c.default], lambda c: c.family)
+    for requested in {c.spec.partition(",")[0]: c for c in ordered if c.requested}.values():
+        run.open(requested, 0).close()  # fail early, before minutes of measuring
     try:
         if default is not None:
-            default = run.composed(default)
+            default = run.resolve_default(default)
         run.measure_target()
         run.measure_plain()
         run.try_all(ordered)
         run.confirm(default)
     finally:
         done, rounds = len(ordered) - len(outcome.not_tried), f"rounds of {outcome.size} prompts"
-        heats = len(outcome.heats)  # more than wanted where all different prompts come again
+        # More than wanted if rounds were added so that all prompts are used equally often.
+        done_rounds = len(outcome.job_results)
         outcome.completed = Spending(
             run.budget.seconds,
             run.budget.spent,
-            {"drafters": done, rounds: heats},
-            {"drafters": len(ordered), rounds: max(outcome.options.rounds, heats)},
+            {"drafters": done, rounds: done_rounds},
+            {"drafters": len(ordered), rounds: max(outcome.options.rounds, done_rounds)},
             tuple(outcome.not_tried),
         )
 
@@ -142,7 +145,7 @@ def tune(
 def _encoded(llm: LLM, outcome: TuningOutcome, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
     """The prompts that leave room for the answers, one of each category in turn, so that any part
     of them has all."""
-    ordered = in_turn(prompts, lambda prompt: prompt.category)
+    ordered = interleave(prompts, lambda prompt: prompt.category)
     fitting, left_out = fit(ordered, llm, outcome.options.max_tokens)
     outcome.prompt_count = len(fitting)
     outcome.left_out += [(name, "too long for the model") for name in left_out]
@@ -152,46 +155,52 @@ def _encoded(llm: LLM, outcome: TuningOutcome, prompts: Sequence[BenchPrompt]) -
 def rounds_of(
     prompts: Sequence[list[int]], count: int, size: int, concurrency: int, params: SamplingParams
 ) -> tuple[list[BenchJob], int]:
-    """``count`` rounds of ``size`` prompts, at least of as many as are decoded at once: jobs of
-    different prompts, for drafters that remember, and how often all of these are done."""
+    """Jobs for ``count`` rounds of ``size`` prompts (at least ``concurrency``), and how often to
+    repeat all of them. The jobs have different prompts, as far as there are enough, because some
+    drafters learn from earlier requests."""
     size = min(max(size, concurrency), max(concurrency, len(prompts)))
     different = min(count, max(1, len(prompts) // size))
-    asks = [Ask(tuple(ids), params) for ids in islice(cycle(prompts), different * size)]
-    rounds = [tuple(asks[index * size : (index + 1) * size]) for index in range(different)]
+    requests = [
+        BenchRequest(tuple(ids), params) for ids in islice(cycle(prompts), different * size)
+    ]
+    rounds = [tuple(requests[index * size : (index + 1) * size]) for index in range(different)]
     jobs = [
-        BenchJob("confirming", concurrency, params.temperature, index, of_round)
-        for index, of_round in enumerate(rounds)
+        BenchJob("confirming", concurrency, params.temperature, index, requests_of_round)
+        for index, requests_of_round in enumerate(rounds)
     ]
     return jobs, -(-count // different)
 
 
 @dataclass
 class _Tuning:
-    """One run, in which everything has a share of the budget."""
+    """One tuning run; each stage has a share of the budget."""
 
     llm: LLM
     outcome: TuningOutcome
     advance: Callable[[str], None]
     budget: Budget
     prompts: list[list[int]]
-    request_seconds: float = 0.0  # a plain request's part of the time
+    request_seconds: float = 0.0  # wall time per plain request
 
     def __post_init__(self) -> None:
         options = self.outcome.options
         self.params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
         needed = tokens_needed(self.llm, self.prompts, options.max_tokens)
-        self.starter = Starter(self.llm, max_model_len=needed)
-        # Other prompts than those that the first rounds of the confirmation have.
-        self.jobs, _ = rounds_of(self.prompts[::-1], SIZES[0], 1, options.concurrency, self.params)
+        self.factory = EngineFactory(self.llm, max_model_len=needed)
+        # From the end, so that the first rounds of the confirmation have other prompts.
+        self.jobs, _ = rounds_of(
+            self.prompts[::-1], ROUND_SIZES[0], 1, options.concurrency, self.params
+        )
 
     def open(
         self, drafter: DrafterCandidate | Finalist, length: Length, batch: int | None = None
     ) -> Paceline:
-        """With room for a ``batch``, or for what is decoded. Raises what loading it raises."""
+        """An engine with batch size ``batch``, by default the concurrency. Raises what loading the
+        drafter raises."""
         key = drafter.key if isinstance(drafter, Finalist) else drafter.spec
         method = Method(key, None if drafter.spec == "none" else drafter.spec, length)
         clients = self.outcome.options.concurrency
-        engine = self.starter.open(method, clients, max_batch_size=batch or clients)
+        engine = self.factory.create(method, clients, max_batch_size=batch or clients)
         assert isinstance(engine, Paceline)
         return engine
 
@@ -199,9 +208,9 @@ class _Tuning:
     def plain(self) -> Paceline:
         return self.open(Finalist(PLAIN, "none", 0), 0, self.outcome.batch)
 
-    def loaded(self, candidate: DrafterCandidate, length: Length) -> Paceline | None:
-        """As in the tuned engine, whose costs are measured; None, and left out, if it does not
-        load. Raises PacelineError if it was requested."""
+    def load(self, candidate: DrafterCandidate, length: Length) -> Paceline | None:
+        """An engine with the batch size of the tuned one. A candidate that fails to load is left
+        out (None), unless it was requested: then PacelineError is raised."""
         try:
             return self.open(candidate, length, self.outcome.batch)
         except PacelineError as error:
@@ -210,9 +219,10 @@ class _Tuning:
             self.outcome.left_out.append((candidate.label, str(error)))
             return None
 
-    def composed(self, default: DrafterCandidate) -> DrafterCandidate | None:
-        """What the default draft is for this target; None if it does not load."""
-        engine = self.loaded(default, 0)
+    def resolve_default(self, default: DrafterCandidate) -> DrafterCandidate | None:
+        """The drafters that the default draft stands for with this target; None if they do not
+        load."""
+        engine = self.load(default, 0)
         if engine is None:
             return None
         engine.close()
@@ -220,7 +230,8 @@ class _Tuning:
         return default if spec == default.spec else default_candidate(spec)
 
     def measure_target(self) -> None:
-        """Costs of chains, for each batch size that there is time for. All engines have them."""
+        """Measure the target's forwards for each batch size that fits into the budget. All engines
+        use these costs."""
         budget, batch = self.budget.part(_TARGET_SHARE), self.outcome.batch
 
         def begin(size: int) -> AbstractContextManager[Any] | None:
@@ -241,18 +252,18 @@ class _Tuning:
         )
 
     def measure_plain(self) -> None:
-        """How long a request takes without drafts, once that is warm."""
+        """Measure how long a request takes without drafts, after a warm-up."""
         self.advance("measuring plain decoding")
         warm_up(self.jobs[:1], [self.plain])
-        asks = self.jobs[0].asks
-        self.request_seconds = self.plain.run(asks).seconds / len(asks)
+        requests = self.jobs[0].requests
+        self.request_seconds = self.plain.run(requests).seconds / len(requests)
 
     def try_all(self, candidates: Sequence[DrafterCandidate]) -> None:
-        """Each whole or not at all, on as many prompts as let all be tried in their share of the
-        time."""
-        share, size = self.budget.part(_TRIED_SHARE), len(self.jobs[0].asks)
-        one = _AROUND * 2 * size * self.request_seconds * max(1, len(candidates))
-        jobs = self.jobs[: max(1, int(min(share.left / one, len(self.jobs))))]
+        """Try each candidate on as many prompts as allow all of them to be tried in their share of
+        the budget. A candidate that does not fit any more is not tried."""
+        share, size = self.budget.part(_TRIED_SHARE), len(self.jobs[0].requests)
+        job_seconds = _OVERHEAD * 2 * size * self.request_seconds * max(1, len(candidates))
+        jobs = self.jobs[: max(1, int(min(share.left / job_seconds, len(self.jobs))))]
         for candidate in candidates:
             if not share.fits("candidate"):
                 self.outcome.not_tried.append(candidate.label)
@@ -262,26 +273,24 @@ class _Tuning:
                 self._try(candidate, jobs)
 
     def _try(self, candidate: DrafterCandidate, jobs: Sequence[BenchJob]) -> None:
-        engine = self.loaded(candidate, "auto")
+        engine = self.load(candidate, "auto")
         if engine is None:
             return
-        heats = list[Heat]()
+        record = list[JobResult]()
         try:
             warm_up(jobs[:1], [engine])
-            take_turns(jobs, [self.plain, engine], 1, heats)
-            passes = _passes_of(engine.llm)
+            take_turns(jobs, [self.plain, engine], 1, record)
+            passes = _pass_costs(engine.llm)
         finally:
             engine.close()
-        plain, run = (
-            merged([heat.outcomes[name] for heat in heats]) for name in (PLAIN, engine.name)
-        )
+        plain, run = (merged([r.runs[name] for r in record]) for name in (PLAIN, engine.name))
         if run.counts.drafted:
             self.outcome.trials.append(DrafterTrial(candidate, run, plain, passes))
         else:
             self.outcome.left_out.append((candidate.label, "it drafted nothing for these prompts"))
 
     def confirm(self, default: DrafterCandidate | None) -> None:
-        """Rounds of the best settings, in turns, as many as the budget lets them have."""
+        """Let the finalists take turns for as many rounds as the budget allows."""
         outcome, options = self.outcome, self.outcome.options
         finalists = choose(outcome.trials, default)
         outcome.finalists, outcome.size = affordable(
@@ -292,14 +301,15 @@ class _Tuning:
         )
         engines = [self.plain, *(self.open(one, one.length) for one in outcome.finalists[1:])]
         warm_up(jobs[:1], engines[1:])
-        take_turns(jobs, engines, repeats, outcome.heats, self.advance, self.budget)
+        take_turns(jobs, engines, repeats, outcome.job_results, self.advance, self.budget)
         for engine in engines:
             engine.close()
 
 
-def _passes_of(llm: LLM) -> dict[str, PassCosts]:
-    """As the engine measured them when it was made; none where its controller has no costs."""
+def _pass_costs(llm: LLM) -> dict[str, PassCosts]:
+    """The costs of a drafter's forward passes, as the engine measured them at start-up; none if its
+    controller has no cost model."""
     cost = getattr(llm.engine.controller, "cost", None)
-    known = {} if cost is None else cost.drafters
-    curves = {str(name): costs.seconds for name, costs in known.items() if not costs.costless}
+    measured = {} if cost is None else cost.drafters
+    curves = {str(name): costs.seconds for name, costs in measured.items() if not costs.costless}
     return {name: PassCosts(curve.tokens, curve.seconds) for name, curve in curves.items()}

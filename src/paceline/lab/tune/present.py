@@ -1,4 +1,4 @@
-"""An outcome as a report for people, a record for machines, and tuned settings for engines."""
+"""A tuning outcome as a report, as JSON, and as tuned settings for engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.lab.report.document import (
     table_of,
     times,
 )
-from paceline.lab.tune.finalists import CALM, Confirmation, DrafterTrial
+from paceline.lab.tune.finalists import MAX_UNREST, Confirmation, DrafterTrial
 from paceline.lab.tune.plan import TuningOutcome
 from paceline.llm import LLM
 from paceline.settings.tuned import (
@@ -34,11 +34,11 @@ from paceline.settings.tuned import (
 )
 
 _NOTES = NOTES["tune"]
-_LONGEST = 8  # levels of the adaptive length
+_MAX_LENGTH = 8  # of adaptive drafts
 _rounded = "{:.0f}".format
 
 
-def _drafting(trial: DrafterTrial) -> str:
+def _drafting_share(trial: DrafterTrial) -> str:
     return share(trial.draft_seconds / trial.step_seconds) if trial.step_seconds else ""
 
 
@@ -52,13 +52,13 @@ _TRIED = (
     Column("tokens_per_step", "tok/step", "run.tokens_per_step", number),
     Column("step_seconds", "ms", "step_seconds", lambda seconds: f"{seconds * 1e3:.1f}"),
     Column("draft_seconds", "", "draft_seconds"),
-    Column("", "draft", "", _drafting),
+    Column("", "draft", "", _drafting_share),
     Column("tokens_per_second", "tok/s", "run.rate", _rounded),
     Column("speedup", "speedup", "speedup", times),
 )
 
 
-def _shown(result: Confirmation) -> str:
+def _speedup(result: Confirmation) -> str:
     drafted = result.run.counts.drafted or result.finalist.name == PLAIN
     return times(result.speedup) if drafted else "never drafted"
 
@@ -72,13 +72,13 @@ _CONFIRMED = (
     Column("drafted", "", "run.counts.drafted"),
     Column("decoding_tokens_per_second", "", "run.decoding.rate"),
     Column("speedup", "", "speedup"),
-    Column("", "speedup", "", _shown),
+    Column("", "speedup", "", _speedup),
     Column("ratios", "spread", shown=lambda ratios: f"{min(ratios):.2f} to {max(ratios):.2f}"),
 )
 
 
 def decision(outcome: TuningOutcome) -> str:
-    """What is chosen and why, in one sentence; also while something is missing."""
+    """The choice and its reason in one sentence, or what was measured so far."""
     chosen, results = outcome.chosen, outcome.results
     drafting = [r for r in results[1:] if r.ratios and r.run.counts.drafted]
     drafting.sort(key=lambda result: -result.speedup)
@@ -86,39 +86,43 @@ def decision(outcome: TuningOutcome) -> str:
     if chosen is not None and chosen.finalist != results[0].finalist:
         return (
             f"{chosen.finalist.name}: {chosen.rate:.0f} tokens/s against {results[0].rate:.0f}, "
-            f"{chosen.speedup:.2f}x plain decoding, {chosen.run.tokens_per_step:.2f} tokens a step."
+            f"{chosen.speedup:.2f}x plain decoding, {chosen.run.tokens_per_step:.2f} tokens/step."
         )
     slower = bool(drafting) and drafting[0].speedup < 1
     if chosen is not None:
         why = "all drafts were slower" if slower else "no draft was clearly faster"
         return f"Plain decoding: {why}{f' ({shown})' if shown else ''}."
     if drafting:
-        advice = f"by plain decoding: {shown}"
+        so_far = f"speedups over plain decoding: {shown}"
         if slower:
-            advice = f"no draft is advised, all were slower than plain decoding ({shown})"
+            so_far = f"no draft is advised, all were slower than plain decoding ({shown})"
         done = f"after {len(drafting[0].ratios)} of {outcome.options.rounds} rounds"
-        return f"Not confirmed: {done} {advice}. Give more --seconds."
+        return f"Not confirmed: {done} {so_far}. Give more --seconds."
     if outcome.trials:
         best = max(outcome.trials, key=lambda trial: trial.speedup)
         return (
             f"Not confirmed: {best.candidate.label} reached {best.speedup:.2f}x plain decoding "
-            "where it was tried. Give more --seconds."
+            "in its trial. Give more --seconds."
         )
-    return "Nothing was measured to the end."
+    return "No measurement was completed."
 
 
 def report_of(outcome: TuningOutcome) -> Report:
-    """Sections for what is there: an interrupted run has fewer."""
+    """The report; an interrupted run has fewer sections."""
     options, results = outcome.options, outcome.results
     trials = sorted(outcome.trials, key=lambda trial: -trial.speedup)
     report = Report(f"Tuning {outcome.model}")
     if trials:
         how = f"{options.concurrency} at once, temperature {options.temperature:g}"
-        title = f"Each drafter beside plain decoding, adapting its length, {how}"
+        title = f"Each drafter compared with plain decoding, adaptive length, {how}"
         left = "; ".join(f"{what}: {why}" for what, why in outcome.left_out)
         report.add(
             "Search",
-            *([Text(_NOTES["busy"].format(outcome.unrest), True)] if outcome.unrest > CALM else []),
+            *(
+                [Text(_NOTES["busy"].format(outcome.unrest), True)]
+                if outcome.unrest > MAX_UNREST
+                else []
+            ),
             table_of(trials, _TRIED, _NOTES["tried"].format(outcome), title),
             *([Text(f"Left out: {left}")] if left else []),
         )
@@ -131,7 +135,7 @@ def report_of(outcome: TuningOutcome) -> Report:
 
 
 def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
-    """Everything as plain values, for ``--json``."""
+    """The JSON object of ``--json``."""
     return {
         "model": outcome.model,
         "parameters": outcome.parameters,
@@ -149,7 +153,7 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
 
 
 def tuned_settings(outcome: TuningOutcome, llm: LLM) -> TunedSettings:
-    """Those of a confirmed outcome; ``llm`` has the target loaded."""
+    """The settings of a confirmed outcome; ``llm`` has the target loaded."""
     chosen, costs = outcome.chosen, outcome.costs
     assert chosen is not None and costs is not None
     finalist, options, run = chosen.finalist, outcome.options, chosen.run
@@ -157,7 +161,7 @@ def tuned_settings(outcome: TuningOutcome, llm: LLM) -> TunedSettings:
     return TunedSettings(
         version=VERSION,
         model=ModelIdentity.of(llm.target),
-        draft=DraftChoice(finalist.spec, finalist.length, _LONGEST),
+        draft=DraftChoice(finalist.spec, finalist.length, _MAX_LENGTH),
         engine=EngineChoice(outcome.batch, "auto"),
         measured=Measured(
             concurrency=options.concurrency,
