@@ -126,27 +126,26 @@ class AdaptiveController(Controller):
         has_fixed = any(seq.params.draft_length is not None for seq in seqs)
         self._ids, self._decisions = ids, [Decision(0, None, NOT_ASKED)] * batch
         no_draft = DraftOption(None, 0, 0.0, 1.0, self.cost.verification(batch) / batch)
-        undecided: list[int] = []
-        options: list[list[DraftOption]] = []
+        options: dict[int, list[DraftOption]] = {}  # by index, of sequences without a fixed length
         for index, seq in enumerate(seqs):
             self.learner.tokens_read(seq)
             asked, offered = seq.params.draft_length, offers.get(seq.seq_id, {})
             if asked is not None and seq.params.may_draft:
                 self._decisions[index] = fixed_length(asked, self._options(seq, batch, offered))
             elif seq.params.may_draft:
-                undecided.append(index)
                 paying = self._options(seq, batch, offered, only_if_may_pay=True)
-                options.append([no_draft, *paying])
+                options[index] = [no_draft, *paying]
         chosen, alternative, self._exploration_price = [no_draft] * len(options), 0.0, 0.0
         if options:
-            chosen, alternative = self._select(batch, options, [seqs[n] for n in undecided])
+            undecided = [seqs[index] for index in options]
+            chosen, alternative = self._select(batch, list(options.values()), undecided)
         goodput = max((draft.goodput for draft in chosen), default=0.0)
         measures_plain = self.cost.wants_plain_step(batch, goodput * no_draft.seconds)
         if measures_plain:
             chosen, alternative = [no_draft] * len(options), 0.0
-        drafts = {ids[n]: draft for n, draft in zip(undecided, chosen, strict=True) if draft.length}
+        drafts = {ids[n]: draft for n, draft in zip(options, chosen, strict=True) if draft.length}
         self._batch_decision = BatchDecision(drafts, alternative, measures_plain, has_fixed)
-        for index, draft in zip(undecided, chosen, strict=True):
+        for index, draft in zip(options, chosen, strict=True):
             could_draft = ids[index] in offers or bool(self._models(seqs[index]))
             self._decisions[index] = self._decision(draft, no_draft, could_draft)
         self._keep = self._steps_to_keep(same_batch)
@@ -269,18 +268,25 @@ class AdaptiveController(Controller):
             best = choose(self.cost, batch, tried, self._fair)
         return best, 0.0
 
+    def _drafts_to_explore(
+        self, name: Hashable, batch: int, options: Sequence[DraftOption], seq: SequenceState
+    ) -> Sequence[DraftOption]:
+        """A drafter's ``options`` for ``seq``. If it has none, as it was not expected to pay, a
+        draft of one level: start-up may have measured it wrong, or its first drafts were
+        unlucky."""
+        drafts = [draft for draft in options if draft.name == name]
+        may_draft = not drafts and name in self._models(seq)
+        return self.draft_options(seq, name, batch, longest=1) if may_draft else drafts
+
     def _explore_another(
         self, best: DraftOption, options: Sequence[DraftOption], seq: SequenceState
     ) -> DraftOption | None:
         """While one drafter is the best for a single request: the best draft of another one, if it
-        is due and the budget pays what it is expected to lose. Start-up may have measured it wrong,
-        or its first drafts were unlucky."""
+        is due and the budget pays what it is expected to lose."""
         for name in self._models(seq) if self.budget.seconds > 0 else ():
             if name == best.name or not self.budget.is_due(name, self._step):
                 continue
-            drafts = [draft for draft in options if draft.name == name]
-            drafts = drafts or self.draft_options(seq, name, 1, longest=1)
-            if drafts:
+            if drafts := self._drafts_to_explore(name, 1, options, seq):
                 other = max(drafts, key=lambda draft: draft.goodput)
                 seconds = other.seconds - other.reading + other.reading_now
                 if seconds - other.tokens / best.goodput <= self.budget.seconds:
@@ -298,15 +304,9 @@ class AdaptiveController(Controller):
         """Drafts of one level by a drafter, to learn from: for each of its sequences whose text it
         has read, else for the one with the least to read. Empty if the budget does not pay for them
         even if none is accepted."""
-        drafts: dict[int, DraftOption] = {}
-        for index, (seq, alternatives) in enumerate(zip(seqs, options, strict=True)):
-            if seq.remaining <= 1:
-                continue
-            first = next((draft for draft in alternatives if draft.name == name), None)
-            if first is None and name in self._models(seq):
-                (first,) = self.draft_options(seq, name, batch, longest=1)
-            if first is not None:
-                drafts[index] = first
+        pairs = zip(options, seqs, strict=True)
+        candidates = [self._drafts_to_explore(name, batch, *pair) for pair in pairs]
+        drafts = {index: some[0] for index, some in enumerate(candidates) if some}
         if not drafts:
             return []
         least = min(drafts, key=lambda index: drafts[index].reading_now)
