@@ -246,8 +246,7 @@ def build_engine(
 
 
 def _fill_watch(watch: CollapseWatch, drafters: Mapping[str, Drafter]) -> None:
-    """Add the drafters that run a model to the watch, by the controller's names for them; of a
-    hybrid each such member."""
+    """Watch the drafters, and members of hybrids, that run a model; by the controller's names."""
     watch.default = next(iter(drafters), None)
     for name, drafter in drafters.items():
         pairs: Iterable[tuple[Hashable, Drafter]] = [(name, drafter)]

@@ -330,8 +330,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Cancel all requests and drop the engine. Callers on other threads get a PacelineError.
-        May be called twice."""
+        """Cancel all requests and drop the engine; callers get a PacelineError. Idempotent."""
         self.owner.close()
 
     # -- requests ----------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""Child processes of this package. Each ends when its connection to the parent process closes,
-however the parent ends."""
+"""Child processes of this package. A child ends when its connection to the parent closes."""
 
 from __future__ import annotations
 

@@ -48,8 +48,7 @@ def _noise_keys(rows: Rows, device: torch.device) -> torch.Tensor:
 
 def coupled_tokens(probs: torch.Tensor, rows: Rows) -> torch.Tensor:
     """int64 [R]: Gumbel-max samples argmax_x log p(x) + gumbel(seed, position, x) of rows whose
-    requests have a seed. The position is the index of the predicted token in its sequence. NO_TOKEN
-    where a row is not a distribution."""
+    requests have a seed; position: index of the predicted token. NO_TOKEN: no distribution."""
     best, tokens = row_max(exponential_race(probs, _noise_keys(rows, probs.device)))
     return torch.where(best > 0, tokens, NO_TOKEN)  # false for NaN
 

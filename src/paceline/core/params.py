@@ -61,8 +61,7 @@ def shown(value: object) -> str:
 
 
 def _items(name: str, value: object, *rules: tuple[Callable[[Any], bool], str]) -> tuple[Any, ...]:
-    """The items of a list parameter, each checked by the rules: a condition, and what the error
-    says if it fails."""
+    """The items of a list parameter, checked by rules: (condition, end of the error message)."""
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise ConfigError(f"{name} is {shown(value)}; give a list")
     for allowed, rule in rules:
@@ -88,8 +87,7 @@ class Grammar:
 
     @classmethod
     def json(cls, schema: Mapping[str, object] | None = None) -> Grammar:
-        """The grammar of a JSON schema; without one, of any JSON object. Raises ConfigError if the
-        schema is not JSON."""
+        """The grammar of a JSON schema, or of any JSON object. Raises ConfigError if not JSON."""
         try:
             text = json.dumps({"type": "object"} if schema is None else schema)
         except (TypeError, ValueError, RecursionError) as error:

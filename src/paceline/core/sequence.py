@@ -22,8 +22,7 @@ class StopCondition(Protocol):
     """Ends a sequence depending on its tokens: stop strings, or a grammar that is complete."""
 
     def consume(self, tokens: Sequence[int]) -> int | None:
-        """Advance by the next tokens. Returns how many there are up to and including the one that
-        ends the text; None if it goes on."""
+        """Advance by tokens; returns how many there are up to one that ends the text, or None."""
         ...
 
 
@@ -201,8 +200,7 @@ class _TokenCounts:
 
     @property
     def unscored(self) -> int:
-        """How many pending tokens need a row of logits for ``prompt_logprobs``: those that another
-        token of the prompt follows."""
+        """Pending tokens that need logits for ``prompt_logprobs``: all but the prompt's last."""
         if self.params.prompt_logprobs is None:
             return 0
         return max(0, self.prompt_length - 1 - self.cached)

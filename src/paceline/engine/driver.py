@@ -180,8 +180,7 @@ class Drive:
         return self
 
     def step(self) -> DrivenStep:
-        """Send the requests that are due and run one step. Raises StandstillError, and what
-        ``Engine.step`` raises."""
+        """Send the requests that are due and run a step. Raises StandstillError, PacelineError."""
         start = time.perf_counter() - self.seconds
         while self._waiting and len(self.running) < self.clients:
             seq = self._waiting.popleft()

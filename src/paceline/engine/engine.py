@@ -70,8 +70,7 @@ class Engine:
         seq.queued = time.perf_counter()
 
     def abort(self, seq_id: int) -> None:
-        """Drop a sequence, its cache blocks and its commits that were not yet returned. Unknown ids
-        are ignored."""
+        """Drop a sequence, its blocks and its unreturned commits. Unknown ids are ignored."""
         if self.scheduler.remove(seq_id):
             self.forget(seq_id)
         self.ready = [commit for commit in self.ready if commit.seq_id != seq_id]
@@ -214,8 +213,7 @@ class Engine:
         return self.verifier(out.logits, decoding, out.greedy)
 
     def score_prompts(self, batch: Batch, out: ModelOutput) -> dict[int, tuple[TokenLogprob, ...]]:
-        """Log-probabilities of the prompt tokens prefilled in this step, by sequence id, for
-        requests with ``prompt_logprobs``."""
+        """Log-probabilities of the prompt tokens of this step, by id, if asked for."""
         return {
             span.seq_id: prompt_logprobs(
                 out.logits[span.logit_row - span.scored : span.logit_row],
@@ -262,8 +260,7 @@ class Engine:
         return self.ready[first:]
 
     def _build_commit(self, seq: SequenceState, span: Span, verdict: Verdict | None) -> Commit:
-        """What the step adds to a sequence, cut at a stop condition. A prefill chunk has no
-        verdict."""
+        """What a step adds to a sequence up to a stop condition; prefill chunks have no verdict."""
         position, last = span.context, seq.tokens[span.context + span.pending - 1]
         if verdict is None:
             return Commit(
@@ -300,8 +297,7 @@ class Engine:
         )
 
     def _apply_commit(self, seq: SequenceState, commit: Commit) -> None:
-        """Append a commit's tokens to the sequence and keep their cache rows. If that fails, the
-        sequence's tokens are as before."""
+        """Append a commit's tokens and keep their cache rows; no tokens are added if that fails."""
         if commit.error is not None:
             return
         before, cached = len(seq.tokens), commit.position + commit.scheduled + len(commit.path)

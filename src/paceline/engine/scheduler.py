@@ -48,8 +48,7 @@ class Scheduler:
         return {seq.seq_id: seq for seq in self.running}
 
     def add(self, seq: SequenceState) -> None:
-        """Queue a sequence behind those of the same or a lower ``priority`` value. Raises
-        CacheMemoryError as ``check`` does."""
+        """Queue a sequence behind those of equal or lower ``priority``. Raises as ``check``."""
         self.check(seq)
         position = len(self.waiting)
         while position and self.waiting[position - 1].params.priority > seq.params.priority:
@@ -111,8 +110,7 @@ class Scheduler:
         return Plan(tuple(sorted(slices, key=lambda item: item.seq.adapter_number)))
 
     def plan_alone(self, seq: SequenceState) -> Plan:
-        """Plan a step of one running sequence without a draft. The plan is empty if the sequence
-        was preempted for lack of blocks."""
+        """Plan a step of one running sequence without a draft; empty if it had to be preempted."""
         config = self.config
         count = self._count_to_schedule(seq, config.max_step_tokens, config.max_scored_rows)
         fits = self._reserve(seq, count)

@@ -310,8 +310,7 @@ class LongRecord:
 
 
 class _Aside:
-    """A new file or folder ``partial`` that ``put`` renames to ``path``; otherwise it is removed at
-    the end of the block."""
+    """A new file or folder ``partial``, which ``put`` renames to ``path``; else it is removed."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(os.path.realpath(path))  # a link stays a link

@@ -70,8 +70,7 @@ def check_names(folder: Path, names: Sequence[str], what: str, damaged: bool = F
 
 
 def claim(folder: Path) -> None:
-    """Make a cache folder with an empty manifest, which marks it as ours; no effect if it
-    exists."""
+    """Make a cache folder, marked as ours by an empty manifest; no effect if it exists."""
     if not folder.exists():
         with suppress(FileExistsError):  # another process may have made it just now
             folder.mkdir(parents=True)

@@ -116,8 +116,7 @@ class SharedForward(Backend):
             return self.ranks.group.least_memory()
 
     def _number(self, cache: PagedCache) -> int:
-        """The number of a cache's counterparts; makes them the first time, and drops those of
-        caches that no longer exist."""
+        """The number of a cache's counterparts, made once; drops those of deleted caches."""
         while self._dropped:
             self.ranks.group.broadcast("drop", self._dropped.pop())
         if cache not in self._numbers:

@@ -165,8 +165,7 @@ class Matcher:
 
     @contextmanager
     def _after(self, path: tuple[int, ...]) -> Iterator[LLMatcher | None]:
-        """The matcher advanced by ``path`` for the block; None if the grammar forbids the path or
-        the text is complete after it."""
+        """The matcher advanced by ``path``; None if that is forbidden or the text complete."""
         matcher = self._matcher
         if matcher.is_stopped() or matcher.validate_tokens(list(path)) < len(path):
             yield None

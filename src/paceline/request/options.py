@@ -40,8 +40,7 @@ class SamplingDefaults:
         return SamplingDefaults(**(below.named | self.named))
 
     def filled(self) -> dict[str, Any]:
-        """Values for all parameters. Open ones get neutral values; an open temperature is 0, or 1
-        if top_p, top_k or min_p truncate."""
+        """Values of all parameters; open ones are neutral (temperature: 1 if others truncate)."""
         neutral = {item.name: getattr(SamplingParams, item.name) for item in fields(self)}
         filled = neutral | self.named
         if self.temperature is None and (
@@ -53,8 +52,7 @@ class SamplingDefaults:
 
 def of_checkpoint(generation: Any, model: str) -> SamplingDefaults:
     """The sampling defaults in a ``generation_config`` of transformers (or None). ``do_sample``
-    true means temperature 1 unless one is given, false means greedy. Raises ConfigError, which
-    names the ``model``."""
+    true means temperature 1 unless one is given, false greedy. Raises ConfigError."""
     names = [item.name for item in fields(SamplingDefaults)]
     settings = {name: getattr(generation, name, None) for name in names}
     samples = getattr(generation, "do_sample", None)

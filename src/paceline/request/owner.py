@@ -45,8 +45,7 @@ class Waiter:
 
 
 class EngineOwner:
-    """Owns an engine and its requests, and decides which thread runs its steps. All methods may be
-    called on any thread."""
+    """Owns an engine and its requests, and decides which thread runs its steps. Thread-safe."""
 
     def __init__(self, engine: Engine, on_close: Callable[[], None] = lambda: None) -> None:
         """``on_close`` is called once nothing uses the engine any more."""
@@ -73,8 +72,7 @@ class EngineOwner:
     # -- commands of callers ---------------------------------------------------------------------
 
     def enqueue(self, requests: Sequence[Request]) -> None:
-        """Queue all requests, or none if one is refused (CacheMemoryError). A ``queued`` time that
-        is already set is kept."""
+        """Queue all, or none if one is refused (CacheMemoryError). Keeps a ``queued`` time."""
         for request in requests:
             self.engine.scheduler.check(request.seq)
         now = time.perf_counter()
@@ -181,8 +179,7 @@ class EngineOwner:
 
     @contextmanager
     def _engine_lock(self, wait: bool = True) -> Iterator[bool]:
-        """Hold the engine's lock in the block. Yields False if ``wait`` is False and another thread
-        holds it."""
+        """Hold the engine's lock; yields False if, without ``wait``, another thread holds it."""
         locked = self._lock.acquire(blocking=wait)
         try:
             if locked:

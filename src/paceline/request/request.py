@@ -67,8 +67,7 @@ class Request:
         return text
 
     def apply_commit(self, commit: Commit) -> None:
-        """Add what a commit brings. Raises nothing: if the text cannot be decoded, the request ends
-        with an error."""
+        """Add a commit. Raises nothing: text that cannot be decoded ends the request in error."""
         # A prompt that was preempted is prefilled, and its tokens scored, again.
         already_scored = len(self.prompt_logprobs) - commit.position
         self.prompt_logprobs.extend(commit.prompt_logprobs[max(0, already_scored) :])

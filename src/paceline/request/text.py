@@ -213,8 +213,7 @@ class TextStream:
         self._ignored = max(0, self._ignored - released)
 
     def take(self) -> str:
-        """The text released since the last call: no later token can change it or make it part of a
-        stop string."""
+        """New text that no later token can change or make part of a stop string."""
         fresh = "".join(self._released[self._num_taken :])
         self._num_taken = len(self._released)
         return fresh

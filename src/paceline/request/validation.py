@@ -101,8 +101,7 @@ class ContextBudget:
 def encode(
     tokenizer: Tokenizer, prompt: Prompt, width: int, context_budget: ContextBudget
 ) -> list[int]:
-    """Encode a prompt to token ids, or check ids that are given; all must be below ``width``.
-    Raises PromptError."""
+    """Token ids of a prompt (text or ids), all below ``width``. Raises PromptError."""
     if isinstance(prompt, str):
         if not is_unicode(prompt):
             raise PromptError(
@@ -147,8 +146,7 @@ def check_params(params: SamplingParams, known: int, width: int, drafters: Seque
 def endings(
     params: SamplingParams, end_tokens: frozenset[int]
 ) -> tuple[frozenset[int], frozenset[int] | None]:
-    """The token ids that end a request, and the special tokens that are not part of its text (None:
-    all special tokens)."""
+    """Ids that end a request, and the special tokens without text (None: all of them)."""
     stops = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stops |= end_tokens

@@ -176,8 +176,7 @@ def _processor() -> str:
 
 
 class DraftChoice(_Table, frozen=True):
-    """The draft. ``spec`` "none" is plain decoding. ``length``: levels, or "auto" (at most
-    ``max_length``)."""
+    """The draft; "none" is plain decoding. ``length``: levels, or "auto" up to ``max_length``."""
 
     spec: str
     length: Annotated[int, Meta(ge=0)] | Literal["auto"]
