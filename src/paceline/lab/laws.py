@@ -38,12 +38,14 @@ _WAYS = {
     "text under penalties": SamplingParams(max_tokens=32, repetition_penalty=1.3, min_tokens=8),
     "text of a grammar": SamplingParams(max_tokens=32, grammar=Grammar("regex", "[a-z 0-9+=,]+")),
 }
-_CHANCE, _ANSWERS = 5e-4, 400  # that a drafter that is right is called wrong at one prompt
+_ALPHA = 5e-4  # per prompt: probability that a correct drafter fails the distribution test
+_ANSWERS = 400  # per prompt
 
 
 @dataclass(frozen=True)
 class Law:
-    """``broken``: which rule, and how, "" if it holds; ``error``: what was raised, if anything."""
+    """A law and its outcome. ``broken``: how it is broken, "" if it holds; ``error``: the exception
+    that was raised, if any."""
 
     drafter: str
     name: str
@@ -51,12 +53,13 @@ class Law:
     error: Exception | None = None
 
 
-Check = Callable[[LLM, Callable[[], DraftLike]], Iterator[str]]  # says how a law does not hold
+Check = Callable[[LLM, Callable[[], DraftLike]], Iterator[str]]  # yields how a law is broken
 
 
 def drafters_of(name: str, model: str) -> dict[str, Callable[[], DraftLike]]:
-    """What ``module:NAME`` is, as functions that make it anew: a record's examples, a drafter's
-    class, a function that makes a drafter. A spec of a known kind is itself. Raises ConfigError."""
+    """The drafters that ``module:NAME`` stands for, by name, as functions that create them. NAME is
+    a DraftSpec (its examples are tested), a drafter's class, or a function that returns a drafter.
+    A draft spec of a known kind stands for itself. Raises ConfigError."""
     module, _, attribute = name.partition(":")
     if module in DRAFTERS:
         return {name: lambda: name}
@@ -85,12 +88,12 @@ def drafters_of(name: str, model: str) -> dict[str, Callable[[], DraftLike]]:
 
 
 def laws(drafter: str, make: Callable[[], DraftLike], model: str) -> Iterator[Law]:
-    """Each law with its outcome; ``make`` makes the drafter anew. Raises PacelineErrors of the
-    model and of the drafter's loading."""
+    """Check each law; ``make`` creates a new drafter. Raises PacelineErrors of loading the model
+    or the drafter."""
     plain = LLM(model, draft=None, max_batch_size=4, seed=1)
-    plain.beside(make()).close()  # what it needs is there
+    plain.beside(make()).close()  # loading errors are raised here
     checks: dict[str, Check] = {
-        "members": _members,
+        "members": _drafter_attributes,
         **{way: partial(_texts, params) for way, params in _WAYS.items()},
         "text under preemption": _preempted,
         "distribution": _distribution,
@@ -99,11 +102,11 @@ def laws(drafter: str, make: Callable[[], DraftLike], model: str) -> Iterator[La
     for name, check in checks.items():
         try:
             yield Law(drafter, name, next(check(plain, make), ""))
-        except Exception as error:  # of the drafter, or a rule that strict mode names
+        except Exception as error:  # from the drafter, or from the checks of strict mode
             yield Law(drafter, name, str(Failure.of(error)), error)
 
 
-def _members(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
+def _drafter_attributes(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
     drafter = plain.beside(make(), strict=True).engine.drafter
     for length in range(9):
         for method in (drafter.max_nodes, drafter.passes):
@@ -120,12 +123,12 @@ def _members(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
 
 
 def _texts(params: SamplingParams, plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
-    """The same text as plain decoding's: alone and together, of each length."""
+    """Texts equal plain decoding's, in a batch, with each draft length."""
     expected = [done.token_ids for done in plain.generate(_PROMPTS, params)]
     for length in (1, 3, "auto"):
         llm = plain.beside(make(), strict=True, draft_length=length)
         prompts = _PROMPTS * 2
-        for _ in range(2):  # once more: what it has forgotten must not count
+        for _ in range(2):  # twice: forgotten sequences must not influence later ones
             for done, wanted in zip(llm.generate(prompts, params), expected * 2, strict=True):
                 if done.token_ids != wanted:
                     where = f"draft length {length}, prompt {done.prompt!r}"
@@ -134,7 +137,7 @@ def _texts(params: SamplingParams, plain: LLM, make: Callable[[], DraftLike]) ->
 
 
 def _left_over(llm: LLM) -> Iterator[str]:
-    """Nothing of ended requests may be kept."""
+    """No cache block and no drafter state of ended requests may be kept."""
     pool = llm.engine.cache.pool
     if pool.available != pool.total:
         yield "cache blocks are still in use after all requests have ended"
@@ -144,7 +147,8 @@ def _left_over(llm: LLM) -> Iterator[str]:
 
 
 def _preempted(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
-    """Sequences that give up their cache are forgotten and come back under the same id."""
+    """Texts equal plain decoding's with a cache so small that sequences are preempted: the drafter
+    has to forget them, and they return under the same id."""
     per_token = bytes_per_token(plain.target.cache_shapes, plain.target.cache_dtype)
     blocks = sum(len(plain.tokenizer.encode(p)) for p in _PROMPTS) // BLOCK_SIZE + 6
     expected = [done.token_ids for done in plain.generate(_PROMPTS, _GREEDY)]
@@ -156,7 +160,8 @@ def _preempted(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
 
 
 def _distribution(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
-    """The first two tokens of unseeded answers are distributed as plain ones: by chi-square."""
+    """The first two tokens of unseeded answers have plain decoding's distribution, by a chi-square
+    test of homogeneity."""
     params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=_ANSWERS)
     common: dict[str, Any] = {"max_batch_size": 64, "draft_length": 2}
     llms = plain.beside(None, seed=1, **common), plain.beside(make(), seed=5, strict=True, **common)
@@ -166,7 +171,7 @@ def _distribution(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
         )
         pairs = {**ours, **theirs}
         test = homogeneity([ours[p] for p in pairs], [theirs[p] for p in pairs])
-        if test.p_value < _CHANCE:
+        if test.p_value < _ALPHA:
             seen = f"chi-square {test.statistic:.0f}, p = {test.p_value:.0e}"
             yield (
                 f"two tokens of {_ANSWERS} answers are not distributed as plain decoding's "
@@ -176,6 +181,7 @@ def _distribution(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
 
 
 def _proposes(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
+    """The drafter proposes something, so that the other laws were tested at all."""
     done = plain.beside(make(), strict=True, draft_length=4).generate(_PROMPTS, _GREEDY)
     if not sum(completion.stats.drafted_tokens for completion in done):
         yield "nothing was proposed in four repetitive texts: nothing was tested"

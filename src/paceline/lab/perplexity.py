@@ -1,4 +1,4 @@
-"""How well a model predicts given text: what quantising it cost, in one figure."""
+"""Perplexity of a model on given text: what quantisation costs, in one figure."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from paceline.lab.bench.prompts import load_prompts
 from paceline.model.target import CausalModel
 from paceline.train.data import encode_stream
 
-WINDOW = 512  # tokens that are read together; a longer text is read in such parts
-EVALUATED = 4096  # tokens
-_ROWS = 128  # rows whose logits are held at once
+WINDOW = 512  # tokens per window; longer texts are split
+EVALUATED = 4096  # tokens in all
+_ROWS = 128  # rows per forward, which bounds the memory for logits
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """``tokens`` that were predicted, and the sum of their surprise in ``nats``."""
+    """``tokens`` that were predicted, and the sum of their negative log-likelihood in ``nats``."""
 
     tokens: int
     nats: float
 
     @property
     def value(self) -> float:
-        """``exp`` of the mean surprise; 1 would be certainty."""
+        """The perplexity: ``exp`` of the mean negative log-likelihood; 1 would be certainty."""
         return math.exp(self.nats / self.tokens)
 
     def record(self) -> dict[str, Any]:
@@ -43,8 +43,8 @@ class Perplexity:
 def read_windows(
     path: Path, tokenizer: PreTrainedTokenizerFast, most_tokens: int, seed: int | None = None
 ) -> list[list[int]]:
-    """The texts of a JSONL file (``messages``, ``text``, ...) as token ids, so many in all; with a
-    ``seed`` in random order. Raises DataError if there are none."""
+    """The texts of a JSONL file (``messages``, ``text``, ...) as token ids, at most ``most_tokens``
+    in all; with a ``seed`` in random order. Raises DataError if there are none."""
     stream = encode_stream(path, tokenizer, loss_on="all")
     documents = np.split(stream.ids, stream.starts[1:])
     if seed is not None:
@@ -57,13 +57,14 @@ def read_windows(
 
 
 def shipped_windows(tokenizer: PreTrainedTokenizerFast, most_tokens: int) -> list[list[int]]:
-    """The questions that ``paceline bench`` asks, as plain text: token ids, so many in all."""
+    """The prompts of ``paceline bench`` as plain token ids, at most ``most_tokens`` in all."""
     texts = ["\n\n".join(prompt.turns) for prompt in load_prompts()]
     return _cut((ids[:WINDOW] for ids in tokenizer(texts)["input_ids"]), most_tokens)
 
 
 def _cut(texts: Iterable[list[int]], most_tokens: int) -> list[list[int]]:
-    """The first texts, of ``most_tokens`` together; what has no second token predicts nothing."""
+    """The first texts, up to ``most_tokens`` in all. Texts of one token have nothing to predict and
+    are left out."""
     kept, left = list[list[int]](), most_tokens
     for ids in texts:
         if len(ids[:left]) > 1:
@@ -74,7 +75,7 @@ def _cut(texts: Iterable[list[int]], most_tokens: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def perplexity(model: CausalModel, windows: Sequence[Sequence[int]]) -> Perplexity:
-    """Of every token but the first of each window, as ``model`` computes it in the engine."""
+    """The perplexity of all tokens but the first of each window, as the engine computes them."""
     nats, tokens = 0.0, 0
     longest = max(len(ids) for ids in windows)
     cache = model.new_cache(1, longest, share=False)

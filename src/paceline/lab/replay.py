@@ -1,4 +1,4 @@
-"""An answer decoded again, without drafts, beside what its receipt says was decoded."""
+"""Decodes the answer of a receipt again, without drafts, and compares the two texts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from paceline.lab.certify.decoding import first_difference
 from paceline.llm import LLM
 from paceline.request.receipt import ReceiptError, sampling_of_receipt
 
-_SHOWN_TOKENS = 8  # of either text, from where they part
+_SHOWN_TOKENS = 8  # of each text, from the first difference on
 
 
 def replay(llm: LLM, receipt: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Decode a receipt's answer plainly: the outcome as JSON (``parts``: index of the first token
-    that differs, None if none does; ``text``: the receipt's; ``expected`` and ``got``: the texts
-    from there on), and as a line. Raises ReceiptError on other weights or settings."""
+    """Decode a receipt's answer with plain decoding. Returns the outcome as JSON (``parts``: index
+    of the first differing token, None if there is none; ``text``: the receipt's text; ``expected``
+    and ``got``: the receipt's and the new text from there on), and as a line. Raises ReceiptError
+    if weights, tokenizer or settings are not the receipt's."""
     here = llm.receipts.origin
     for what in ("weights", "tokenizer"):
         if here[what] != receipt[what]:
@@ -30,7 +31,7 @@ def replay(llm: LLM, receipt: dict[str, Any]) -> tuple[dict[str, Any], str]:
         if asked.get(key) != value:
             raise ReceiptError(
                 f"other settings: {key} is {asked.get(key)} in the receipt and {value} here; "
-                "replay it where it can be the same"
+                "replay it where this setting can be the same"
             )
     for key in ours:
         if theirs.get(key) != ours[key]:

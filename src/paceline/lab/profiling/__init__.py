@@ -1,1 +1,1 @@
-"""Where a decoding step's time goes, and which limit of the machine holds it up."""
+"""Where the time of a decoding step goes, and which limit of the machine bounds it."""

@@ -1,7 +1,7 @@
-"""What this machine can do at best, which limit holds a phase of the step up, and that in words.
+"""Peak speeds of this machine, and which of them bounds a phase of the decoding step.
 
-The bytes that a step must move and the FLOPs it does are counted operator by operator: a weight
-each time that a product reads it, keys and values as far as attention reads them."""
+The bytes and FLOPs of a step are counted operator by operator: a weight each time that a matrix
+product reads it, and the keys and values that attention reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.model.backends.counters import OPERATOR, NativeWork, counted
 from paceline.model.loading import cpu_has_bf16
 from paceline.model.measure import measure
 
-# Position of the rows among the arguments; the weight comes behind them.
+# Matrix products, with the index of the rows among the arguments; the weight is the next argument.
 _PRODUCTS = dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::matmul", "aten::linear"), 0)
 _PRODUCTS |= {"aten::_grouped_mm": 0, "mkldnn::_linear_pointwise": 0}
 _PRODUCTS |= {"aten::addmm": 1, "aten::baddbmm": 1}
@@ -28,15 +28,15 @@ _ATTENTION = ("aten::scaled_dot_product_", "aten::_scaled_dot_product_")
 
 
 def is_kernel(name: str) -> bool:
-    """Whether an operator is a product or an attention: where the work of a model is."""
+    """Whether an operator is a matrix product or attention, which do nearly all the work."""
     return name in _PRODUCTS or name.startswith((OPERATOR, *_ATTENTION, "aten::einsum"))
 
 
 @dataclass
 class Work:
-    """What one phase did. ``kernels``: products and attention among the ``ops``. ``weight_bytes``:
-    of weights whenever they are read; ``weights``: elements and bytes of the distinct ones.
-    ``cache_bytes``: of keys and values."""
+    """The work of one phase. ``ops``: operator calls; ``kernels``: those of matrix products and
+    attention. ``weight_bytes``: bytes of weights, counted at every read; ``weights``: elements and
+    bytes of each distinct weight. ``cache_bytes``: bytes of keys and values that are read."""
 
     ops: float = 0
     kernels: float = 0
@@ -60,23 +60,24 @@ class Work:
 
     @property
     def weight_bits(self) -> float:
-        """Of a number of the weights as it is read, scales included."""
+        """Bits per weight element as it is read, scales included."""
         return 8 * self.distinct_bytes / self.parameters if self.weights else 0.0
 
     def per_step(self, steps: int) -> Work:
-        """Of one of so many steps."""
+        """The work of one step, if this is the sum over ``steps`` steps."""
         sums = {name: value / steps for name, value in vars(self).items() if name != "weights"}
         return Work(**sums, weights=self.weights)
 
     def add_product(self, key: object, elements: int, size: int, flops: int) -> None:
-        """A product with a weight of ``size`` bytes."""
+        """Count a matrix product with a weight of ``size`` bytes."""
         self.flops += flops
         self.weight_bytes += size
         self.weights[key] = (elements, size)
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds the work of operators called in ``phase("step")`` to its innermost phase, or "other"."""
+    """Counts the operators called within ``phase("step")``: each is added to the innermost phase,
+    or to "other"."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,7 +99,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._phase = before
 
     def _native(self, done: NativeWork) -> None:
-        """A call of our own kernels, which is one operator."""
+        """Count a call of our own kernels as one operator."""
         work = self.phases.setdefault(self._phase, Work())
         work.ops += 1
         work.kernels += 1
@@ -113,20 +114,20 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         name = func.name().partition(".")[0]
-        if name == "aten::einsum":  # its products are seen one by one
+        if name == "aten::einsum":  # decomposed, so that its products are counted one by one
             with self:
                 return func.decompose(*args, **kwargs)
         result = func(*args, **kwargs)
         work = self.phases.setdefault(self._phase, Work())
         work.ops += 1
         if name in _BATCHED and args[0].shape[-1] == 1 and args[1].dim() > 2:
-            name = "aten::mul"  # outer products, such as angles of rope: no weight, and no sum
+            name = "aten::mul"  # an outer product, such as RoPE angles: no weight is read
         work.kernels += is_kernel(name)
         if name in _PRODUCTS:
             first = _PRODUCTS[name]
             _count_product(work, name, args[first], args[first + 1], result)
         elif name.startswith(_ATTENTION):
-            query, key, value = args[:3]  # scores and weighted sum, two FLOPs a multiplication
+            query, key, value = args[:3]  # scores and weighted sum: 2 FLOPs per multiply-add
             pairs = math.prod(query.shape[:-1]) * key.shape[-2]
             work.flops += 2 * pairs * (key.shape[-1] + value.shape[-1])
             work.cache_bytes += key.nbytes + value.nbytes
@@ -137,26 +138,26 @@ def _count_product(
     work: Work, name: str, rows: torch.Tensor, weight: torch.Tensor, result: torch.Tensor
 ) -> None:
     elements = weight.numel()
-    if name == "aten::_grouped_mm":  # at most one expert for each row is read
+    if name == "aten::_grouped_mm":  # at most one expert is read per row
         elements = elements // weight.shape[0] * min(weight.shape[0], rows.shape[0])
-    key: object = id(weight)  # of a prepacked one, which stays one object
-    if weight.layout == torch.strided:  # the same for every view of a weight
+    key: object = id(weight)  # a prepacked weight is always the same object
+    if weight.layout == torch.strided:  # all views of a weight have the same key
         key = weight.data_ptr(), weight.shape
     flops = 2 * result.numel() * rows.shape[-1]
     work.add_product(key, elements, elements * weight.dtype.itemsize, flops)
 
 
-_BUFFER = 256 * 2**20  # bytes, more than caches hold
-_LEAST_READ = 64 * 2**10  # bytes, below which a sum takes longer to be called than to be done
-_READ = 32 * 2**20  # bytes read in one timing, again and again where the buffer is smaller
-_CALLS = 50  # in one timing: few enough for several timings in a scheduler's time slice
+_BUFFER = 256 * 2**20  # bytes: larger than the caches
+_MIN_READ = 64 * 2**10  # bytes: for a smaller sum the call would take longer than the reading
+_READ = 32 * 2**20  # bytes read per timing; a smaller buffer is read repeatedly
+_CALLS = 50  # per timing: so few that several timings fit into a time slice of the scheduler
 
 
 @dataclass(frozen=True)
 class MachineSpeeds:
-    """``read_bandwidth``: bytes/s of a sum over a buffer that no cache holds. ``peak_flops``: FLOP
-    a second of a product of many rows whose weight is cached. ``product_seconds``: a call of the
-    smallest product."""
+    """``read_bandwidth``: bytes/s of a sum over a buffer larger than the caches. ``peak_flops``:
+    FLOP/s of a product of many rows with a cached weight. ``product_seconds``: time of a call of a
+    tiny product, the overhead of a call."""
 
     device: str
     dtype: str
@@ -168,10 +169,10 @@ class MachineSpeeds:
 
 @torch.inference_mode()
 def measure_machine(device: torch.device, dtype: torch.dtype) -> MachineSpeeds:
-    """Takes about 2 seconds."""
+    """Measure the peak speeds; takes about 2 seconds."""
     side, rows = (4096, 4096) if device.type == "cuda" else (1024, 256)
     if device.type == "cpu" and not cpu_has_bf16():
-        dtype = torch.float32  # torch emulates bf16 there; the kernels multiply in float32
+        dtype = torch.float32  # without bf16 instructions torch emulates; our kernels use float32
     return MachineSpeeds(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         dtype=str(dtype).removeprefix("torch."),
@@ -184,8 +185,8 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> MachineSpeeds:
 
 @torch.inference_mode()
 def read_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes/s of sums over ``size`` bytes, again and again: from a cache if they fit into one."""
-    data = torch.ones(max(_LEAST_READ, size) // 4, device=device)
+    """Bytes/s of repeated sums over ``size`` bytes, which a cache serves if they fit into it."""
+    data = torch.ones(max(_MIN_READ, size) // 4, device=device)
     times = max(1, _READ // (4 * data.numel()))
     return 4 * data.numel() / _seconds(data.sum, device, times)
 
@@ -199,7 +200,8 @@ def _product_seconds(
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Of one call, of ``times`` in a row: the best of some rounds, as noise only ever adds."""
+    """Time of one call, averaged over ``times`` in a row: the best of several rounds, because noise
+    only adds time."""
 
     def repeat(_: int) -> None:
         for _ in range(times):
@@ -209,16 +211,16 @@ def _seconds(run: Callable[[], object], device: torch.device, times: int) -> flo
 
 
 MEMORY, COMPUTE, LAUNCH, PYTHON = "memory bandwidth", "compute", "kernel launches", "Python"
-SATURATED = 0.5  # share of the machine's best from which the limit takes most of the time
+SATURATED = 0.5  # share of a peak speed from which that limit takes most of the time
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase in a step without the profiler, and its ``work``.
+    """Time and ``work`` of one phase of a step, without the profiler's overhead.
 
-    ``kernels + launches + python == seconds``: in products and attention (on CUDA: in any kernel);
-    in calling them and in all other operators; between operators. ``share`` of the step.
-    ``bandwidth``: bytes/s that the machine reads at best; ``peak_flops``: FLOP/s at best.
+    ``seconds`` is the sum of ``kernels`` (in matrix products and attention; on CUDA in any kernel),
+    ``launches`` (in calling them, and in all other operators) and ``python`` (between operators).
+    ``share``: of the step. ``bandwidth`` and ``peak_flops``: the machine's peak bytes/s and FLOP/s.
     """
 
     name: str
@@ -253,20 +255,21 @@ class Phase:
 
     @property
     def bound(self) -> str:
-        """Memory or compute, the nearer, if it is saturated or products and attention take most of
-        the time; else calls or Python, whichever takes longer."""
+        """The limit that bounds the phase. Memory or compute, whichever is nearer to its peak, if
+        that is saturated or kernels take most of the time; otherwise launches or Python, whichever
+        takes longer."""
         if self.saturated or self.kernels > self.launches + self.python:
             return MEMORY if self.of_read_bandwidth >= self.of_peak_flops else COMPUTE
         return LAUNCH if self.launches >= self.python else PYTHON
 
     @property
     def label(self) -> str:
-        """The bound; "nearest to" where products and attention do not reach their limit."""
+        """The bound as text; "nearest to" if it is memory or compute but not saturated."""
         near = self.bound in (MEMORY, COMPUTE) and not self.saturated
         return f"nearest to {self.bound}" if near else f"bound by {self.bound}"
 
     def explain(self) -> str:
-        """What holds this phase up, with the figures that say so, and what would help."""
+        """What bounds this phase, with the figures that show it, and what would help."""
         limit = ""
         if self.bound == MEMORY:
             limit = f" ({self.of_read_bandwidth:.0%} of {rate(self.bandwidth)})"

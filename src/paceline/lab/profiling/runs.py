@@ -1,5 +1,4 @@
-"""Profiles of plain and speculative decoding on the same prompts, one beside the other; and what
-they say, as columns, for the screen, reports and JSON."""
+"""Profiles of plain and speculative decoding on the same prompts, and their tables and JSON."""
 
 from __future__ import annotations
 
@@ -44,10 +43,11 @@ PLAIN = "plain"  # the name of decoding without a drafter
 
 @dataclass(frozen=True)
 class RunProfile:
-    """One way of decoding. ``sums``: of the steps of all timed rounds. ``working_set_bytes``: what
-    a step reads, bytes counted once. ``drafters``: accepted tokens by drafter. ``not_drafted``:
-    steps without a draft, by the controller's reason. ``processor_busy_elsewhere``: share of the
-    time that other programs had it. ``profiler_slowdown``: of a step."""
+    """The profile of one way of decoding. ``sums``: over the steps of all timed rounds.
+    ``working_set_bytes``: distinct bytes that a step reads. ``drafters``: accepted tokens by
+    drafter. ``not_drafted``: steps without a draft, by the controller's reason.
+    ``processor_busy_elsewhere``: share of the time in which other programs had the processor.
+    ``profiler_slowdown``: step time under the profiler by that without."""
 
     name: str
     phases: tuple[Phase, ...]
@@ -84,7 +84,7 @@ class RunProfile:
             notes.append(
                 "the machine is busy: other programs had the processor for "
                 f"{self.processor_busy_elsewhere:.0%} of the time; times are too long and limits "
-                "seem further away than they are; measure again on an idle one"
+                "seem further away than they are; measure again on an idle machine"
             )
         if self.name != PLAIN and not self.sums.drafted:
             notes.append(
@@ -95,7 +95,7 @@ class RunProfile:
 
     @property
     def verdict(self) -> list[str]:
-        """What holds the step up, then each phase that matters, the longest first."""
+        """What bounds the step, then the same for each phase that matters, the longest first."""
         longest = sorted(self.phases, key=lambda phase: -phase.seconds)
         labels = {phase.label for phase in longest}
         share, first = max((sum(p.share for p in longest if p.label == x), x) for x in labels)
