@@ -33,16 +33,15 @@ inline void prefetch_ahead(const void* line) {
 }
 
 // How the tiles read a panel: `load_weights` gives 16 outputs (vector i) of the even or odd input of a pair. STEP:
-// numbers from one vector of outputs to the next; PAIR: from one pair of inputs to the next.
+// numbers from one vector of outputs to the next; PAIR: from one pair of inputs to
+// the next. PREFETCH: the panel comes from memory (attention's panels are in the cache).
+template <bool PREFETCH>
 struct F32Panel {
   typedef float Number;
   static constexpr long STEP = 16, PAIR = 2 * PANEL;
   static F32x16 load_weights(const float* pair, int i, int odd) { return load(pair + PANEL * odd + 16 * i); }
-  static void prefetch(const float*, int) {}  // attention's panels are in the cache
-};
-
-struct F32Weights : F32Panel {
   static void prefetch(const float* pair, int i) {
+    if (!PREFETCH) return;
     prefetch_ahead(pair + 16 * i);
     prefetch_ahead(pair + PANEL + 16 * i);
   }
@@ -193,7 +192,7 @@ inline void gemm(const Gemm& g, long part, long parts, float* scratch) {
       long begin = panel * PANEL * inputs;
       const uint16_t* pairs = static_cast<const uint16_t*>(g.weight->data) + begin;
       if (g.dtype != PL_BFLOAT16)
-        gemm_panel<F32Weights>(static_cast<const float*>(g.weight->data) + begin, x, rows, inputs, c);
+        gemm_panel<F32Panel<true>>(static_cast<const float*>(g.weight->data) + begin, x, rows, inputs, c);
       else if (rows == 1 && prefetches_streams())
         gemm_panel<Bf16Panel<false>>(pairs, x, rows, inputs, c);
       else

@@ -128,14 +128,10 @@ struct AttentionItem {
   const PartialResults* partial;
 };
 
-class AttentionItems {
- public:
-  AttentionItems(const AttentionItem* begin, const AttentionItem* end) : begin_(begin), end_(end) {}
-  const AttentionItem* begin() const { return begin_; }
-  const AttentionItem* end() const { return end_; }
-
- private:
-  const AttentionItem *begin_, *end_;
+struct AttentionItems {
+  const AttentionItem *first, *last;
+  const AttentionItem* begin() const { return first; }
+  const AttentionItem* end() const { return last; }
 };
 
 // Prefetches the keys and values of a thread's items into L2, a fixed distance before they are used. The hardware
@@ -180,13 +176,13 @@ inline long rounding_scratch(const WeightRounding& r) {
   return round_up(rounded_rows(r) * (r.columns / r.group), 16) * (r.group + 2);
 }
 
-// The distribution of a row of logits: of those that are at least `cut`, e^(sharpness * (logit - first)) by their
-// sum, `mass`.
+// The distribution of a row of logits x after truncation: p = e^(sharpness * (x - first)) / mass where x >= cut, else 0.
+// `first` is the largest logit.
 struct Law {
   float sharpness, first, cut;
   double mass;
 };
-constexpr long STRETCH = 64;  // logits of a row that are looked at together
+constexpr long STRETCH = 64;  // logits of a row that are processed together
 
 struct Kernels {
   const char* name;
@@ -211,14 +207,14 @@ struct Kernels {
   // 1 without computing it if sharpness is 0.
   float (*top_k)(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* ids, float* values);
   int32_t (*argmax)(int64_t dtype, const void* x, long width);  // -1 if a logit is NaN or the largest is not finite
-  // Of a stretch of a row, or a shorter one: weights e^(...) * scale, less those of `less`, but none below
-  // zero, into y; returns their sum. Neither `less` nor y need be there.
+  // For at most STRETCH logits: y = max(e^(...) * scale - less, 0). Returns the sum. `less` and y may be NULL.
   float (*weigh)(int64_t dtype, const void* x, long width, const Law&, float scale, const float* less, float* y);
-  // Those that may win a race against e^-best, as noise under `key` of ids[n], or of `id` and those behind
-  // it; returns how many. `rest`: unless NULL, the sum of weight by noise of the others is added, to 1e-3.
+  // The places of those logits, of at most STRETCH, whose Gumbel-max score may exceed `best`, with the noise of `key` for
+  // the token ids[n], or id + n without ids. Returns how many. `rest`, unless NULL, grows by the sum of weight / noise of
+  // all others, to a relative error of 1e-3.
   long (*contend)(int64_t dtype, const void* x, long width, const Law&, float best, uint64_t key, const int64_t* ids,
                   int64_t id, int32_t* places, float* rest);
-  // How many of a row are at least `cut`; these into y, where that is not NULL.
+  // How many logits of a row are at least `cut`; y, unless NULL, gets them.
   long (*collect)(int64_t dtype, const void* x, long width, float cut, float* y);
 
   void (*round_weight_rows)(const WeightRounding&, long first, long rows, float* scratch);

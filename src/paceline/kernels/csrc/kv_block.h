@@ -22,7 +22,7 @@ inline void store_key_lanes(const int8_t*, F32x16 lanes, float* to) {
 // The format of such a panel, see gemm.h.
 template <class Number>
 struct KeyPanel {
-  typedef F32Panel Panel;
+  typedef F32Panel<false> Panel;
 };
 template <>
 struct KeyPanel<uint16_t> {

@@ -9,25 +9,13 @@
 
 namespace {
 
-inline uint32_t float_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-
-inline float float_from_bits(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-
 // Rounded to fp16, ties to even; infinite from 65520 on.
 inline float round_to_half(float x) {
-  uint32_t sign = float_bits(x) & 0x80000000u, size = float_bits(x) & 0x7fffffffu;
+  uint32_t sign = bits_of(x) & 0x80000000u, size = bits_of(x) & 0x7fffffffu;
   uint32_t normal = (size + 0xfffu + ((size >> 13) & 1)) & ~0x1fffu;
-  uint32_t subnormal = float_bits((float_from_bits(size) + 0.75f) - 0.75f);  // the last bit of a float from 1/2 to 1 is 2^-24
-  uint32_t rounded = size < float_bits(0x1p-14f) ? subnormal : normal;
-  return float_from_bits((rounded < float_bits(65536.0f) ? rounded : float_bits(__builtin_inff())) | sign);
+  uint32_t subnormal = bits_of((float_of(size) + 0.75f) - 0.75f);  // the last bit of a float from 1/2 to 1 is 2^-24
+  uint32_t rounded = size < bits_of(0x1p-14f) ? subnormal : normal;
+  return float_of((rounded < bits_of(65536.0f) ? rounded : bits_of(__builtin_inff())) | sign);
 }
 
 // The grids of sixteen groups: code c stands for scale * c + offset.

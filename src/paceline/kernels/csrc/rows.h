@@ -13,29 +13,30 @@ inline auto with_dtype(int64_t dtype, const void* x, const F& f) {
   return dtype == PL_BFLOAT16 ? f(static_cast<const uint16_t*>(x)) : f(static_cast<const float*>(x));
 }
 
+// y[i .. i + 16] = f(i, width - i) for all of a row; f loads at most `left` = width - i numbers.
+template <class T, class F>
+inline void map_row(T* y, long width, const F& f) {
+  for (long i = 0; i < width; i += 16) store_partial(y + i, width - i, f(i, width - i));
+}
+
 void load_row(int64_t dtype, const void* x, long width, float* y) {
-  for (long i = 0; i < width; i += 16)
-    store_partial(y + i, width - i,
-                  dtype == PL_BFLOAT16 ? load_partial(static_cast<const uint16_t*>(x) + i, width - i)
-                                       : load_partial(static_cast<const float*>(x) + i, width - i));
+  with_dtype(dtype, x, [&](auto* row) {
+    map_row(y, width, [&](long i, long left) { return load_partial(row + i, left); });
+  });
 }
 
 void store_row(int64_t dtype, const float* x, long width, void* y) {
-  for (long i = 0; i < width; i += 16) {
-    F32x16 a = load_partial(x + i, width - i);
-    if (dtype == PL_BFLOAT16)
-      store_partial(static_cast<uint16_t*>(y) + i, width - i, a);
-    else
-      store_partial(static_cast<float*>(y) + i, width - i, a);
-  }
+  auto copy = [&](long i, long left) { return load_partial(x + i, left); };
+  dtype == PL_BFLOAT16 ? map_row(static_cast<uint16_t*>(y), width, copy) : map_row(static_cast<float*>(y), width, copy);
 }
 
 void embed(const pl_model& m, int32_t id, float* x) {
   long size = m.dtype == PL_BFLOAT16 ? 2 : 4;
   load_row(m.dtype, static_cast<const char*>(m.embedding) + id * m.hidden * size, m.hidden, x);
   if (m.embedding_scale == 1.0f) return;
-  for (long i = 0; i < m.hidden; i += 16)
-    store_partial(x + i, m.hidden - i, rounded(m.dtype, load_partial(x + i, m.hidden - i) * set1(m.embedding_scale)));
+  map_row(x, m.hidden, [&](long i, long left) {
+    return rounded(m.dtype, load_partial(x + i, left) * set1(m.embedding_scale));
+  });
 }
 
 // 1 / sqrt(mean of squares + eps)
@@ -50,24 +51,19 @@ inline float inverse_rms(const float* x, long width, float eps) {
 
 // y = norm(x), rounded to the dtype; without a norm only rounded.
 void rms_norm(const pl_model& m, const pl_norm& norm, const float* x, float* y, long width) {
-  if (!norm.weight) {
-    for (long i = 0; i < width; i += 16) store_partial(y + i, width - i, rounded(m.dtype, load_partial(x + i, width - i)));
-    return;
-  }
+  if (!norm.weight) return map_row(y, width, [&](long i, long left) { return rounded(m.dtype, load_partial(x + i, left)); });
   F32x16 scale = set1(inverse_rms(x, width, norm.eps));
-  for (long i = 0; i < width; i += 16) {
-    F32x16 a = load_partial(x + i, width - i) * scale * load_partial(norm.weight + i, width - i);
-    store_partial(y + i, width - i, rounded(m.dtype, a));
-  }
+  map_row(y, width, [&](long i, long left) {
+    return rounded(m.dtype, load_partial(x + i, left) * scale * load_partial(norm.weight + i, left));
+  });
 }
 
 // x += norm(y)
 void add_rms_norm(const pl_model& m, const pl_norm& norm, float* x, const float* y) {
   F32x16 scale = set1(inverse_rms(y, m.hidden, norm.eps));
-  for (long i = 0; i < m.hidden; i += 16) {
-    F32x16 a = load_partial(y + i, m.hidden - i) * scale * load_partial(norm.weight + i, m.hidden - i);
-    store_partial(x + i, m.hidden - i, load_partial(x + i, m.hidden - i) + a);
-  }
+  map_row(x, m.hidden, [&](long i, long left) {
+    return load_partial(x + i, left) + load_partial(y + i, left) * scale * load_partial(norm.weight + i, left);
+  });
 }
 
 // x += silu(y); `next` is x rounded to the dtype.
@@ -81,8 +77,8 @@ void add_silu(int64_t dtype, float* x, const float* y, float* next, long width) 
 
 // x += scale * y
 void add_scaled(float* x, const float* y, float scale, long width) {
-  for (long i = 0; i < width; i += 16)
-    store_partial(x + i, width - i, fma(load_partial(y + i, width - i), set1(scale), load_partial(x + i, width - i)));
+  F32x16 by = set1(scale);
+  map_row(x, width, [&](long i, long left) { return fma(load_partial(y + i, left), by, load_partial(x + i, left)); });
 }
 
 // The `count` largest router logits, largest first (of equal ones the lower index), weighted by their softmax.
@@ -108,9 +104,9 @@ void choose_experts(const float* logits, long experts, long count, ExpertChoice*
 inline void norm_and_rope(int64_t dtype, const pl_norm& norm, const float* rope, float* head, long width, float scaling) {
   if (norm.weight) {
     F32x16 scale = set1(inverse_rms(head, width, norm.eps));
-    for (long i = 0; i < width; i += 16)
-      store_partial(head + i, width - i,
-                    load_partial(head + i, width - i) * scale * load_partial(norm.weight + i, width - i));
+    map_row(head, width, [&](long i, long left) {
+      return load_partial(head + i, left) * scale * load_partial(norm.weight + i, left);
+    });
   }
   long half = width / 2;
   for (long i = 0; i < half; i += 16) {

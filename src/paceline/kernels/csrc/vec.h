@@ -27,6 +27,22 @@
 // bits then hold 127 + n, which is the exponent of 2^n once they are shifted left by 23.
 constexpr float MAGIC = 12582912.0f + 127.0f;
 
+static inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// The bits of x rounded to bf16 in the upper 16 bits.
+static inline uint32_t bf16_bits(float x) { return bits_of(x) + 0x7fff + ((bits_of(x) >> 16) & 1); }
+static inline float round_to_bf16(float x) { return float_of(bf16_bits(x) & 0xffff0000u); }
+
 #if defined(PACELINE_AVX512)
 #include "vec_avx512.h"
 #elif defined(PACELINE_AVX2)
@@ -116,12 +132,4 @@ static inline F32x16 activate(F32x16 x, int kind) {
   F32x16 cube = x * x * x;
   F32x16 inner = set1(0.79788456f) * fma(cube, set1(0.044715f), x);
   return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
-}
-
-static inline float round_to_bf16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
-  memcpy(&x, &bits, 4);
-  return x;
 }

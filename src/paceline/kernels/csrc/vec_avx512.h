@@ -61,7 +61,7 @@ static inline void store(uint16_t* p, F32x16 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
 }
 
-static inline void transpose(F32x16 t[16]) {
+[[gnu::always_inline]] static inline void transpose(F32x16 t[16]) {  // t stays in registers
   __m512 a[16], b[16];
   for (int i = 0; i < 16; i += 2) {
     a[i] = _mm512_unpacklo_ps(t[i].v, t[i + 1].v);

@@ -13,20 +13,6 @@ static inline F32x16 map(F f) {
   return r;
 }
 
-static inline float float_of(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-
-static inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-
-static inline uint32_t rounded_bits(float x) { return bits_of(x) + 0x7fff + ((bits_of(x) >> 16) & 1); }
-
 static inline F32x16 load(const float* p) {
   F32x16 r;
   memcpy(r.v, p, 64);
@@ -62,10 +48,10 @@ static inline F32x16 load(const int8_t* p) {
   return map([&](int i) { return static_cast<float>(p[i]); });
 }
 static inline F32x16 round_to_bf16(F32x16 a) {
-  return map([&](int i) { return float_of(rounded_bits(a.v[i]) & 0xffff0000u); });
+  return map([&](int i) { return round_to_bf16(a.v[i]); });
 }
 static inline void store(uint16_t* p, F32x16 a) {
-  for (int i = 0; i < 16; i++) p[i] = static_cast<uint16_t>(rounded_bits(a.v[i]) >> 16);
+  for (int i = 0; i < 16; i++) p[i] = static_cast<uint16_t>(bf16_bits(a.v[i]) >> 16);
 }
 static inline void transpose(F32x16 t[16]) {
   for (int i = 0; i < 16; i++)
