@@ -1,7 +1,7 @@
-"""What the benchmarks share: turns, a quiet machine, files of records, the last line.
+"""Shared by the benchmarks: rounds in turn, waiting for a quiet machine, files of records.
 
-A figure is a median over rounds in which all engines take turns, so that a machine that slows down
-slows all of them; who begins changes from turn to turn.
+Figures are medians over rounds in which all engines take turns, so that a machine that slows down
+slows all of them; the engine that begins changes from round to round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QUIET = 0.15  # cores that others may keep busy
 
 
 def numbers(text: str) -> list[int]:
-    """``1,4,16``, an option of the scripts; none of an empty text."""
+    """Parse an option such as ``1,4,16``; an empty text is an empty list."""
     return [int(part) for part in text.split(",") if part]
 
 
@@ -29,7 +29,7 @@ def numbers(text: str) -> list[int]:
 
 
 def rotated(items: Sequence[Element], turn: int) -> list[Element]:
-    """The same, beginning with another one in every turn."""
+    """The items in rotated order: another one is first in every turn."""
     shift = turn % len(items)
     return [*items[shift:], *items[:shift]]
 
@@ -37,7 +37,7 @@ def rotated(items: Sequence[Element], turn: int) -> list[Element]:
 def alternate(
     runs: Mapping[Name, Callable[[], float]], rounds: int, warm_up: int = 1
 ) -> dict[Name, list[float]]:
-    """What every run returned in ``rounds`` rounds; those to warm up with do not count."""
+    """The figures that every run returned in ``rounds`` rounds, without the warm-up rounds."""
     figures: dict[Name, list[float]] = {name: [] for name in runs}
     for turn in range(warm_up + rounds):
         for name in rotated(list(runs), turn):
@@ -48,7 +48,7 @@ def alternate(
 
 
 def median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """The median of the rounds' ratios."""
+    """The median over rounds of the ratio of two figures."""
     return median(a / b for a, b in zip(one, other, strict=True))
 
 
@@ -56,7 +56,7 @@ def median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _busy() -> float | None:
-    """Processor seconds of all processes since the machine started; None where nothing says."""
+    """CPU seconds of all processes since the machine started; None if the system does not tell."""
     try:
         fields = _STAT.read_text().split("\n", 1)[0].split()[1:]
         user, nice, system, _idle, _wait, *interrupts = (int(field) for field in fields)
@@ -66,13 +66,13 @@ def _busy() -> float | None:
 
 
 class OtherLoad:
-    """Cores that other processes kept busy since it was made."""
+    """Measures how many cores other processes keep busy, from its creation on."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter(), time.process_time(), _busy()
 
     def cores(self) -> float | None:
-        """None where the system does not say."""
+        """Cores kept busy by others, on average; None if the system does not tell."""
         start, spent, before = self._began
         now, all_now = time.perf_counter(), _busy()
         if before is None or all_now is None or now <= start:
@@ -81,7 +81,7 @@ class OtherLoad:
 
 
 def wait_until_quiet(most: float, info: Callable[[str], None], window: float = 1.0) -> None:
-    """Return when others leave the machine alone for ``window`` seconds, or after ``most``."""
+    """Return when other processes were idle for ``window`` seconds, or after ``most`` seconds."""
     until, said = time.perf_counter() + most, False
     while time.perf_counter() < until:
         others = OtherLoad()
@@ -98,8 +98,8 @@ def wait_until_quiet(most: float, info: Callable[[str], None], window: float = 1
 
 
 def read_records(path: str | None) -> list[dict[str, Any]]:
-    """The records of a file, one a line; none where there is none. A last line that was cut off
-    is none."""
+    """The records of a file, one per line; an incomplete last line is skipped. An empty list if
+    there is no file."""
     if path is None or not Path(path).is_file():
         return []
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -114,7 +114,7 @@ def append_record(path: str | None, record: Mapping[str, Any]) -> None:
 
 
 def finish(record: Mapping[str, Any], path: str | Path | None) -> None:
-    """The last line of the output: one JSON object, also written to ``path``."""
+    """Print the record as one line of JSON, the last of the output, and write it to ``path``."""
     line = json.dumps(record)
     if path:
         Path(path).write_text(line + "\n", encoding="utf-8")

@@ -32,21 +32,21 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 PROMPTS = Path(__file__).with_name("demo_prompts")  # for a real model, and for the built-in toy
-_LEAST_CONTEXT = 2048  # tokens that a model must see to be asked the real questions
+_MIN_CONTEXT = 2048  # tokens of context that the real questions need
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One prompt, decoded greedily by the target alone and with its draft.
 
-    Behind a near tie the answers may end at different lengths: the speedup is of tokens a second.
+    After a near tie the answers may differ in length, so the speedup compares tokens per second.
     """
 
     name: str
     plain: StepSums
     fast: StepSums
     counts: DraftCounts  # of ``fast``
-    difference: Difference | None  # where the two texts part, None if they are identical
+    difference: Difference | None  # the first difference of the texts, None if they are identical
 
     @property
     def speedup(self) -> float:
@@ -58,7 +58,7 @@ class Measurement:
 
     @property
     def in_words(self) -> str:
-        """How much of the text was drafted, and by whom."""
+        """How much of the text was drafted, and by which drafters."""
         counts = self.counts
         if not counts.accepted:
             reasons = Counter(counts.not_drafted).most_common(1)
@@ -69,7 +69,7 @@ class Measurement:
 
 
 def total(measurements: Sequence[Measurement]) -> Measurement:
-    """All prompts as one; it has a difference if any has, a tie only if there is nothing worse."""
+    """The sum over all prompts, with the worst of their differences: a bug rather than a tie."""
     differences = [m.difference for m in measurements if m.difference is not None]
     worst = min(differences, key=lambda difference: difference.is_tie, default=None)
     plain, fast, counts = zip(*((m.plain, m.fast, m.counts) for m in measurements), strict=True)
@@ -102,17 +102,17 @@ _FIGURES = (
 
 
 def prompts_for(model: str, llm: LLM) -> list[BenchPrompt]:
-    """Questions that the model can take; those of a chat only where it has a chat template."""
+    """Questions that fit the model; chats only if it has a chat template."""
     from paceline.lab.bench.prompts import load_prompts
 
     chats = llm.tokenizer.chat_template is not None
-    real = chats and model != EMBEDDED and llm.max_model_len >= _LEAST_CONTEXT
+    real = chats and model != EMBEDDED and llm.max_model_len >= _MIN_CONTEXT
     prompts = load_prompts(PROMPTS / ("real.jsonl" if real else "toy.jsonl"))
     return [prompt for prompt in prompts if chats or not prompt.chat]
 
 
 def with_memory(llm: LLM) -> list[SuffixDrafter]:
-    """The drafters that look into answers of earlier requests."""
+    """The drafters that look up tokens in the answers of earlier requests."""
     from paceline.draft.base import with_members
     from paceline.draft.suffix import SuffixDrafter
 
@@ -121,7 +121,7 @@ def with_memory(llm: LLM) -> list[SuffixDrafter]:
 
 
 def demo_table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
-    """All prompts as they were asked first and, where that makes a difference, again."""
+    """The first run of all prompts and, for drafters that learn from answers, the second run."""
     counted = [item.counts for group in groups for item in group]
     silent = [counts.not_drafted for counts in counted if counts.acceptance_rate is None]
     first, *repeated = ([*group, total(group)] for group in groups)

@@ -1,4 +1,4 @@
-"""``paceline quantize``: a checkpoint of eight or four bits, and what it costs in perplexity."""
+"""``paceline quantize``: writes a checkpoint in 8 or 4 bits and measures its perplexity."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _CARD = Path(__file__).with_name("quantized_card.md")
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What was written where. ``kind`` names the rounding, ``text`` what was evaluated on."""
+    """The outcome. ``kind``: the rounding ("nearest" or "GPTQ"); ``text``: text on which
+    the perplexities ``before`` and ``after`` were measured."""
 
     model: str
     out: str
@@ -41,17 +42,17 @@ class QuantizeReport:
 
     @property
     def loss(self) -> float:
-        """Share by which the perplexity rose."""
+        """Relative increase of the perplexity."""
         return self.after.value / self.before.value - 1
 
     @property
     def what(self) -> str:
-        """The scheme, as it is asked for."""
+        """The scheme's name, as given to ``--to``."""
         whole = self.scheme.precision == "int4" and self.scheme.zero == "whole"
         return "w4a16" if whole else self.scheme.precision
 
     def table(self) -> Table:
-        """What the quantised layers take, and what it cost."""
+        """Size of the quantised layers and perplexity, before and after."""
         rounded, before, after = self.rounded, self.before, self.after
         sizes = f"{rounded.before / 2 / 1e6:.1f} MB (bf16)", f"{rounded.after / 1e6:.1f} MB"
         values = f"{before.value:.3f}", f"{after.value:.3f} ({self.loss:+.2%})"
@@ -89,9 +90,9 @@ def quantize(
     seed: int = 0,
 ) -> QuantizeReport:
     """Quantise the model ``name``, on the CPU and in float32, and write it to the folder ``out``.
-    ``calibrate``: text that GPTQ rounds by, or None for nearest rounding; ``tokens`` of it are
-    read. ``evaluate``: text for the perplexity, else the calibration file's other documents. Raises
-    PacelineError: an unknown model, one that is quantised already, text without use, a folder that
+    ``calibrate``: calibration text for GPTQ, of which ``tokens`` are used; None for nearest
+    rounding. ``evaluate``: text for the perplexity, by default other documents of the calibration
+    file. Raises PacelineError: an unknown or already quantised model, unusable text, a folder that
     cannot be written or holds files that Paceline did not write."""
     check_writable(out, "the quantised model")  # before the minutes of work
     with stage(f"loading {name}"):
@@ -129,14 +130,14 @@ def _texts(
     wanted = tokens + EVALUATED
     windows = read_windows(file, tokenizer, wanted, seed=seed)
     if len(windows) < 2:
-        why = "which cannot both be rounded by and evaluated on"
+        why = "which cannot serve for both calibration and evaluation"
         raise ConfigError(f"{file} has one text only, {why}; give more text, or --evaluate")
     kept = max(1, round(len(windows) * EVALUATED / wanted))
     return windows[:kept], windows[kept:]
 
 
 def _perplexity(hf: Any, name: str, windows: Sequence[Sequence[int]]) -> Perplexity:
-    """As the engine computes it; the module is left as it was."""
+    """The perplexity as the engine computes it; the module's attention setting is restored."""
     before = hf.config._attn_implementation
     hf.set_attn_implementation(ATTENTION)
     try:

@@ -39,11 +39,12 @@ from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import BITS
 from paceline.parallel.processes import check_shareable
 
-_SMALLER, _SMALL_ENOUGH = 4, 10  # times smaller than the target: at least, and better
+_SMALLER, _SMALL_ENOUGH = 4, 10  # how many times smaller than the target: at least, and better
 _DEEP, _DEEPISH = 1 / 2, 1 / 4  # of the target's layers
-_TABLES = ("d2t", "t2d", "token_map")  # of a head: small, and their values decide
+# Vocabulary tables of a head. They are small, and their values are checked.
+_TABLES = ("d2t", "t2d", "token_map")
 
-_Checked = Iterator[Finding | Needs]  # what is seen of a draft, and what it takes
+_Checked = Iterator[Finding | Needs]  # findings about a draft, and the memory that it needs
 
 
 def examine(
@@ -53,10 +54,10 @@ def examine(
     lora: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> list[Finding]:
-    """Look at a target and its draft or drafts before they are loaded; the worst comes first.
+    """Check a target and its drafts without loading them; the worst findings come first.
 
-    ``lora``: folders of adapters by name. ``settings``: keywords of ``LLM`` that an engine has.
-    Fetches the small files of a hub name that is not on this machine. Raises ModelLoadError (no
+    ``lora``: folders of adapters by name. ``settings``: engine options, as keywords of ``LLM``.
+    Downloads the small files of a hub model that is not on this machine. Raises ModelLoadError (no
     such folder, no config.json) and ConfigError (an unknown option of a draft, an unusable device).
     """
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
@@ -66,24 +67,25 @@ def examine(
     files = read_files(target)
     if options.tensor_parallel > 1:
         check_shareable(target, options.tensor_parallel)
-    drafts = [(spec, folder_of(spec)) for spec in specs]  # bad paths are errors before all else
+    drafts = [(spec, folder_of(spec)) for spec in specs]  # raises on bad paths before other checks
     model, checked = _check_model(files, "target", setting)
     findings = findings_of("target", checked)
     if model is None:
         return by_severity(findings)
     needs, beside = Needs.of_model(model, setting, setting.cache_dtype), setting
-    if setting.device.type == "cuda":  # a processor is all ranks'
+    if setting.device.type == "cuda":  # on a CPU all ranks share the same memory
         needs = needs.shared(options.tensor_parallel)
     if options.offload is not None:
         away = options.offload, options.weights_memory
         plan = plan_offload(target, options.dtype, options.device, *away)
         findings.append(machine.check_offload(plan, options.offload))
         needs = replace(needs, weights=plan.peak_bytes, loading=0)
-        kernels = machine.has_kernels(setting.device, options.backend)  # for its 4-bit form
+        kernels = machine.has_kernels(setting.device, options.backend)  # for a 4-bit draft of it
         beside = replace(setting, kernels=kernels)
     for name, folder in (lora or {}).items():
         count, rank = adapter_size(name, folder)
-        size = count * setting.width * (2 if setting.kernels else 1)  # there packed beside it
+        # With the kernels a packed copy of the adapter is kept beside the original.
+        size = count * setting.width * (2 if setting.kernels else 1)
         needs = replace(needs, weights=needs.weights + size)
         values: Any = {"size": machine.size(size), "count": count, "rank": rank}
         findings.append(finding("adapter-memory", about="target", name=name, **values))

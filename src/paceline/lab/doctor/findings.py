@@ -1,5 +1,5 @@
-"""Findings: of which kind, about what, and what was seen. The kinds are the tables of ``kinds.md``,
-which docs/guides/doctor.md repeats. A check names the kind and gives the values."""
+"""Findings of the doctor. Their kinds are the tables of ``kinds.md``, which docs/guides/doctor.md
+repeats; a check names the kind and gives the values for its text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.lab.report.document import Column, Report, Table, Text, record_of,
 
 
 class Severity(str, Enum):
-    """error: it will not run, or not run right. warning: it will run, but slowly."""
+    """ERROR: it will not run, or not correctly. WARNING: it will run, but slowly."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -26,8 +26,8 @@ ERROR, WARNING, NOTE, OK = Severity
 
 @dataclass(frozen=True)
 class Kind:
-    """One thing that may be seen, ``about`` a "model", the "pair" or the "machine".
-    ``severities``: the usual one first. ``says``: a format."""
+    """A kind of finding, ``about`` a "model", the "pair" or the "machine". ``severities``: the
+    possible ones, the usual one first. ``says``: a format string for the text."""
 
     about: str
     severities: tuple[Severity, ...]
@@ -37,7 +37,7 @@ class Kind:
 
 
 def _read(text: str) -> Iterator[tuple[str, Kind]]:
-    """A row for everything that may be wrong, then a shorter one for all that is in order."""
+    """Parse the tables: rows of problems, and shorter rows of kinds that are in order (OK)."""
     for line in text.splitlines():
         if line.startswith("| `"):
             code, about, *cells = line.strip("| ").split(" | ")
@@ -53,8 +53,8 @@ KINDS: Mapping[str, Kind] = dict(
 
 @dataclass(frozen=True)
 class Finding:
-    """``about``: "target", "draft", "pair" or "machine", in a check of a model "model". ``text``:
-    what was seen."""
+    """``about``: "target", "draft", "pair" or "machine"; checks that apply to both models say
+    "model", which ``findings_of`` replaces. ``text``: what was found."""
 
     code: str
     severity: Severity
@@ -73,8 +73,8 @@ def finding(
     about: str | None = None,
     **values: object,
 ) -> Finding:
-    """Of a kind in ``KINDS``; it says ``text`` or, with these ``values``, what the kind says.
-    ``cure`` replaces the kind's."""
+    """A finding of a kind in ``KINDS``. Its text is ``text`` or, by default, the kind's format with
+    ``values``. ``severity``, ``about`` and ``cure`` replace those of the kind."""
     kind = KINDS[code]
     chosen = kind.severities[0] if severity is None else severity
     assert chosen in kind.severities, f"{code} is never of severity {chosen.value}"
@@ -84,7 +84,7 @@ def finding(
 
 
 def refusal(code: str, error: Exception) -> Finding:
-    """An error's message: what is wrong, and what to do about it if it says so."""
+    """A finding from an error's message: the part after the last semicolon is the cure."""
     what, semicolon, cure = str(error).rpartition("; ")
     if not semicolon:
         return finding(code, cure)
@@ -92,12 +92,12 @@ def refusal(code: str, error: Exception) -> Finding:
 
 
 def findings_of(model: str, findings: Iterable[Finding]) -> list[Finding]:
-    """With this ``model`` named in those about one."""
+    """The findings, with "model" replaced by the name of this ``model``."""
     return [replace(f, about=model) if f.about == "model" else f for f in findings]
 
 
 def by_severity(findings: Iterable[Finding]) -> list[Finding]:
-    """The worst first; those of one severity in the order of ``KINDS``."""
+    """Sort by severity, the worst first, then in the order of ``KINDS``."""
     severities, codes = list(Severity), list(KINDS)
     return sorted(findings, key=lambda f: (severities.index(f.severity), codes.index(f.code)))
 
@@ -122,7 +122,7 @@ def record(target: str, draft: str | None, findings: Sequence[Finding]) -> dict[
 
 
 def report_of(target: str, draft: str | None, findings: Sequence[Finding]) -> Report:
-    """What to look at first, then what is in order."""
+    """The report: problems and notes first, then what is in order."""
     document = Report(f"{target} with {draft or 'no draft'}")
     if bad := [item for item in findings if item.severity is not OK]:
         errors, warnings = (sum(f.severity is s for f in bad) for s in (ERROR, WARNING))

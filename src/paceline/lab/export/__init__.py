@@ -1,4 +1,4 @@
-"""``paceline export``: the same target, draft, length and rule as another engine says them."""
+"""``paceline export``: configuration of another engine for the same target, draft and length."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def export(
     config: str | Path | None = None,
     out: str | Path | None = None,
 ) -> Export:
-    """What engine ``to`` is told for the same speculation.
+    """The configuration of engine ``to`` for the same speculative decoding.
 
-    ``draft``, ``draft_length``, ``rule`` and ``max_batch_size`` as of ``LLM``; what is None comes
-    from ``config``, a file of ``paceline tune``, else from our defaults. ``out``: a folder for the
-    files, with converted heads; None writes none. Unknown winners and "auto" become known drafts.
+    ``draft``, ``draft_length``, ``rule`` and ``max_batch_size`` are those of ``LLM``; None takes
+    them from ``config``, a file of ``paceline tune``, or our defaults. ``out``: a folder for the
+    files, converted heads included; None writes none. If the draft is "auto" or comes from
+    ``config`` and the engine does not support it, the next best supported draft is exported.
 
-    Raises ConfigError for what the engine has no equivalent of, ModelLoadError and WriteError.
+    Raises ConfigError if the engine has no equivalent, ModelLoadError and WriteError.
     """
     if to not in DIALECTS:
         raise ConfigError(f"cannot export to {to!r}; use one of {', '.join(DIALECTS)}")
