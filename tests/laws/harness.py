@@ -6,8 +6,8 @@ probability. A step's emissions are a float64 vector over token strings, address
 id``: the empty string is 0, and s followed by x is ``1 + V * id(s) + x``.
 
 ``step_distribution`` uses the pure functions of ``paceline.verify.rules`` (or a mutated copy of
-them); for the whole ``Verifier`` see ``placed.py``. ``joint_distribution`` chains steps, and
-``plain_distribution`` is the target's own answer.
+them); ``verifier_enumeration.py`` runs the whole ``Verifier``. ``joint_distribution`` chains steps,
+and ``plain_distribution`` is the target's own answer.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def distribution_table(model: Fake, setting: Setting, context: Context, depth: i
 
 
 def no_repeats(prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    """A logits processor: never the token before once more, and rather 2 behind 0."""
+    """A logits processor: forbids repeating the last token, and after token 0 prefers token 2."""
     before = [*prompt, *output][-1]
     ids = torch.arange(len(logits))
     scores = logits.masked_fill(ids == before, -torch.inf)
@@ -149,7 +149,7 @@ def empty() -> Drafter:
 
 
 def point_tree(branching: Sequence[int]) -> Drafter:
-    """The most likely tokens of each node: one draft, chosen without chance."""
+    """The likeliest tokens after each node: a single draft, without randomness."""
     parents = tree_parents(branching)
 
     def propose(table: torch.Tensor) -> list[Drafts]:
@@ -178,7 +178,7 @@ def dynamic_tree(depth: int, nodes: int) -> Drafter:
         chance = {(): 1.0}
         for path in known[1:]:
             chance[path] = chance[path[:-1]] * float(table[ids[path[:-1]], path[-1]])
-        # Stable: of equals the shorter string, hence the parent, comes first.
+        # The sort is stable: of equal chances the shorter string, the parent, comes first.
         kept = sorted(sorted(known[1:], key=lambda path: -chance[path])[:nodes], key=len)
         parents = tuple(kept.index(path[:-1]) if path[:-1] else -1 for path in kept)
         tokens = torch.tensor([[path[-1] for path in kept]])
@@ -191,7 +191,7 @@ def dynamic_tree(depth: int, nodes: int) -> Drafter:
 def sampled_tree(branching: Sequence[int], draw: Draw = Draw.WITHOUT_REPLACEMENT) -> Drafter:
     """Every ordered choice of siblings without replacement; branching 1, 1, ... is a chain.
 
-    Where q has run out of tokens the next sibling is any token: the lowest id left.
+    If q has no tokens left, the next sibling may be any token: the lowest id left is taken.
     """
     parents = tree_parents(branching)
     children = children_of(parents)
@@ -231,7 +231,7 @@ def sampled_chain(length: int) -> Drafter:
 
 
 def ending_chain(length: int, least: float) -> Drafter:
-    """A drawn chain that ends behind the first token whose path is less probable than ``least``."""
+    """A sampled chain that ends with the first token whose path is less likely than ``least``."""
     whole = sampled_chain(length)
 
     def propose(table: torch.Tensor) -> list[Drafts]:
@@ -257,7 +257,8 @@ def ending_chain(length: int, least: float) -> Drafter:
 
 
 def _emissions(drafts: Drafts, depth: int, stopping: torch.Tensor) -> torch.Tensor:
-    """Sum ``stopping`` [B, n + 1, V], the chance to stop at a row with a token, by string."""
+    """Sum by string ``stopping`` [B, n + 1, V]: the chance that the walk ends at a row with a
+    token."""
     vocab = drafts.vocab
     emitted = torch.zeros(len(strings(vocab, depth + 1)), dtype=torch.float64)
     ids = 1 + vocab * drafts.row_strings[:, :, None] + torch.arange(vocab)
@@ -267,7 +268,7 @@ def _emissions(drafts: Drafts, depth: int, stopping: torch.Tensor) -> torch.Tens
 
 
 def _matched(drafts: Drafts, p: torch.Tensor) -> torch.Tensor:
-    """Stopping chances [B, n + 1, V] of the match rule: y ~ p, down while y is a child."""
+    """Stopping chances [B, n + 1, V] of the match rule: draw y ~ p, descend while y is a child."""
     reach = torch.zeros(p.shape[:2], dtype=torch.float64)
     reach[:, 0] = 1.0
     stopping = torch.zeros(p.shape, dtype=torch.float64)

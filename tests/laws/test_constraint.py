@@ -19,7 +19,7 @@ from harness import (
     step_distribution,
     strings,
 )
-from placed import Placed, verifier_distribution
+from verifier_enumeration import FixedUniforms, verifier_distribution
 
 from paceline.core.params import SamplingParams
 from paceline.core.tree import TokenTree
@@ -80,7 +80,7 @@ def test_through_the_whole_verifier(method):
     params = PARAMS["plain"]
     setting = constrained(params, vocab=3)
     drafter = point_tree((2, 1)) if method == "match" else sampled_chain(2)
-    verifier = Placed("token" if method == "siblings" else "auto")
+    verifier = FixedUniforms("token" if method == "siblings" else "auto")
     step = verifier_distribution(setting, drafter, 2, verifier, method)
     assert distance(joint_distribution(setting, step, 2), plain_distribution(setting, 2)) < 1e-6
 
@@ -119,7 +119,7 @@ def test_a_drafter_that_knows_nothing_of_it_is_as_lossless():
 
 
 class Follows(NoneTwice):
-    """Behind 0 only 1 may stand, and behind 1 only 2."""
+    """After 0 only 1 is allowed, after 1 only 2."""
 
     def allowed_tokens(self, path):
         last = [*self.tokens, *path][-1]
@@ -136,7 +136,7 @@ def below_chain(tree, chain):
 
 
 def below_forced(make, depth, below=below_chain):
-    """Drafts of ``make(levels)`` below the chain that is forced."""
+    """Drafts of ``make(levels)`` below the chain of forced tokens."""
 
     def propose(table):
         vocab, run, node = table.shape[1], [], 0
@@ -190,7 +190,7 @@ def test_trees_below_forced_text_keep_the_law(case, params):
 
 @pytest.mark.parametrize("case", ["chain, block", "siblings"])
 def test_forgetting_how_tokens_below_were_drawn_is_noticed(case):
-    """The mutation: as if they were drawn evenly."""
+    """The mutation treats them as if they were drawn uniformly."""
 
     def evenly(tree, run):
         q = torch.full_like(tree.q, 1 / tree.q.shape[1])

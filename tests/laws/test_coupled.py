@@ -1,4 +1,4 @@
-"""The coupled rule: one seed, one text, whatever drafts it; and each text a fair draw."""
+"""The coupled rule: a seed gives one text with any drafter, and the text is a fair sample."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def from_model(branching):
 
 
 def noise_of(draw):
-    """Any tokens whatsoever, under any label."""
+    """Random tokens with any ``Draw``."""
     generator = torch.Generator().manual_seed(3)
 
     def propose(seq):

@@ -1,5 +1,4 @@
-"""Choosing between drafters leaves the distribution alone, as long as no sampled tree is looked
-at."""
+"""Choosing between drafters keeps the distribution, unless the choice looks at a sampled tree."""
 
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ PARAMS = SamplingParams(temperature=1.0)
 
 
 class Lookup(LookupDrafter):
-    """Always proposes one token, the likeliest: chosen without chance."""
+    """Always proposes the likeliest token, without randomness."""
 
     name = "lookup"
 
@@ -52,7 +51,7 @@ class Sampler:
 
 
 class Looking(hybrid.HybridDrafter):
-    """Drops what it has drawn if that is short, for something else: the bug."""
+    """The bug: replaces its sampled draft by another one if it is short."""
 
     def propose(self, plan):
         (tree,) = super().propose(plan)

@@ -23,7 +23,7 @@ from harness import (
     strings,
     tree_parents,
 )
-from placed import Placed, verifier_error
+from verifier_enumeration import FixedUniforms, verifier_error
 
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
@@ -147,7 +147,7 @@ def test_the_verifier_refuses_what_an_empty_distribution_proposes(case):
     drafter, depth, rule, method = VERIFIED[case]
     setting = Setting.random(3, PARAMS["plain"], seed=3)
     own = hollow(drafter, 3, depth, 2)
-    assert verifier_error(setting, own, depth, Placed(rule), method) < 1e-6
+    assert verifier_error(setting, own, depth, FixedUniforms(rule), method) < 1e-6
 
 
 def test_block_accepts_more_than_the_token_rule():
@@ -179,7 +179,7 @@ def test_a_chain_of_siblings_is_the_token_rule():
     assert chain((0, 1)).equal(tree((0, 1)))
 
 
-# --- the verifier itself, uniforms placed in every interval --------------------------------------
+# --- the verifier itself, one uniform in every interval ------------------------------------------
 
 VERIFIED = {
     "none": (empty(), 0, "auto", "match"),
@@ -209,7 +209,7 @@ def test_verifier_follows_the_distribution(case, name, kernels, monkeypatch):
         monkeypatch.setattr(verifier, "can_use_kernels", lambda *_: False)
     drafter, depth, rule, method = case
     setting = Setting.random(3, PARAMS[name], seed=3)
-    assert verifier_error(setting, drafter, depth, Placed(rule), method) < 1e-6
+    assert verifier_error(setting, drafter, depth, FixedUniforms(rule), method) < 1e-6
 
 
 def test_which_method_decides():

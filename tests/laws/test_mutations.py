@@ -19,7 +19,7 @@ from harness import (
     sampled_chain,
     sampled_tree,
 )
-from placed import Placed, verifier_error
+from verifier_enumeration import FixedUniforms, verifier_error
 
 from paceline.verify import rules, verifier
 
@@ -118,14 +118,14 @@ def test_mutated_verifier_is_caught(mutation, monkeypatch):
     monkeypatch.setattr(verifier, "can_use_kernels", lambda *_: False)
     setting = Setting.random(3, PLAIN)
     chain = sampled_chain(2)
-    assert verifier_error(setting, chain, 2, Placed("block"), "block") < EXACT
+    assert verifier_error(setting, chain, 2, FixedUniforms("block"), "block") < EXACT
     wrong = mutated(verifier, *mutation)
 
-    class WrongPlaced(Placed, wrong.Verifier):
+    class WrongFixedUniforms(FixedUniforms, wrong.Verifier):
         _verdicts, _verdict = wrong.Verifier._verdicts, wrong.Verifier._verdict
         _path = wrong.Verifier._path
 
-    assert verifier_error(setting, chain, 2, WrongPlaced("block"), "block") > CAUGHT
+    assert verifier_error(setting, chain, 2, WrongFixedUniforms("block"), "block") > CAUGHT
 
 
 # --- bugs of a drafter ---------------------------------------------------------------------------

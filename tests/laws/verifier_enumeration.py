@@ -1,7 +1,7 @@
-"""Exact output distributions through the whole ``Verifier``: its uniforms are placed by hand.
+"""Exact output distributions of the whole ``Verifier``, by enumeration of its random numbers.
 
-One uniform in every interval that can matter, weighted by the length of the interval: nothing is
-left to chance, and walking, indexing and the one transfer are part of what is checked.
+The verifier gets one uniform from every interval in which its decisions stay the same, weighted by
+the length of the interval. This also covers the tree walk, the indexing and the transfer.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from support.spans import judged
 Option = tuple[float, float]  # a uniform and the width of the interval it stands for
 
 
-class Placed(Verifier):
-    """A verifier that is told its uniforms."""
+class FixedUniforms(Verifier):
+    """A verifier whose uniform random numbers are ``fixed``."""
 
-    placed: torch.Tensor
+    fixed: torch.Tensor
 
     def uniforms(self, count: int, device: torch.device) -> torch.Tensor:
-        assert self.placed.shape == (count,)
-        return self.placed
+        assert self.fixed.shape == (count,)
+        return self.fixed
 
 
 def _intervals(probs: torch.Tensor) -> list[Option]:
@@ -53,10 +53,8 @@ def _intervals(probs: torch.Tensor) -> list[Option]:
 
 
 def _options(p: torch.Tensor, drafts: Drafts, index: int, method: str) -> list[list[Option]]:
-    """What each uniform of one tree can do: one entry per row, then one per node if it decides.
-
-    Only one row's choice is used where nodes decide, so all rows may share one uniform.
-    """
+    """The intervals of each uniform of one tree: one entry per row, then one per node if nodes are
+    accepted by uniforms. Then only one row's choice is used, so all rows may share one uniform."""
     if method == "match":
         return [_intervals(row.unsqueeze(0)) for row in p]
     assert drafts.q is not None
@@ -70,7 +68,12 @@ def _options(p: torch.Tensor, drafts: Drafts, index: int, method: str) -> list[l
 
 
 def _judged(
-    setting: Setting, drafts: Drafts, index: int, context: Context, verifier: Placed, method: str
+    setting: Setting,
+    drafts: Drafts,
+    index: int,
+    context: Context,
+    verifier: FixedUniforms,
+    method: str,
 ) -> Iterator[tuple[Verdict, float]]:
     """Verdicts on one draft and their probabilities, all from one call of the verifier."""
     rows = len(drafts.parents) + 1
@@ -84,10 +87,10 @@ def _judged(
         for combination in itertools.product(*_options(p, drafts, index, method))
         if all(width > 0 for _, width in combination)
     ]
-    placed = torch.tensor([[u for u, _ in c] for c in combinations], dtype=torch.float64)
-    choosing = placed if method == "match" else placed[:, :1].expand(-1, rows)
-    deciding = placed[:, :0] if method == "match" else placed[:, 1:]
-    verifier.placed = torch.cat((choosing.flatten(), deciding.flatten()))
+    uniforms = torch.tensor([[u for u, _ in c] for c in combinations], dtype=torch.float64)
+    choosing = uniforms if method == "match" else uniforms[:, :1].expand(-1, rows)
+    deciding = uniforms[:, :0] if method == "match" else uniforms[:, 1:]
+    verifier.fixed = torch.cat((choosing.flatten(), deciding.flatten()))
     q = None if drafts.q is None else drafts.q[index]
     tree = TokenTree(drafts.tokens[index], drafts.parents, drafts.draw, q)
     checks = [judged(request, i * rows, tree) for i in range(len(combinations))]
@@ -97,7 +100,7 @@ def _judged(
 
 
 def verifier_distribution(
-    setting: Setting, drafter: Drafter, depth: int, verifier: Placed, method: str
+    setting: Setting, drafter: Drafter, depth: int, verifier: FixedUniforms, method: str
 ) -> Step:
     """Emissions of one step through the whole ``Verifier``, each weighted by its interval.
 
@@ -126,7 +129,12 @@ class MissingToken(Exception):
 
 
 def verifier_error(
-    setting: Setting, drafter: Drafter, depth: int, verifier: Placed, method: str, length: int = 2
+    setting: Setting,
+    drafter: Drafter,
+    depth: int,
+    verifier: FixedUniforms,
+    method: str,
+    length: int = 2,
 ) -> float:
     """Total variation from plain decoding; 1 if a step lacks the target's own token."""
     step = verifier_distribution(setting, drafter, depth, verifier, method)
