@@ -12,7 +12,7 @@ from paceline import LLM, build
 from paceline.build import measure_costs
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.heads.eagle import EagleDrafter
-from paceline.draft.trees.policy import paying_chance
+from paceline.draft.trees.policy import break_even_chance
 from paceline.model import measure
 from paceline.model.paged.cache import PagedCache
 from support.simulated_clock import Clock
@@ -87,9 +87,15 @@ def test_where_there_is_time_numbers_of_sequences_between_are_measured(
 
 
 def test_nodes_pay_from_a_chance_that_their_rows_decide() -> None:
-    assert paying_chance(CostCurve((1, 33), (1.0, 1.0))) == 0
-    assert paying_chance(CostCurve((1, 33), (1.0, 33.0))) == 0.5
-    assert 0 < paying_chance(TILES) < paying_chance(FLOAT32) < paying_chance(NO_TILES) < 0.5
+    assert break_even_chance(CostCurve((1, 33), (1.0, 1.0))) == 0
+    assert break_even_chance(CostCurve((1, 33), (1.0, 33.0))) == 0.5
+    assert (
+        0
+        < break_even_chance(TILES)
+        < break_even_chance(FLOAT32)
+        < break_even_chance(NO_TILES)
+        < 0.5
+    )
 
 
 def head_of(monkeypatch: pytest.MonkeyPatch, price: CostCurve, **options: object) -> EagleDrafter:

@@ -171,7 +171,7 @@ def test_a_text_comes_back(kind: Kind) -> None:
     """Or the rest of the tests would say little."""
     for text in (TEXT, ODD):
         assert kind.decode(kind.llm.tokenizer.encode(text)) == text
-    assert texts(kind.name).reads_back(ODD)
+    assert texts(kind.name).round_trips(ODD)
     emoji = texts(kind.name).encode("x🙂")
     assert len(emoji) >= 3, "an emoji is cut across tokens"
 
@@ -288,10 +288,10 @@ def test_text_is_carried_into_another_vocabulary(name: str, other: str) -> None:
             carried.extend(ids[end - 1 : end])
         skipped = [token for token in carried.context() if token not in theirs.special]
         # A blank in front of the first word is the tokenizers' own.
-        assert theirs.spelt(skipped).decode().lstrip(" ") == text
+        assert theirs.bytes_of(skipped).decode().lstrip(" ") == text
     carried = Retokeniser(Match("string", ours, theirs, pairs, 1.0))
     carried.extend(ours.encode("The quick brown"))
-    drafted = theirs.after("The quick brown", " fox jumps 🙂 over")
-    wanted = ours.after("The quick brown", " fox jumps 🙂 over")
+    drafted = theirs.encode_after("The quick brown", " fox jumps 🙂 over")
+    wanted = ours.encode_after("The quick brown", " fox jumps 🙂 over")
     assert drafted is not None and wanted is not None
     assert carried.proposal(drafted) == wanted[: len(carried.proposal(drafted))] != []

@@ -17,8 +17,8 @@ from paceline.control.controller import METHODS, Controller, FixedLength, Logged
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
-from paceline.draft.collapse import CollapseWatch, Watched
-from paceline.draft.heads.features import MOST_WAITING
+from paceline.draft.collapse import CollapseWatch, WatchedDrafter
+from paceline.draft.heads.features import MAX_PENDING_FEATURES
 from paceline.draft.hybrid import HybridDrafter, Router
 from paceline.draft.origin import Origin
 from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared
@@ -98,7 +98,7 @@ def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
 def max_feature_tokens(max_batch_size: int) -> int:
     """For how many tokens drafters may keep features: the tokens of a step, and for the step and
     each sequence those that wait for the drafter's forward."""
-    return SchedulerConfig.max_step_tokens + (1 + max_batch_size) * (1 + MOST_WAITING)
+    return SchedulerConfig.max_step_tokens + (1 + max_batch_size) * (1 + MAX_PENDING_FEATURES)
 
 
 def _cache_memory(options: EngineOptions, target: CausalModel) -> int:
@@ -256,7 +256,9 @@ def _fill_watch(watch: CollapseWatch, drafters: Mapping[str, Drafter]) -> None:
             origin: Origin | None = getattr(member, "origin", None)
             if member.passes(1):
                 watch.drafters[member_name] = (
-                    Watched(origin.stated, origin.examine, origin.cause) if origin else Watched()
+                    WatchedDrafter(origin.stated, origin.examine, origin.cause)
+                    if origin
+                    else WatchedDrafter()
                 )
 
 

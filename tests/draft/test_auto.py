@@ -1,4 +1,4 @@
-"""``auto``: what is loaded for a target unasked, and why the rest is not."""
+"""``auto``: which drafters are loaded for a target, and why the others are not."""
 
 from __future__ import annotations
 
@@ -182,8 +182,8 @@ def test_heads_of_other_formats_in_the_hubs_cache(hub: Path) -> None:
 
 @pytest.fixture
 def large_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heads of these tests are as large as their targets."""
-    monkeypatch.setattr(auto, "_MOST_HEAD_SHARE", 9)
+    """Allow heads of any size: those of these tests are as large as their targets."""
+    monkeypatch.setattr(auto, "_MAX_HEAD_SHARE", 9)
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("large_heads")
 def test_it_is_what_an_llm_drafts_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(auto, "_MIN_BYTES", 0)
     llm = LLM(str(folder), **OPTIONS)
     assert llm.drafters == ("auto",)
     composed, line = llm.drafts[0], llm.notes[-1]
@@ -235,7 +235,7 @@ def test_a_head_that_cannot_be_loaded_is_left_out(folder: Path, tmp_path: Path) 
 def test_elsewhere_the_head_takes_the_place_of_the_own_form(
     folder: Path, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(auto, "_MIN_BYTES", 0)
     if "offload" in how:
         how = {**how, "weights_memory": 0}
     llm = LLM(str(folder), **how, **OPTIONS)
@@ -247,8 +247,8 @@ def test_elsewhere_the_head_takes_the_place_of_the_own_form(
 def test_an_offloaded_target_whose_form_the_kernels_do_not_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That is known once the form is made."""
-    monkeypatch.setattr(auto, "_LEAST_BYTES", 0)
+    """This is known only once the 4-bit copy is made."""
+    monkeypatch.setattr(auto, "_MIN_BYTES", 0)
     how: dict[str, Any] = {"offload": "disk", "weights_memory": 0}
     taken = LLM(str(folder), **how, **OPTIONS)
     if "quantized:int4" not in taken.drafts[0]:

@@ -1,4 +1,4 @@
-"""Acceptance that collapses is seen, and nothing else is taken for it."""
+"""A collapse of the acceptance rate is detected, and nothing else is mistaken for one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.collapse import CollapseWatch, Watched
+from paceline.draft.collapse import CollapseWatch, WatchedDrafter
 from paceline.draft.origin import Origin
 
 KEY = ("head", None, 0)
@@ -23,7 +23,7 @@ KEY = ("head", None, 0)
 
 def watch_of(stated: float | None = None, **known: Any) -> CollapseWatch:
     watch = CollapseWatch()
-    watch.drafters["head"] = Watched(stated, **known)
+    watch.drafters["head"] = WatchedDrafter(stated, **known)
     return watch
 
 
@@ -34,7 +34,8 @@ def sequence(number: int, **params: Any) -> SequenceState:
 def run(
     watch: CollapseWatch, rate: float, drafts: int, first: int = 0, each: int = 40, **params: Any
 ) -> int | None:
-    """Drafts of which a share is right, ``each`` of a request; those until the collapse."""
+    """Record drafts of which the share ``rate`` is right, ``each`` per request; returns after how
+    many a collapse was detected."""
     chooser = random.Random(first)
     for number in range(drafts):
         if number % each == 0:
@@ -67,9 +68,9 @@ def test_an_adapter_that_is_loaded_again_starts_anew(caplog: pytest.LogCaptureFi
     for count, adapter in enumerate(adapters, 1):
         for number in range(100):
             seq = SequenceState(number, [1] * 100, 10, SamplingParams(lora="sql"), adapter=adapter)
-            assert number or not watch.rests("head", seq)
+            assert number or not watch.is_paused("head", seq)
             watch.record("head", seq, Commit(seq.seq_id, (1,), (), reached=1))
-        assert watch.rests("head", seq) and len(lines(caplog)) == count
+        assert watch.is_paused("head", seq) and len(lines(caplog)) == count
 
 
 def test_a_fall_from_its_own_level(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,7 +84,7 @@ def test_a_fall_from_its_own_level(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("stated", [0.84, 0.5, 0.2])
 def test_healthy_ones_are_left_alone(stated: float) -> None:
-    """Tasks by turns, of which some have half of the usual rate, and sampled ones."""
+    """Alternating tasks, some with half of the usual rate, and sampled requests."""
     for seed in range(10):
         watch = watch_of(stated)
         for task in range(30):
@@ -179,7 +180,7 @@ def test_a_hybrid_leaves_it_out_and_tries_it_again() -> None:
 def test_a_head_that_is_rather_surely_sound_is_examined_no_further(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By what its card states: each text more takes a forward of the target."""
+    """Healthy by what its card states. Each further examination would cost a target forward."""
     monkeypatch.setattr(Origin, "stated", 0.63)
 
     def is_sound(right: int, positions: int) -> bool:

@@ -1,4 +1,4 @@
-"""Datastores: what is built, what is found against a plain search, the drafts, and the file."""
+"""Datastores: building, lookups compared with a plain search, drafts, and the file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCAB = 50
 
 
 def vocabulary(size: int = VOCAB, shift: int = 0) -> Any:
-    """A tokenizer of which only this is asked."""
+    """A tokenizer with only the methods that a datastore calls."""
 
     class Words:
         def __len__(self) -> int:
@@ -58,7 +58,7 @@ def guess(store: Store, text: list[int], length: int = 8, **options: Any) -> tup
 def searched(
     texts: Sequence[Sequence[int]], text: Sequence[int], least: int
 ) -> tuple[list[tuple[int, ...]], int]:
-    """How the texts go on behind the longest match, as a search says."""
+    """The continuations of the longest match, by a plain search of all texts."""
     whole = [tuple(each) for each in texts]
     grams = [each[i : i + MATCH + 1] for each in whole for i in range(len(each) - MATCH)]
     for length in range(min(DEPTH, len(text)), MATCH - 1, -1):

@@ -1,4 +1,4 @@
-"""A grammar that leaves a draft vocabulary nothing to say: nothing is proposed, nobody fails."""
+"""A grammar that forbids the whole draft vocabulary: nothing is proposed, and nothing fails."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_enum_outside_the_draft_vocabulary(plain: LLM, drafted: LLM, distribu
 
 
 def test_without_a_seed_it_is_still_the_targets_distribution(plain: LLM) -> None:
-    """Both words come, as often as in plain decoding: five standard deviations apart at most."""
+    """Both words are as frequent as in plain decoding, within five standard deviations."""
     params = SamplingParams(grammar=GRAMMAR, max_tokens=24, temperature=2.0, n=150)
     counts = []
     for spec in (None, SPECS["chain"]):

@@ -1,4 +1,4 @@
-"""What a grammar forces is drafted: never another text, and fewer steps."""
+"""Tokens that a grammar forces are drafted: the text stays the same, with fewer steps."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_text_is_plain_decodings(
 
 
 def test_keys_and_brackets_take_no_step_of_their_own(target: LLM) -> None:
-    """Unlike what n-grams find in a text without any repetition."""
+    """N-grams find nothing here: the text has no repetition."""
     params = SamplingParams(max_tokens=80, grammar=Grammar.json(SCHEMA))
     (drafted,) = target.beside("ngram:min=4").generate(PROMPT, params)
     assert drafted.stats.target_steps <= 0.6 * len(drafted.token_ids)
@@ -121,18 +121,18 @@ def test_keys_and_brackets_take_no_step_of_their_own(target: LLM) -> None:
 def test_a_drafter_takes_them_into_its_chain(
     target: LLM, monkeypatch: pytest.MonkeyPatch, drafter: type[LevelDrafter]
 ) -> None:
-    """Fewer steps than with what is forced and drafts by turns; fewer passes than tokens."""
+    """Fewer steps than if forced tokens and drafts took turns; fewer passes than tokens."""
     schema = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}
     params = SamplingParams(max_tokens=120, grammar=Grammar.json(schema))
     draft = "quantized" if drafter is SelfDrafter else "paceline/tiny-draft"
     steps, passes = [], [0, 0]
-    real = drafter._first
+    real = drafter._run_spans
 
     def first(self: LevelDrafter, *args: Any) -> Any:
         passes[-1] += 1
         return real(self, *args)
 
-    monkeypatch.setattr(drafter, "_first", first)
+    monkeypatch.setattr(drafter, "_run_spans", first)
     for takes_forced in (0, 64):
         passes.append(0)
         monkeypatch.setattr(drafter, "takes_forced", takes_forced)
@@ -144,8 +144,8 @@ def test_a_drafter_takes_them_into_its_chain(
 
 @pytest.mark.parametrize("draft", BEHIND)
 def test_drafts_go_on_behind_it(target: LLM, draft: str) -> None:
-    """Of lookups and chains: fewer steps for the same text than if what is forced were a draft of
-    its own. A datastore of other texts finds nothing, and costs none."""
+    """Lookups and chains extend forced tokens: the text takes fewer steps than if forced tokens
+    were a draft of their own. A datastore of other texts finds nothing and costs no step."""
     schema = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}
     steps, texts = [0, 0], list[list[int]]()
     for takes in (False, True):
@@ -164,14 +164,14 @@ def test_drafts_go_on_behind_it(target: LLM, draft: str) -> None:
 
 
 def set_aside(drafter: Any) -> None:
-    """Let what is forced be a draft of its own."""
+    """Make the drafter leave forced tokens to a draft of their own."""
     for member in with_members(drafter):
         kind = type(member)
         member.__class__ = type(kind.__name__, (kind,), {"takes_forced": Fixed()})
 
 
 class Fixed:
-    """None, whatever is set."""
+    """0, whatever is assigned."""
 
     def __get__(self, *_: Any) -> int:
         return 0
@@ -182,7 +182,7 @@ class Fixed:
 
 @pytest.mark.parametrize("draft", BEHIND)
 def test_a_tree_has_room_for_what_is_forced(target: LLM, draft: str) -> None:
-    """Of any length of drafts, alone and beside others, at any place of the text."""
+    """For any draft length, alone and in a batch, anywhere in the text."""
     item = {"type": "object", "properties": {"is": {"type": "boolean"}}, "required": ["is"]}
     schema = {"type": "array", "items": item | {"additionalProperties": False}, "minItems": 6}
     grammar = Grammar.json(schema | {"maxItems": 6})
@@ -215,7 +215,7 @@ def test_a_tree_has_room_for_what_is_forced(target: LLM, draft: str) -> None:
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 3}])
 @pytest.mark.parametrize("draft", ["quantized", "paceline/tiny-draft"])
 def test_chains_end_with_the_text(target: LLM, draft: str, sampled: dict[str, Any]) -> None:
-    """At most one token is drafted behind its end."""
+    """At most one token is drafted after the end of the text."""
     llm = target.beside(draft, draft_length=16, seed=0)
     params = SamplingParams(max_tokens=40, grammar=Grammar("regex", "(ab|cde)"), **sampled)
     for done in llm.generate([PROMPT] * 3, params):
@@ -225,17 +225,17 @@ def test_chains_end_with_the_text(target: LLM, draft: str, sampled: dict[str, An
 def test_chains_end_where_they_are_unlikely(
     target: LLM, expected: list[tuple[list[SamplingParams], list[list[int]]]], monkeypatch: Any
 ) -> None:
-    """As those of other requests; from how far they were right is learnt how sure they are."""
+    """Chains along a grammar end early, too, and their verdicts calibrate the drafter."""
     llm = target.beside("quantized", draft_length=12)
     drafter, passes = llm.engine.drafter, list[int]()
     assert isinstance(drafter, SelfDrafter)
-    real, learnt = SelfDrafter._first, drafter._confidences.of(SamplingParams()).power
+    real, learnt = SelfDrafter._run_spans, drafter._calibrations.of(SamplingParams()).power
 
     def first(self: SelfDrafter, *args: Any) -> Any:
         passes[-1] += 1
         return real(self, *args)
 
-    monkeypatch.setattr(SelfDrafter, "_first", first)
+    monkeypatch.setattr(SelfDrafter, "_run_spans", first)
     for asked, texts in expected:
         by_least = []
         for stop in (0.0, 1.0):  # chains never end before their length, or behind each token
@@ -245,7 +245,7 @@ def test_chains_end_where_they_are_unlikely(
             assert done.token_ids == texts[0]
             by_least.append(passes[-1] / done.stats.target_steps)
         assert by_least[1] <= 1 < by_least[0]
-    assert drafter._confidences.of(SamplingParams()).power != learnt
+    assert drafter._calibrations.of(SamplingParams()).power != learnt
 
 
 @pytest.mark.parametrize("name", ["paceline/tiny", "smollm2"])

@@ -1,4 +1,4 @@
-"""``--draft @FILE``: vLLM's and SGLang's speculative configurations as drafts of ours."""
+"""``--draft @FILE``: configurations of vLLM and SGLang become draft specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters asked for nothing do next to nothing: no new tensors, no ranking, no growing."""
+"""Drafters with nothing to draft do almost no work: no new tensors, no top-k, no tree growth."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A long text enters an index in parts: a step takes in so much, and in the end it is all there."""
+"""A long text is indexed in parts, a bounded number of tokens per step, until it is complete."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Watched(list[int]):
         return found
 
     def most(self) -> int:
-        """Since it was asked last."""
+        """The largest number of tokens read at once since the last call."""
         most, self.slices = max(self.slices, default=0), []
         return most
 
@@ -119,7 +119,7 @@ def test_a_long_text_holds_up_no_other(made: Callable[[], IndexedDrafter]) -> No
 
 @pytest.mark.parametrize("made", DRAFTERS)
 def test_a_step_takes_in_a_share_of_all_texts(made: Callable[[], IndexedDrafter]) -> None:
-    """However many long texts are behind at once, so that no step waits for all of them."""
+    """However many long texts are not indexed yet: no step indexes all of them."""
     drafter = made()
     seqs = [request(Watched(text(LONG, number)), number) for number in range(4)]
     propose(drafter, *seqs)

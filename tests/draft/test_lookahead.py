@@ -1,4 +1,4 @@
-"""The window is Jacobi iteration: its guesses become what the target would say at their places."""
+"""The window is Jacobi iteration: its guesses converge to the target's choices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loop(tokens: list[int]) -> torch.Tensor:
 
 
 def placed(tokens: list[int]) -> torch.Tensor:
-    """The next token depends on its position alone, as noise does; no token comes twice soon."""
+    """The next token depends only on its position, as noise does; tokens do not repeat soon."""
     return one_hot(len(tokens) * 17 % VOCAB)
 
 
@@ -46,7 +46,7 @@ def pooled(drafter: LookaheadDrafter) -> list[list[int]]:
 
 @pytest.mark.parametrize("window, ngram", [(5, 3), (3, 4), (2, 3), (4, 2), (6, 5)])
 def test_ngrams_are_what_the_target_says(window: int, ngram: int) -> None:
-    """Once the first guesses are worked off, every n-gram is a piece of the true cycle."""
+    """After the first guesses are replaced, every n-gram is part of the true cycle."""
     drafter = LookaheadDrafter("cpu", Lookahead(window=window, ngram=ngram, candidates=4))
     seq = request([5])
     for step in range(5 * ngram):
@@ -111,7 +111,7 @@ def test_the_bound_on_nodes_is_reached() -> None:
 
 
 def test_equal_paths_are_one_node() -> None:
-    """A candidate that the window holds as well costs nothing."""
+    """A candidate that is in the window, too, adds no node."""
     drafter = LookaheadDrafter("cpu", Lookahead(window=5, ngram=4, candidates=3))
     seq = request([5])
     for _ in range(40):
@@ -134,7 +134,7 @@ def test_plain_steps_keep_window_and_pool() -> None:
 
 
 def test_a_proposal_may_be_withdrawn() -> None:
-    """Proposing again, shorter or not at all, is as if the first proposal had never been."""
+    """A second proposal, shorter or empty, replaces the first one completely."""
     drafter, once = LookaheadDrafter("cpu"), LookaheadDrafter("cpu")
     seq, same = request([5]), request([5])
     for length in (5, 0, 2, 5, 0, 1, 5, 5, 3):

@@ -1,4 +1,4 @@
-"""What drafters that run no model have in common: what they keep, and how long."""
+"""Drafters without a model: which state they keep, and for how long."""
 
 from __future__ import annotations
 

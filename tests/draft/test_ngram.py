@@ -25,7 +25,7 @@ def propose(drafter: NGramDrafter, seq: SequenceState, length: int = 8) -> Token
 
 
 class Forcing:
-    """A grammar that leaves these tokens only."""
+    """A grammar that forces these tokens."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.forced_tokens = lambda path=(): tokens
@@ -49,7 +49,7 @@ def test_the_latest_longest_match_is_continued() -> None:
 
 
 def test_what_a_grammar_forces_comes_first() -> None:
-    """Then how the text went on behind it; the index holds committed tokens only."""
+    """Then comes their continuation; the index holds committed tokens only."""
     drafter = NGramDrafter("cpu", NGram(min=2, max=3, length=6, candidates=1))
     seq = request([1, 2, 3, 7, 8, 9, 5])
     seq.constraint = Forcing([1, 2, 3])

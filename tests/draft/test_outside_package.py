@@ -1,4 +1,4 @@
-"""The example drafter as a package of somebody else's: built, installed by pip, used everywhere."""
+"""The example drafter as a third-party package: built, installed by pip, used everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft models that draft in one pass: what is drafted is what a dense computation says."""
+"""Draft models that draft in one pass: drafts equal a dense computation."""
 
 from __future__ import annotations
 

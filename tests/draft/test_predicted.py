@@ -1,4 +1,4 @@
-"""Predicted outputs: never another text, and fewer steps where they are right."""
+"""Predicted outputs: the text stays the same, with fewer steps where the prediction is right."""
 
 from __future__ import annotations
 

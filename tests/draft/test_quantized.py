@@ -1,4 +1,4 @@
-"""The target's own form in fewer bits as its draft: what is rounded, shared and refused."""
+"""The target's copy in fewer bits as draft: what is rounded, shared and refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loaded(folder: str, layout: str, quantize: str | None = None) -> CausalModel
 
 
 def dense(model: CausalModel) -> dict[str, torch.Tensor]:
-    """What the matrices of a model stand for, in any layout."""
+    """The matrices of a model in float32, from any layout."""
     named = model.hf.named_modules()
     return {n: m.weight.float() for n, m in named if n.endswith(("proj", "lm_head"))}
 
@@ -99,7 +99,7 @@ def test_matrices_that_do_not_divide_stay_and_are_shared() -> None:
 
 
 def test_it_drafts_what_the_quantised_model_says(folder: str) -> None:
-    """Nearly always what the target says; and the text is the target's."""
+    """The drafts are nearly always accepted, and the text is the target's."""
     llm = LLM(folder, draft="none", dtype="float32", backend="native")
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     prompts = ["The quick brown fox", "def add(a, b):"]
@@ -143,7 +143,7 @@ def test_a_model_without_groups_is_refused() -> None:
 
 
 class Foreign(nn.Module):
-    """A linear layer that is none of those we know."""
+    """A linear layer of an unknown class."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

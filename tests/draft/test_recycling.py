@@ -1,4 +1,4 @@
-"""The matrix holds the target's latest candidates of every row; trees are read out of it."""
+"""The matrix stores the target's latest top-k of every row, and trees are read from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLE = torch.rand(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
 
 
 def markov(tokens: list[int]) -> torch.Tensor:
-    """Scores that depend on the last token: its candidates are always the same ones."""
+    """Logits that depend only on the last token."""
     return TABLE[tokens[-1]]
 
 
@@ -49,7 +49,7 @@ def test_a_tree_is_the_lists_of_its_tokens() -> None:
 
 
 def test_rejected_nodes_are_learnt_from() -> None:
-    """Lists of all nodes are kept, also of those that no accepted path reaches."""
+    """Top-k lists of all nodes are stored, also of nodes off the accepted path."""
     drafter = RecyclingDrafter("cpu", VOCAB, Recycling(k=2, nodes=2))
     drafter._shape = Shape.branching((2,))
     seq = request([7])

@@ -1,4 +1,4 @@
-"""Every kind of drafter by its record: specs, what tune tries, what doctor says, what is drawn."""
+"""Every kind of drafter: specs, variants for tune, reports to doctor, and its distribution."""
 
 from __future__ import annotations
 

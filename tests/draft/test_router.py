@@ -21,7 +21,7 @@ from support.simulated_time import Guesser, always, costs
 
 
 class Watched(Guesser):
-    """Keeps what it was given."""
+    """Records its calls."""
 
     def __init__(self, name: str, features: tuple[int, ...]) -> None:
         super().__init__(name, always(1.0))
@@ -67,7 +67,7 @@ def test_each_request_is_drafted_for_by_the_one_it_names() -> None:
 
 
 def test_lengths_are_learnt_for_each_sequence_and_drafter() -> None:
-    """What one drafter showed says nothing about the other."""
+    """Acceptance rates are learnt per drafter."""
     lengths = tuple(range(9))
     own = DrafterCosts(lengths, lengths, CostCurve((1,), (0.1,)))
     control = AdaptiveController(CostModel(costs(), {"good": own, "bad": own}))

@@ -77,7 +77,7 @@ Plain = tuple[list[SequenceState], dict[int, list[torch.Tensor]]]
 
 @pytest.fixture(scope="module")
 def plain(model: CausalModel) -> dict[str, Plain]:
-    """Requests that plain decoding has answered, and the rows that it wrote for each."""
+    """Requests decoded without drafts, and the cache rows written for each."""
     found = {}
     for name, params in ASKED.items():
         engine, seqs = engine_of(model, "none", 0), requests(params)
@@ -92,7 +92,7 @@ def plain(model: CausalModel) -> dict[str, Plain]:
 def test_the_cache_holds_the_targets_own_rows_only(
     model: CausalModel, plain: dict[str, Plain], spec: str, asked: str
 ) -> None:
-    """After every step each committed row is what plain decoding wrote; and so is the text."""
+    """After every step each committed row equals plain decoding's, and so does the text."""
     expected, rows = plain[asked]
     engine, seqs = engine_of(model, SPECS[spec]), requests(ASKED[asked])
     compared = 0

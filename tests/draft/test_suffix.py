@@ -281,7 +281,7 @@ def test_a_repeated_request_is_fast_and_the_file_keeps_it_so(
 
 
 def prepared(spec: str) -> SuffixDrafter:
-    """The drafter of a spec, for a target of which only this is asked."""
+    """The drafter of a spec, for a minimal fake target."""
     target = SimpleNamespace(device=torch.device("cpu"), vocab_size=VOCAB)
     loading = Loading(cast(Any, target), cast(Any, None), "float32")
     drafter = prepare_one(spec, loading).build(cast(Any, None))

@@ -34,7 +34,7 @@ def longest_brute(text: list[int], depth: int) -> int:
 
 
 def shares(text: list[int], string: tuple[int, ...]) -> dict[int, float]:
-    """How the occurrences of ``string`` went on."""
+    """Share of each token among those that follow the occurrences of ``string``."""
     size = len(string)
     nexts = Counter(
         text[start + size]
@@ -101,7 +101,7 @@ needs_kernels = pytest.mark.skipif(functions() is None, reason="the kernels cann
 
 
 class Both:
-    """An index of each kind: whatever one is told the other is told, and they answer alike."""
+    """A searching and a native index that get the same calls, and must give the same answers."""
 
     def __init__(self, rule: Lookup) -> None:
         self.plain = SearchedIndex(rule)

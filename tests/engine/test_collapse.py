@@ -236,7 +236,7 @@ def test_examining_a_block_head(target: LLM, monkeypatch: pytest.MonkeyPatch) ->
     """Heads that draft in one pass take one for all positions of a text and each choice of layers,
     and choices that are seen to be worse are left out."""
     looks: list[int] = []  # passes of the heads that each examination built
-    examine, run = Origin.examine, BlockDrafter._drafted
+    examine, run = Origin.examine, BlockDrafter._run_pass
     passes = [0]
 
     def counted(self: BlockDrafter, spans: Any, trees: Any) -> Any:
@@ -251,6 +251,6 @@ def test_examining_a_block_head(target: LLM, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Origin, "examine", looked)
     llm = target.beside("dspark:paceline/tiny-dspark", draft_length=4)
-    monkeypatch.setattr(BlockDrafter, "_drafted", counted)
+    monkeypatch.setattr(BlockDrafter, "_run_pass", counted)
     assert tokens_until_collapse(llm, TOKENS) is None
     assert looks[0] == 3 and looks == sorted(looks, reverse=True) and looks[-1] < 3

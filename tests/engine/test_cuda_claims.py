@@ -40,7 +40,7 @@ HOW: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1, "m
 VERIFY = "verifier._verdicts"
 # Waits on top of the one, as each drafter's page says, and for numbers that have arrived by then:
 # events that a grammar's paths, a lookup on the device and the clock ask for.
-SAID = {"grow.grow", "strings.propose", "block._grow"}
+SAID = {"grow.grow", "strings.propose", "block._grow_trees"}
 # And a table of hashes, sent to a device once in the process.
 ARRIVED = {"transfer.values", "clock._add_previous_step", "noise._id_hashes"}
 ON_CPU_ONLY = {"quantized"}  # rounds a model's weights when it is loaded

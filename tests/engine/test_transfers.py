@@ -109,7 +109,7 @@ def said(drafter: Any) -> set[str]:
         if isinstance(drafts, LevelDrafter) and drafts._policy.nodes:
             found.add("grow.grow")  # dynamic trees, once they are grown
         if isinstance(drafts, DSparkDrafter) and drafts.ends_early:
-            found.add("block._grow")  # how long each chain is
+            found.add("block._grow_trees")  # how long each chain is
     return found
 
 

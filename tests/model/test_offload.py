@@ -99,7 +99,7 @@ def test_a_draft_in_fewer_bits_of_a_target_on_disk(
     random_pair: tuple[str, str], spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text stays, and one pass over the disk checks several tokens."""
-    monkeypatch.setattr(auto, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(auto, "_MIN_BYTES", 0)
     target = random_pair[0]
     plain = LLM(target, "none", backend="reference", **OPTIONS)
     away = LLM(target, "none", offload="disk", weights_memory=0, **OPTIONS)
@@ -175,7 +175,7 @@ def test_doctor_says_what_a_step_moves(random_pair: tuple[str, str]) -> None:
 def test_doctor_says_what_auto_takes_and_how_often_the_target_that_is(
     random_pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(auto, "_MIN_BYTES", 0)
     how: dict[str, Any] = {"offload": "disk", "weights_memory": 0, "dtype": "float32"}
     texts = {item.code: item.text for item in examine(random_pair[0], "auto", **how)}
     away = LLM(random_pair[0], "auto", offload="disk", weights_memory=0, **OPTIONS)

@@ -123,7 +123,7 @@ def test_a_self_draft_has_the_request_s_adapter(llm: LLM, monkeypatch: pytest.Mo
     """Without it, it drafts what the model says without one."""
     shares = []
     for adapts in (True, False):
-        monkeypatch.setattr(SelfDrafter, "adapts", adapts)
+        monkeypatch.setattr(SelfDrafter, "runs_adapters", adapts)
         drafted = llm.beside("quantized:int8", draft_length=4)
         done = drafted.generate(PROMPTS, replace(GREEDY, max_tokens=24), lora="one")
         drafts = sum(out.stats.drafted_tokens for out in done)

@@ -14,7 +14,7 @@ from paceline.draft.heads.eagle_head import (
     default_feature_layers,
     save_eagle,
 )
-from paceline.draft.trees.grow import widened
+from paceline.draft.trees.grow import scatter_to_vocabulary
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB
 
@@ -125,4 +125,4 @@ def expanded(head: EagleHead, logits: torch.Tensor) -> torch.Tensor:
     """``[T, draft_vocab]`` over the target's vocabulary."""
     if head.config.draft_vocab_size == head.config.vocab_size:
         return logits
-    return widened(logits, head.draft_ids, head.config.vocab_size)
+    return scatter_to_vocabulary(logits, head.draft_ids, head.config.vocab_size)

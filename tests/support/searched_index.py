@@ -15,10 +15,8 @@ _LATEST = 64  # occurrences of a suffix that are compared
 class SearchedIndex(TextIndex):
     """Drafts the likeliest continuations, which takes a millisecond."""
 
-    def suffixes(
-        self, new_tokens: Ids, tail: Ids, levels: int, nodes: int, memory: Any = None
-    ) -> Draft:
-        self.extend(new_tokens)
+    def suffixes(self, new: Ids, tail: Ids, levels: int, nodes: int, memory: Any = None) -> Draft:
+        self.extend(new)
         text = list(tail or self._tail())
         drafts = [
             index._grown(text, levels, nodes) for index in (self, memory) if index is not None

@@ -113,7 +113,7 @@ class AdaptiveController(Controller):
         members = self.members.get(seq.params.drafter or self._default, ())
         if len(members) < 3 or not self._watch.collapsed:
             return members
-        return [name for name in members if not self._watch.rests(name, seq)]
+        return [name for name in members if not self._watch.is_paused(name, seq)]
 
     def _models(self, seq: SequenceState) -> list[Hashable]:
         """The drafters allowed for ``seq`` that are no lookups."""

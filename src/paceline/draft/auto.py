@@ -1,6 +1,8 @@
-"""``auto``: the drafters that can pay for a target, chosen when it is loaded: lookups, heads or
-models trained for it that are on this machine, and its 4-bit copy where reading weights limits its
-steps. Which of them drafts in a step is the controller's choice."""
+"""``auto``: chooses the drafters that can pay for a target when the target is loaded.
+
+These are lookups, heads or models on this machine that were trained for the target, and its 4-bit
+copy if reading weights limits its steps. Which of them drafts in a step is up to the controller.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +33,21 @@ from paceline.model.names import MADE_FOR, has_assets, is_path, resolve
 from paceline.model.precision import matrix_sizes, rounded_bytes, usual_bits
 from paceline.model.target import CausalModel
 
-# Made for one target, the best first.
+# Kinds of drafters that are trained for one target, the best first.
 Trained = DraftModel | Eagle | Medusa
 _TRAINED: tuple[type[Trained], ...] = (Eagle3, Eagle2, DraftModel, Medusa)
-_LEAST_BYTES = 64 << 20  # of weights: fewer stay in a processor's caches
-_MEMORY_PARTS = 2  # the 4-bit copy takes at most 1 / so much of the free memory
-# Share of the target's bytes above which a draft model, or a head, costs what it saves (SmolLM2 in
+_MIN_BYTES = 64 << 20  # a target with fewer bytes of weights stays in a processor's caches
+_MEMORY_PARTS = 2  # the 4-bit copy takes at most 1 / _MEMORY_PARTS of the free memory
+# A draft model or a head with a larger share of the target's bytes costs what it saves (SmolLM2 in
 # 4 bits: a head of 0.21 gave 0.93x of plain decoding, 1.05x without it).
-_MOST_MODEL_SHARE, _MOST_HEAD_SHARE = 0.5, 0.2
+_MAX_MODEL_SHARE, _MAX_HEAD_SHARE = 0.5, 0.2
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What decides about a target: why the native kernels do not run its 4-bit copy in one process
-    ("" if they do); ``bits`` of most of its weights; bytes of these weights, of the 4-bit copy, and
-    of free memory; whether its files hold an MTP layer."""
+    """What the choice depends on. ``refused``: why the native kernels do not run the target's 4-bit
+    copy ("" if they do). ``bits``: of most weights. ``mtp``: whether there is an MTP layer."""
 
     name: str
     refused: str
@@ -62,7 +63,8 @@ class Circumstances:
         if target.ranks is not None:
             refused = "its weights are shared by several processes"
         elif target.offload and target.asked != REFERENCE and target.device.type == "cpu":
-            refused = "" if are_kernels_here() else "which are not here"  # they run its 4-bit form
+            # The kernels can run the 4-bit copy, not the offloaded target.
+            refused = "" if are_kernels_here() else "which are not here"
         elif not target.backend.runs_quantised:
             refused = refused or "the native kernels do not run it"
         return cls(
@@ -78,7 +80,7 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Composition:
-    """Drafters ``taken`` and ``left_out``, each with the reason."""
+    """The drafters ``taken`` and ``left_out``, each with the reason."""
 
     taken: tuple[tuple[DraftSpec, str], ...]
     left_out: tuple[tuple[str, str], ...] = ()
@@ -88,7 +90,7 @@ class Composition:
         return Hybrid(*(member for member, _ in self.taken))
 
     def line(self) -> str:
-        """What is loaded, and why the rest is not."""
+        """One line for the user: what is loaded, and why the rest is not."""
         taken = ", ".join(f"{member} ({why})" for member, why in self.taken)
         absent = "; ".join(f"not {what}: {why}" for what, why in self.left_out)
         return f"draft auto: {taken}" + (f"; {absent}" if absent else "")
@@ -101,8 +103,8 @@ class Composition:
 
 @dataclass(frozen=True)
 class Auto(DraftSpec):
-    """All drafters that can pay for the target, as a hybrid. ``compose`` chooses,
-    ``Prepared.notes`` says why."""
+    """A hybrid of all drafters that can pay for the target. ``compose`` chooses them,
+    ``Prepared.notes`` gives the reasons."""
 
     kind = "auto"
     page = "README.md"
@@ -112,51 +114,51 @@ class Auto(DraftSpec):
     def prepare(self, loading: Loading) -> Prepared:
         circumstances = Circumstances.of(loading.target)
         composed, members = _prepared(compose(circumstances), loading)
-        why = _by_torch(loading.target, composed)
-        if why:
-            composed, members = _prepared(compose(replace(circumstances, refused=why)), loading)
+        refused = _why_torch_runs_copy(loading.target, composed)
+        if refused:
+            composed, members = _prepared(compose(replace(circumstances, refused=refused)), loading)
         drafts, notes = (str(composed.spec),), (composed.line(),)
         return replace(joined(members, HybridDrafter), drafts=drafts, notes=notes)
 
 
 def _prepared(composed: Composition, loading: Loading) -> tuple[Composition, list[Prepared]]:
-    """The members prepared, without those that cannot be loaded."""
+    """Prepare the drafters that are taken; those that cannot be loaded are left out."""
     prepared: list[Prepared] = []
     failed: dict[DraftSpec, str] = {}
     for member, _ in composed.taken:
         try:
             prepared.append(prepare(member, loading))
-        except PacelineError as error:  # it was not asked for: leave it out
+        except PacelineError as error:  # the user did not ask for this drafter
             failed[member] = str(error)
     return composed.without(failed), prepared
 
 
-def _by_torch(target: CausalModel, composed: Composition) -> str:
-    """Why the kernels do not run the 4-bit copy of an offloaded target, known only once it is made;
-    "" if they do or it is not wanted."""
+def _why_torch_runs_copy(target: CausalModel, composed: Composition) -> str:
+    """Why torch, not the kernels, runs the 4-bit copy of an offloaded target; "" if the kernels run
+    it or it is not taken. This is known only once the copy is made."""
     if target.offload is None or all(member != QuantizedDraft() for member, _ in composed.taken):
         return ""
-    form = quantised_copy(target, QuantizedDraft().quantize)
-    if form.backend.runs_quantised:
+    quantised = quantised_copy(target, QuantizedDraft().quantize)
+    if quantised.backend.runs_quantised:
         return ""
     forget_copy(target, QuantizedDraft().quantize)
-    return form.refused or "they do not run it"
+    return quantised.refused or "they do not run it"
 
 
 def compose(target: Circumstances) -> Composition:
-    """What is loaded for a target, the cheapest first: the order decides between equals."""
+    """Choose the drafters for a target, the cheapest first: among equals the first one drafts."""
     taken: list[tuple[DraftSpec, str]] = [(Suffix(), "free"), (NGram(), "free")]
     if (store := _datastore(target.name)) is not None:
         taken.append((Datastore(str(store)), "beside the target"))
     if target.mtp:
         taken.append((Mtp(), "part of the checkpoint"))
     left_out: list[tuple[str, str]] = []
-    self_draft, problem = QuantizedDraft(), _problem(target)
+    self_draft, problem = QuantizedDraft(), _why_no_copy(target)
     made = made_for(target.name)
     if made is not None:
         draft, where = made
-        share = _stored(draft.path) / target.weight_bytes if target.weight_bytes else 0.0
-        if share > (_MOST_MODEL_SHARE if isinstance(draft, DraftModel) else _MOST_HEAD_SHARE):
+        share = _stored_bytes(draft.path) / target.weight_bytes if target.weight_bytes else 0.0
+        if share > (_MAX_MODEL_SHARE if isinstance(draft, DraftModel) else _MAX_HEAD_SHARE):
             left_out.append((str(draft), f"it has {share:.0%} of the target's bytes"))
         elif not problem:
             left_out.append((str(draft), "the 4-bit form is right more often"))
@@ -169,13 +171,13 @@ def compose(target: Circumstances) -> Composition:
     return Composition(tuple(taken), tuple(left_out))
 
 
-def _problem(target: Circumstances) -> str:
+def _why_no_copy(target: Circumstances) -> str:
     """Why the target's 4-bit copy is not used; "" if it is."""
     if target.refused:
         return f"it takes the native kernels ({target.refused})"
     if target.bits < 8:
         return f"the target is held in {target.bits} bits"
-    if target.weight_bytes < _LEAST_BYTES:
+    if target.weight_bytes < _MIN_BYTES:
         return f"the target's {target.weight_bytes / _MIB:,.0f} MiB lie in the processor's caches"
     if target.copy_bytes * _MEMORY_PARTS > target.free_bytes:
         need, free = target.copy_bytes / _MIB, max(target.free_bytes, 0) / _MIB
@@ -183,22 +185,22 @@ def _problem(target: Circumstances) -> str:
     return ""
 
 
-# -- what was trained for a target -----------------------------------------------------------------
+# -- drafters that were trained for a target ------------------------------------------------------
 
 
 def made_for(model: str) -> tuple[Trained, str] | None:
-    """A trained drafter of ``model`` and where it is: shipped, beside the checkpoint, or in the
-    hub's cache. Nothing is downloaded."""
+    """A drafter that was trained for ``model``, and where it is: shipped with the package, next to
+    the checkpoint, or in the hub's cache. Downloads nothing."""
     for name, specs in MADE_FOR.items():
         if model in (name, _folder(name)):
             for kind, path in specs:
                 if has_assets(path):
                     return next(r for r in _TRAINED if r.kind == kind)(path), "shipped for it"
-    if (draft := next(_beside(model), None)) is not None:
+    if (draft := next(_next_to_target(model), None)) is not None:
         return draft, "beside the target"
     for repository in sorted(_hub_cache().glob("models--*")):
         snapshot = _snapshot(repository)
-        if snapshot is not None and (made := _made(Path(snapshot), model)) is not None:
+        if snapshot is not None and (made := _trained_head(Path(snapshot), model)) is not None:
             return made, "in the hub's cache"
     return None
 
@@ -214,8 +216,9 @@ def _folder(model: str) -> str | None:
     return _snapshot(_hub_cache() / f"models--{path.replace('/', '--')}")
 
 
-def _beside(model: str) -> Iterator[Trained]:
-    """TARGET/eagle3 and TARGET-eagle3; then folders there whose config names the target."""
+def _next_to_target(model: str) -> Iterator[Trained]:
+    """The drafters TARGET/eagle3 and TARGET-eagle3 (of all kinds); then those in folders inside and
+    next to TARGET whose config names the target."""
     target_folder = _folder(model)
     if target_folder is None or not Path(target_folder).is_dir():
         return
@@ -225,12 +228,12 @@ def _beside(model: str) -> Iterator[Trained]:
             if (path / "config.json").is_file():
                 yield record(str(path))
     for path in (*folder.glob("*/config.json"), *folder.parent.glob("*/config.json")):
-        if path.parent != folder and (made := _made(path.parent, model)) is not None:
+        if path.parent != folder and (made := _trained_head(path.parent, model)) is not None:
             yield made
 
 
 def _datastore(model: str) -> Path | None:
-    """TARGET/NAME.datastore, else TARGET.datastore."""
+    """The datastore TARGET/NAME.datastore, else TARGET.datastore."""
     if (target_folder := _folder(model)) is None:
         return None
     folder = Path(target_folder)
@@ -246,7 +249,7 @@ def _hub_cache() -> Path:
 
 
 def _snapshot(repository: Path) -> str | None:
-    """The folder of a repository's current commit."""
+    """The folder of a cached repository's current commit."""
     try:
         commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -255,8 +258,8 @@ def _snapshot(repository: Path) -> str | None:
     return str(snapshot) if snapshot.is_dir() else None
 
 
-def _made(folder: Path, model: str) -> Trained | None:
-    """The head in a folder, if its config or model card names ``model``."""
+def _trained_head(folder: Path, model: str) -> Trained | None:
+    """The head in a folder, if its config or model card says that it was made for ``model``."""
     try:
         config = read_options(folder / "config.json")
     except (ModelLoadError, OSError):
@@ -290,13 +293,13 @@ def _bases(folder: Path, config: dict[str, Any]) -> list[str]:
 
 
 def _is_same(model: str, base: str) -> bool:
-    """Compares hub names whole, and folders by their last part."""
+    """Compares hub names as a whole, and folders by their last part."""
     if is_path(model) or is_path(base):
         return base.rstrip("/").rpartition("/")[2] == model.rstrip("/").rpartition("/")[2]
     return base.lower() == model.lower()
 
 
-def _stored(name: str) -> int:
+def _stored_bytes(name: str) -> int:
     """Bytes of a draft's weights on this machine."""
     folder = _folder(name)
     files = [] if folder is None else Path(folder).glob("*.safetensors")

@@ -1,7 +1,4 @@
-"""The interface between engine and drafters, and the base class of drafters that run no model.
-
-``Drafter`` is the interface. ``LookupDrafter`` implements all of it but ``guess``.
-"""
+"""``Drafter``, the interface to the engine, and ``LookupDrafter``, the base without a model."""
 
 from __future__ import annotations
 
@@ -61,9 +58,8 @@ class Drafter(Protocol):
         ...
 
     def warm_up(self, batch_size: int) -> None:
-        """Do the work of one pass for ``batch_size`` sequences, without effect. Start-up times it:
-        that is the cost of drafting for greedy requests; the cost for sampled requests is corrected
-        by measured steps (control/correction.py)."""
+        """Do the work of one pass for ``batch_size`` sequences, without effect. Start-up times it
+        as the cost of greedy drafts; steps correct that of sampled ones (control/correction.py)."""
         ...
 
     def forget(self, seq_id: int) -> None:
@@ -115,8 +111,7 @@ def prefers_seeds(drafter: Any) -> bool:
 
 
 def runs_torch(drafter: Any) -> bool:
-    """Whether drafting runs torch operators: the drafter's attribute ``runs_torch``, or by default
-    whether it has passes."""
+    """Whether drafting runs torch operators: ``drafter.runs_torch``, else whether it has passes."""
     members = getattr(drafter, "members", ())
     if members:
         return any(map(runs_torch, members))
@@ -247,8 +242,7 @@ class LookupDrafter:
     def guess(self, item: Slice) -> Guess:
         """Draft for the sequence ``item.seq``: token ids, at most ``item.draft_length`` (above 0)
         levels of them, and each one's parent: its index in the draft, -1 for the sequence's last
-        token. ``(), ()`` is no draft. Optionally the fields ``confidence`` and ``certain`` of
-        ``Offer`` follow."""
+        token. ``(), ()`` is no draft. ``confidence`` and ``certain`` of ``Offer`` may follow."""
         raise NotImplementedError
 
     def begin(self, seq: SequenceView) -> Any:
@@ -264,9 +258,9 @@ class LookupDrafter:
         return [self._offer(item) for item in slices]
 
     def propose(self, plan: Plan) -> list[TokenTree]:
-        fresh = [item for item in plan.slices if not self._has_offered(item)]
-        if fresh:
-            self.take_in(fresh)
+        without_offer = [item for item in plan.slices if not self._has_offered(item)]
+        if without_offer:
+            self.take_in(without_offer)
         trees = [self._tree(item) for item in plan.slices]
         self._offered = {}
         return trees

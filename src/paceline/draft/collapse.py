@@ -1,8 +1,10 @@
-"""Acceptance that collapses without an error is seen: a running comparison by drafter and adapter.
+"""Detection of drafters whose acceptance collapses, per drafter and LoRA adapter.
 
-Two figures say how often the first drafted token should be right: the card beside a head's weights
-has the one, the drafter's drafts so far the other. Against each a cumulative sum (Page 1954,
-Biometrika 41) weighs whether drafts are rather right as often as it says, or as after a collapse.
+A collapse raises no error: nothing but the acceptance rate shows it.
+
+There are two expected rates for the first drafted token: the one stated by the card beside a head's
+weights, and the drafter's rate so far. For each, a cumulative sum (Page 1954, Biometrika 41) of log
+odds weighs whether the outcomes fit that rate or a collapsed one.
 """
 
 from __future__ import annotations
@@ -18,34 +20,34 @@ from paceline.core.sequence import SequenceState
 
 _log = logging.getLogger("paceline")
 
-_HISTORY, _LATELY = 1000, 50  # drafts over which its own acceptance is averaged
-_KNOWN = 200  # drafts after which it has a history
-_WARMEST = 1.0  # temperature above which drafts fail whatever the drafter
-_REST = 8192  # tokens of the engine after which a collapsed drafter is tried again
-# Between healthy and collapsed, as shares of what is expected, lies 0.22: healthy heads have 0.2 to
-# 0.4 of their usual rate on translations.
+_LONG_TERM, _SHORT_TERM = 1000, 50  # drafts over which the drafter's own rates are averaged
+_MIN_HISTORY = 200  # drafts after which the long-term rate counts as an expected rate
+_MAX_TEMPERATURE = 1.0  # above it the drafts of any drafter fail
+_PAUSE = 8192  # tokens of the engine after which a collapsed drafter is tried again
+# Rates of a healthy and of a collapsed drafter, as shares of the expected rate. Between them lies
+# 0.22: healthy heads have 0.2 to 0.4 of their usual rate on translations.
 _HEALTHY, _COLLAPSED = 0.4, 0.1
-# The logarithm of the odds for a collapse at which it is said. No request adds more than a third:
-# one odd text proves nothing.
+# The log odds for a collapse at which it is reported. No request adds more than a third: a single
+# odd text proves nothing.
 _EVIDENCE = 15.0
-_GIVEN_UP = 500  # tokens after which each is examined
-_EXAMINED, _TEXT = 8, 48  # texts at most, and tokens between looks at one
-_RECENT = 3  # texts in which a cause is looked for
+_ALWAYS_EXAMINED_AFTER = 500  # tokens after which every drafter is examined
+_MAX_EXAMINED, _EXAMINATION_INTERVAL = 8, 48  # texts, and tokens of a text between examinations
+_KEPT_TEXTS = 3  # latest texts in which a cause is looked for
 _UNKNOWN = "its weights may be damaged or for another model: measure both with paceline bench"
 
-# What an examination found: whether the first drafted token is right, at many positions of a text,
-# and what is certainly wrong; "" if nothing is.
+# The result of an examination: for many positions of a text, whether the first drafted token is
+# right; and what is certainly wrong with the drafter ("": nothing).
 Examination = tuple[Sequence[bool], str]
-# The tokens of a sequence, which grow, and how many of them are its prompt.
+# The tokens of a sequence, a list that grows, and the number of its prompt's tokens.
 PromptedText = tuple[Sequence[int], int]
-# A drafter's name, an adapter's, and the number of what is loaded under that name.
+# Drafter name, adapter name, and the number of the adapter loaded under that name.
 WatchedKey = tuple[Hashable, str | None, int]
 
 
 @dataclass(frozen=True)
-class Watched:
-    """What is known of a drafter: the acceptance that its card states; how to examine it on a
-    sequence's text; and why it may have collapsed on such texts ("": not known)."""
+class WatchedDrafter:
+    """``stated``: the acceptance that the drafter's card states. ``examine``: measures the drafter
+    on a sequence's text. ``cause``: why it may have collapsed on such texts ("": unknown)."""
 
     stated: float | None = None
     examine: Callable[[SequenceState], Examination] = lambda seq: ((), "")
@@ -53,136 +55,140 @@ class Watched:
 
 
 @dataclass
-class _Compared:
-    """A drafter with an adapter. ``evidence`` for a collapse by what acceptance is compared with;
-    ``added``: to that by each running sequence; ``texts``: sequences on which it was examined."""
+class _DrafterHistory:
+    """What is known of a drafter with one adapter. ``evidence``: log odds for a collapse, by the
+    expected rate they refer to; ``evidence_by_seq``: what each running sequence added to them.
+    ``examined``: ids of the sequences on which the drafter was examined."""
 
     drafts: int = 0
-    usual: float = 0.0  # share of first tokens that are right, over ``_HISTORY`` drafts
-    lately: float = 0.0
-    texts: set[int] = field(default_factory=set)
-    wrong: str = ""  # what is certainly wrong, and stays so
+    long_term_rate: float = 0.0  # share of first drafted tokens that were right
+    short_term_rate: float = 0.0
+    examined: set[int] = field(default_factory=set)
+    wrong: str = ""  # what is certainly wrong
     evidence: dict[str, float] = field(default_factory=dict)
-    added: dict[int, dict[str, float]] = field(default_factory=dict)
-    recent: deque[PromptedText] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    evidence_by_seq: dict[int, dict[str, float]] = field(default_factory=dict)
+    recent: deque[PromptedText] = field(default_factory=lambda: deque(maxlen=_KEPT_TEXTS))
 
-    def see(self, seq: SequenceState, right: bool, stated: float | None, counts: bool) -> None:
-        """A draft's outcome; ``counts``: it becomes part of the history."""
-        if seq.seq_id not in self.added:
+    def add(self, seq: SequenceState, right: bool, stated: float | None, healthy: bool) -> None:
+        """Add the outcome of a draft, to the long-term rate only if the drafter is ``healthy``."""
+        if seq.seq_id not in self.evidence_by_seq:
             self.recent.append((seq.tokens, seq.prompt_length))
-        added = self.added.setdefault(seq.seq_id, {})
-        history = self.usual if self.drafts >= _KNOWN else None
-        for against, rate in (("its card says", stated), ("before it was", history)):
-            if rate:
-                healthy, collapsed = _HEALTHY * rate, _COLLAPSED * rate
-                odds = log(collapsed / healthy if right else (1 - collapsed) / (1 - healthy))
-                odds = min(odds, _EVIDENCE / 3 - added.get(against, 0.0))
-                added[against] = added.get(against, 0.0) + odds
-                self.evidence[against] = max(0.0, self.evidence.get(against, 0.0) + odds)
+        of_seq = self.evidence_by_seq.setdefault(seq.seq_id, {})
+        history = self.long_term_rate if self.drafts >= _MIN_HISTORY else None
+        for source, expected in (("its card says", stated), ("before it was", history)):
+            if expected:
+                high, low = _HEALTHY * expected, _COLLAPSED * expected
+                odds = log(low / high if right else (1 - low) / (1 - high))
+                odds = min(odds, _EVIDENCE / 3 - of_seq.get(source, 0.0))
+                of_seq[source] = of_seq.get(source, 0.0) + odds
+                self.evidence[source] = max(0.0, self.evidence.get(source, 0.0) + odds)
         self.drafts += 1
-        self.lately += (right - self.lately) / min(self.drafts, _LATELY)
-        if counts:
-            self.usual += (right - self.usual) / min(self.drafts, _HISTORY)
+        self.short_term_rate += (right - self.short_term_rate) / min(self.drafts, _SHORT_TERM)
+        if healthy:
+            self.long_term_rate += (right - self.long_term_rate) / min(self.drafts, _LONG_TERM)
 
-    def is_doubtful(self, stated: float | None, tokens: int) -> bool:
-        """Whether it is right less often than its card states, or not always without a card; in the
-        end of each, as one that hardly drafts shows nothing, or only texts that suit it."""
-        known = self.drafts >= _LATELY
-        return tokens >= _GIVEN_UP or (known and self.lately < (stated or 1.0))
+    def is_suspect(self, stated: float | None, tokens: int) -> bool:
+        """Whether the rate is below what the card states, or below 1 without a card. After enough
+        tokens always: a drafter that hardly drafts, or only where it is good, shows nothing."""
+        known = self.drafts >= _SHORT_TERM
+        below = known and self.short_term_rate < (stated or 1.0)
+        return below or tokens >= _ALWAYS_EXAMINED_AFTER
 
 
 class CollapseWatch:
-    """Compares the drafters that it is told of, and warns once of each that collapses."""
+    """Watches the drafters in ``drafters``, and warns once of each that collapses."""
 
     def __init__(self) -> None:
-        self.drafters: dict[Hashable, Watched] = {}
-        self.default: Hashable = None  # who drafts for requests that name no drafter
-        self.tokens = 0
-        self.collapsed: dict[WatchedKey, int] = {}  # the token from which each is tried again
+        self.drafters: dict[Hashable, WatchedDrafter] = {}
+        self.default: Hashable = None  # the drafter of requests that name none
+        self.tokens = 0  # committed by the engine so far
+        self.collapsed: dict[WatchedKey, int] = {}  # value: at how many tokens it is tried again
         self.warned: set[WatchedKey] = set()
-        self._compared: dict[WatchedKey, _Compared] = {}
+        self._histories: dict[WatchedKey, _DrafterHistory] = {}
 
-    def rests(self, name: Hashable, seq: SequenceState) -> bool:
-        """Whether a drafter has collapsed and is not to be tried again yet."""
+    def is_paused(self, name: Hashable, seq: SequenceState) -> bool:
+        """Whether a drafter has collapsed and is not tried again yet."""
         return self.tokens < self.collapsed.get(self._key(name, seq), 0)
 
     @staticmethod
     def _key(name: Hashable, seq: SequenceState) -> WatchedKey:
         return name, seq.params.lora, seq.adapter_number
 
-    def _compare(self, key: WatchedKey) -> _Compared:
-        """What is known under a key; adapters loaded before under its name are forgotten."""
-        if key not in self._compared:
-            for old in [k for k in self._compared if k[:2] == key[:2] and k[2] < key[2]]:
-                del self._compared[old]
+    def _history(self, key: WatchedKey) -> _DrafterHistory:
+        """The history of a key. A new one replaces that of an earlier adapter of the same name."""
+        if key not in self._histories:
+            for old in [k for k in self._histories if k[:2] == key[:2] and k[2] < key[2]]:
+                del self._histories[old]
                 self.collapsed.pop(old, None)
                 self.warned.discard(old)
-            self._compared[key] = _Compared()
-        return self._compared[key]
+            self._histories[key] = _DrafterHistory()
+        return self._histories[key]
 
     def record(self, name: Hashable, seq: SequenceState, commit: Commit) -> None:
-        """What a step showed of the drafter ``name`` (None: the one that the request names)."""
+        """Learn from a step in which ``name`` drafted (None: the one that the request names)."""
         self.tokens += len(commit.tokens)
         params = seq.params
-        # Drafts of a request's own, and distributions that no drafter knows, show nothing.
-        brought = seq.constraint or params.prediction or params.logits_processors
-        if brought or params.temperature > _WARMEST:
+        # Neither a request's own drafts nor logits processors say anything of the drafter.
+        unrelated = seq.constraint or params.prediction or params.logits_processors
+        if unrelated or params.temperature > _MAX_TEMPERATURE:
             return
-        if seq.generated // _TEXT > (seq.generated - len(commit.tokens)) // _TEXT:
+        before = seq.generated - len(commit.tokens)
+        if seq.generated // _EXAMINATION_INTERVAL > before // _EXAMINATION_INTERVAL:
             for watched in self.drafters:
                 self._examine(self._key(watched, seq), seq)
         key = self._key(name or params.drafter or self.default, seq)
         if commit.reached and key[0] in self.drafters:
             # The first node is the likeliest token, in trees as in chains.
-            self._see(key, seq, [commit.path[:1] == (0,)])
+            self._add_outcomes(key, seq, [commit.path[:1] == (0,)])
 
-    def _see(
+    def _add_outcomes(
         self, key: WatchedKey, seq: SequenceState, outcomes: Sequence[bool], wrong: str = ""
     ) -> None:
-        stated, compared = self.drafters[key[0]].stated, self._compare(key)
+        stated, history = self.drafters[key[0]].stated, self._history(key)
         for right in outcomes:
-            compared.see(seq, right, stated, key not in self.collapsed)
-        compared.wrong = compared.wrong or wrong
-        sure = [against for against, odds in compared.evidence.items() if odds >= _EVIDENCE]
-        if sure or wrong:
-            self._collapse(key, [*sure, "its card says" if stated else "before it was"][0])
-        elif key in self.collapsed and not any(compared.evidence.values()) and not compared.wrong:
+            history.add(seq, right, stated, key not in self.collapsed)
+        history.wrong = history.wrong or wrong
+        certain = [source for source, odds in history.evidence.items() if odds >= _EVIDENCE]
+        if certain or wrong:
+            self._collapse(key, [*certain, "its card says" if stated else "before it was"][0])
+        elif key in self.collapsed and not any(history.evidence.values()) and not history.wrong:
             del self.collapsed[key]
 
     def _examine(self, key: WatchedKey, seq: SequenceState) -> None:
-        watched, compared = self.drafters[key[0]], self._compare(key)
-        seen = seq.seq_id in compared.texts or len(compared.texts) >= _EXAMINED
-        if seen or key in self.warned or not compared.is_doubtful(watched.stated, self.tokens):
+        watched, history = self.drafters[key[0]], self._history(key)
+        done = seq.seq_id in history.examined or len(history.examined) >= _MAX_EXAMINED
+        if done or key in self.warned or not history.is_suspect(watched.stated, self.tokens):
             return
-        compared.texts.add(seq.seq_id)
+        history.examined.add(seq.seq_id)
         try:
             outcomes, wrong = watched.examine(seq)
-        except Exception as error:  # decoding goes on whatever happens to it
+        except Exception as error:  # a failed examination must not stop decoding
             _log.warning("draft %s could not be examined: %s", key[0], error)
             return
-        self._see(key, seq, outcomes, wrong)
+        self._add_outcomes(key, seq, outcomes, wrong)
 
-    def _collapse(self, key: WatchedKey, against: str) -> None:
-        watched, compared = self.drafters[key[0]], self._compared[key]
-        # Half of the evidence stays: one that is tried again has to prove itself.
-        compared.evidence = dict.fromkeys(compared.evidence, _EVIDENCE / 2)
-        compared.added.clear()
-        self.collapsed[key] = self.tokens + _REST
+    def _collapse(self, key: WatchedKey, source: str) -> None:
+        watched, history = self.drafters[key[0]], self._histories[key]
+        # Half of the evidence stays: a drafter that is tried again has to prove itself.
+        history.evidence = dict.fromkeys(history.evidence, _EVIDENCE / 2)
+        history.evidence_by_seq.clear()
+        self.collapsed[key] = self.tokens + _PAUSE
         if key not in self.warned:
             self.warned.add(key)
-            expected = compared.usual if against.startswith("before") else watched.stated or 0.0
+            usual = history.long_term_rate
+            expected = usual if source.startswith("before") else watched.stated or 0.0
             _log.warning(
                 "draft %s%s: acceptance %s: %.0f%% of first tokens, %s %.0f%%; %s",
                 key[0],
                 "" if key[1] is None else f" (adapter {key[1]})",
-                "could be higher" if compared.wrong else "has collapsed",
-                100 * compared.lately,
-                against,
+                "could be higher" if history.wrong else "has collapsed",
+                100 * history.short_term_rate,
+                source,
                 100 * expected,
-                compared.wrong or watched.cause(compared.recent) or _UNKNOWN,
+                history.wrong or watched.cause(history.recent) or _UNKNOWN,
             )
 
     def forget(self, seq_id: int) -> None:
-        """A sequence has ended, or starts over."""
-        for compared in self._compared.values():
-            compared.added.pop(seq_id, None)
+        """A sequence has ended or starts over: later evidence of this id counts anew."""
+        for history in self._histories.values():
+            history.evidence_by_seq.pop(seq_id, None)

@@ -11,9 +11,8 @@ array over reversed texts::
             bytes; the largest number stands before, between and after texts
     order   int32 [m]: positions of contexts, sorted by the bytes of their ``DEPTH`` tokens
 
-A context begins at its position with its last token; the tokens before the position, backwards, are
-its continuation. Contexts with the same end are neighbours in ``order``, so one binary search finds
-the longest match.
+A context begins at its position with its last token; its continuation is in front of the position,
+backwards. Contexts with the same end are neighbours: one binary search finds the longest match.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ MATCH = 5  # tokens of the shortest match
 DEPTH = 16  # tokens of the longest match
 _FORMAT, _VERSION = "paceline-datastore", 1
 _COMPARED = 32  # occurrences of a match that count, on either side of the text's rank
-# Least agreement, and the confidence that it gives. The agreement is the share of a match's
-# occurrences (plus one) that continue with the first draft token. The confidence is the length of a
-# match within the text itself that is right as often (control/acceptance.py). Measured on 118
-# answers of SmolLM2 with a datastore of 2,240 others.
+# Confidence by the least share of a match's occurrences (plus one) that continue with the first
+# draft token. It is the length of a match within the text itself that is right as often
+# (control/acceptance.py). Measured on 118 answers of SmolLM2 with a datastore of 2,240 others.
 _CONFIDENCES = ((0.93, 5), (0.6, 3), (0.45, 2), (0.0, 1))
 _AGAIN = "build it with `paceline datastore build`"
 
@@ -262,8 +260,7 @@ def write_datastore(
 
 
 def _sorted_contexts(tokens: np.ndarray, end: int, least: int) -> np.ndarray:
-    """The positions of the contexts to store, sorted by their ``DEPTH`` tokens: the array of ranks
-    is built by doubling the length of the ranked strings."""
+    """The positions of the contexts to store, sorted by ``DEPTH`` tokens (prefix doubling)."""
     one = np.unique(tokens, return_inverse=True)[1]
     two = _ranks(one, one, 1)
     three = _ranks(two, one, 2)

@@ -1,8 +1,8 @@
-"""Speculative decoding configurations of vLLM and SGLang, read as drafts.
+"""Speculative decoding configurations of vLLM and SGLang, converted to draft specs.
 
-``--draft @vllm.json``, or the JSON itself: the value of vLLM's ``--speculative-config``, or
-SGLang's ``speculative_*`` arguments by name, as JSON; also inside the engine's whole configuration,
-or an ``export.json`` of ``paceline export``.
+``--draft @vllm.json``, or the JSON itself. Either is the value of vLLM's ``--speculative-config``,
+or an object with SGLang's ``speculative_*`` arguments; it may be part of the engine's whole
+configuration, or of an ``export.json`` written by ``paceline export``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.core.params import is_whole
 from paceline.errors import ConfigError
 from paceline.files import json_object
 
-_WITH_MODEL = {  # vLLM's methods, as our specs
+_WITH_MODEL = {  # method of vLLM -> draft spec
     **{"eagle": "eagle:{},nodes=0", "eagle3": "eagle3:{},nodes=0"},
     **{"draft_model": "model:{}", "medusa": "medusa:{},tree=chain"},
     **{"dflash": "dflash:{}", "dspark": "dspark:{}"},
 }
 _GENERIC = f"paceline can read methods {', '.join(_WITH_MODEL)}, ngram and suffix"
-_ALGORITHMS = {  # SGLang's
+_ALGORITHMS = {  # algorithm of SGLang -> kind
     **{"EAGLE3": "eagle3", "EAGLE": "eagle", "STANDALONE": "model"},
     **{"DFLASH": "dflash", "DSPARK": "dspark"},
 }
@@ -31,7 +31,7 @@ _ALGORITHMS = {  # SGLang's
 
 @dataclass(frozen=True)
 class ForeignDraft:
-    """``spec`` is ours, ``length`` in levels, ``rule`` None if not given."""
+    """A draft spec, the draft length in levels and the verification rule; None if not stated."""
 
     spec: str
     length: int | None
@@ -39,8 +39,8 @@ class ForeignDraft:
 
 
 def foreign_of(draft: object) -> ForeignDraft | None:
-    """A draft that is another engine's configuration: a mapping, its JSON, ``@FILE`` with it, or a
-    list of one; None for any other. Raises ConfigError."""
+    """The draft if ``draft`` is another engine's configuration (a mapping, its JSON, ``@FILE``, or
+    a list of one of these), else None. Raises ConfigError."""
     if isinstance(draft, (list, tuple)) and len(draft) == 1:
         (draft,) = draft
     if isinstance(draft, Mapping):
@@ -51,7 +51,7 @@ def foreign_of(draft: object) -> ForeignDraft | None:
 
 
 def _read(text: str) -> ForeignDraft:
-    """Raises ConfigError for what cannot be read, or has no equivalent here."""
+    """Reads JSON or ``@FILE``. Raises ConfigError if it cannot be read or has no equivalent."""
     path = text[1:] if text.startswith("@") else None
     where = "the configuration" if path is None else f"the configuration {path}"
     try:
@@ -60,7 +60,7 @@ def _read(text: str) -> ForeignDraft:
         parsed = json.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {where}: {error.strerror}") from None
-    except (ValueError, RecursionError):  # no text, or no JSON
+    except (ValueError, RecursionError):  # not text, or not JSON
         parsed = None
     if not isinstance(parsed, dict):
         raise ConfigError(
@@ -71,7 +71,7 @@ def _read(text: str) -> ForeignDraft:
 
 
 def foreign_draft(config: Mapping[str, Any], where: str = "the configuration") -> ForeignDraft:
-    """``foreign_of`` for what is parsed. Raises ConfigError."""
+    """Converts a parsed configuration; ``where`` names it in errors. Raises ConfigError."""
     for key in ("config", "speculative_config", "speculative-config"):
         inner = config.get(key)
         if isinstance(inner, dict):
@@ -105,7 +105,7 @@ def _model(values: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _head_config(model: str) -> Mapping[str, Any]:
-    """The config.json of a local folder; {} if it cannot be read."""
+    """The config.json in a local folder; {} if it cannot be read."""
     return json_object(Path(model).expanduser() / "config.json")
 
 
@@ -125,7 +125,7 @@ def _vllm(values: Mapping[str, Any], where: str) -> ForeignDraft:
 
 
 def _vllm_method(values: Mapping[str, Any]) -> str:
-    """The method, or vLLM's guess where none is named."""
+    """The method, or what vLLM infers from the model if none is named."""
     method, model = values.get("method"), str(values.get("model", ""))
     if method:
         return str(method)
@@ -170,7 +170,7 @@ def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
                 f"{where} has {key} {values[key]}, which is not lossless; leave it at 1.0"
             )
     algorithm = str(values["speculative_algorithm"]).upper()
-    nodes = max(1, _whole(values, "speculative_num_draft_tokens", where, 9) - 1)  # without the root
+    nodes = max(1, _whole(values, "speculative_num_draft_tokens", where, 9) - 1)  # minus the root
     if algorithm == "NGRAM":
         return ForeignDraft(f"ngram:length={nodes}", nodes, None)
     if algorithm not in _ALGORITHMS:
@@ -189,7 +189,7 @@ def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
     width = _whole(values, "speculative_eagle_topk", where, 1)
     shape = "nodes=0" if width == 1 else f"nodes={nodes},width={width}"
     if kind == "eagle" and width > 1:
-        kind = "eagle2"  # which grows trees
+        kind = "eagle2"  # our kind with dynamic trees
     elif kind == "eagle3":
         shape += _inputs(model)
     if values.get("speculative_use_rejection_sampling"):
@@ -199,7 +199,7 @@ def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
 
 
 def _inputs(model: str) -> str:
-    """The layers of a head numbered by outputs, as SGLang does, as inputs: one more."""
+    """The option ``feature_layers``: layers numbered by inputs, one more than SGLang's outputs."""
     nested = _head_config(model).get("eagle_config")
     ids = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
     if not isinstance(ids, list) or not all(map(is_whole, ids)):

@@ -1,10 +1,9 @@
 """Drafters that combine others. The members of a hybrid take turns; of a router, requests name one.
 
-In a hybrid ``Slice.drafter`` names the member that drafts, as the controller chose
-(control/adaptive.py). Without a name, as with a fixed draft length, the first member with a
-non-empty proposal drafts. To stay lossless, the controller chooses before a member samples: it sees
-only the offers of lookups, which are deterministic (POINT), and a sampled tree is never dropped
-because of its tokens.
+In a hybrid the controller chooses the member that drafts, ``Slice.drafter``. Without its choice, as
+with a fixed draft length, the first member with a non-empty proposal drafts. To stay lossless, the
+choice comes before a member samples: it depends only on offers of lookups, which are deterministic
+(POINT). A sampled tree is never dropped because of its tokens.
 """
 
 from __future__ import annotations
@@ -118,12 +117,9 @@ class _Joined:
 
 
 class HybridDrafter(_Joined):
-    """Lets one member draft for each slice.
-
-    Members that are asked for no draft are skipped, except in steps with a new sequence or a
-    prompt, which all members see. Where a grammar forces text, only members that can extend it are
-    asked.
-    """
+    """Lets one member draft for each slice. All members see the steps with a new sequence or a
+    prompt; in others, members without a slice to draft for are skipped. Where a grammar forces
+    text, only members that can extend it are asked."""
 
     name = "hybrid"
 

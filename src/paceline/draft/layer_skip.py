@@ -1,5 +1,7 @@
-"""Layer skipping: the target drafts without some of its layers, a fixed set (Draft & Verify, Zhang
-et al. 2023, arXiv 2309.08168)."""
+"""Layer skipping: the target drafts without a fixed set of its layers.
+
+Draft & Verify (Zhang et al. 2023, arXiv 2309.08168).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ Layers = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSkip(TreeSpec):
-    """The target without the layers ``skip``, else without ``ratio`` of them, spread."""
+    """The target without the layers ``skip``, else without the share ``ratio``, evenly spread."""
 
     kind = "layer_skip"
     page = "layer_skip.md"

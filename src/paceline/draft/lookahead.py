@@ -54,12 +54,9 @@ def remember(pool: Pool, ngram: Sequence[int], size: int) -> None:
 
 @dataclass
 class _State:
-    """Window and pool of one sequence.
-
-    ``columns``: W lists of N - 1 tokens, the head first. ``drafted``: for each column in this
-    step's tree, its tokens there and the row whose choice continues them. ``nodes``: the size of
-    that tree.
-    """
+    """Window and pool of one sequence. ``columns``: W lists of N - 1 tokens, the head first.
+    ``drafted``: for each column in this step's tree of ``nodes`` nodes, its tokens there and the
+    row whose choice continues them."""
 
     columns: list[list[int]]
     pool: Pool = field(default_factory=dict)
@@ -102,13 +99,11 @@ class LookaheadDrafter(LookupDrafter):
         if not length:
             return 0
         columns = range(min(self._window, length + 1))
-        # The last committed token, the head of column 0, is not a node.
-        window = sum(self._limit(column, length) for column in columns) - 1
+        window = sum(self._limit(column, length) for column in columns) - 1  # r is not a node
         return self._candidates * min(length, self._ngram - 1) + window
 
     def _limit(self, column: int, length: int) -> int:
-        """The most tokens of a column in a tree of ``length`` levels. Its head has depth
-        ``column``."""
+        """The most tokens of a column, whose head has depth ``column``, in ``length`` levels."""
         return min(self._ngram - 1, length - column + 1)
 
     # -- proposing ---------------------------------------------------------------------------

@@ -33,15 +33,17 @@ from paceline.model.tokenizer import TOKENIZER_FILES, load_tokenizer
 _Model = TypeVar("_Model", bound="DraftModel")
 
 
-_STOP_BELOW = 0.3  # trees end where so few are accepted: a pass costs more than one of a head
+# Dynamic trees end where a level is accepted with less than this chance. The limit is higher than a
+# head's because a pass of a model costs more.
+_STOP_BELOW = 0.3
 
 
 @dataclass(frozen=True)
 class DraftModel(TreeSpec):
-    """A model by folder, built-in or hub name. ``vocab``: how another vocabulary than the target's
-    is used: "intersection", "string", or "auto" by what the two share. ``quantize``: "int8" or
-    "int4", in place of the setting for all drafts. ``parallel``: a model that is trained for it
-    (its config names a ``pard_token``) drafts all its tokens in one pass."""
+    """A model by folder, built-in or hub name. ``vocab``: how a vocabulary other than the target's
+    is translated: "intersection", "string", or "auto", which decides by what the two share.
+    ``quantize``: "int8" or "int4" instead of the setting for all drafts. ``parallel``: a model that
+    was trained for it (its config names a ``pard_token``) drafts all its tokens in one pass."""
 
     kind = "model"
     page = "draft_model.md"
@@ -76,22 +78,20 @@ class DraftModel(TreeSpec):
             )
 
         def build(context: DraftContext) -> Drafter:
-            more = model.device, model.rope_switch
-            cache = context.new_cache(model.cache_shapes, model.dtype, *more)
+            placement = model.device, model.rope_switch
+            cache = context.new_cache(model.cache_shapes, model.dtype, *placement)
             cache.states = model.new_states()
-            levels = self.levels(context, cache, _STOP_BELOW if self.nodes else 0.0)
+            settings = self.growth_settings(context, cache, _STOP_BELOW if self.nodes else 0.0)
             device = context.target.device
             widths = loading.target.vocab_size, model.vocab_size
             if match is not None and match.method == "string":
-                return StringDrafter(match, model, levels, device)
-            shared = (
-                SharedVocabulary(*widths)
-                if match is None
-                else Intersection(match, widths, model.device)
-            )
+                return StringDrafter(match, model, settings, device)
+            vocabulary = SharedVocabulary(*widths)
+            if match is not None:
+                vocabulary = Intersection(match, widths, model.device)
             if mask is None:
-                return ModelDrafter(model, levels, shared, device)
-            return ParallelDrafter(mask, model, levels, shared, device)
+                return ModelDrafter(model, settings, vocabulary, device)
+            return ParallelDrafter(mask, model, settings, vocabulary, device)
 
         if match is not None and match.method == "string" and model.state_bytes:
             raise self.refuse(
@@ -102,13 +102,13 @@ class DraftModel(TreeSpec):
         return Prepared(build, cached, state_bytes=model.state_bytes)
 
     def mask_of(self, config: Any) -> int | None:
-        """The token that stands for what is to be drafted in one pass; None: token by token.
-        ``config``: transformers' of the model."""
+        """The mask token of a model that drafts in one pass; None for one that drafts token by
+        token. ``config``: the model's, of transformers."""
         names = MASK_OPTIONS if self.parallel else ()
         return next((mask for n in names if (mask := getattr(config, n, None)) is not None), None)
 
     def _load(self, loading: Loading) -> tuple[CausalModel, Match | None]:
-        """The model, and how its vocabulary is translated if it is another one."""
+        """The model, and how its vocabulary is translated (None: it is the target's)."""
         target, tokenizer = loading.target, loading.tokenizer
         refuse_head(self.path)
         draft = CausalModel.load(
@@ -123,11 +123,9 @@ class DraftModel(TreeSpec):
         if draft.note:
             info(f"the draft: {draft.note}")
         folder = Path(model_path(self.path))
-        names_one = any((folder / name).is_file() for name in TOKENIZER_FILES)
-        if not folder.is_dir() or gguf_file(str(folder)) or names_one:
-            draft_tokenizer = load_tokenizer(self.path)
-        else:
-            draft_tokenizer = tokenizer
+        has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+        has_tokenizer = has_tokenizer or not folder.is_dir() or bool(gguf_file(str(folder)))
+        draft_tokenizer = load_tokenizer(self.path) if has_tokenizer else tokenizer
         return draft, match_vocabularies(target, draft, tokenizer, draft_tokenizer, self.vocab)
 
 

@@ -10,8 +10,8 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.tree import TokenTree
 from paceline.draft.base import States
-from paceline.draft.trees.grow import Growing, Logits
-from paceline.draft.trees.levels import LevelDrafter, Levels
+from paceline.draft.trees.grow import GrowingTree, Logits
+from paceline.draft.trees.levels import GrowthSettings, LevelDrafter
 from paceline.draft.trees.one_pass import OnePassDrafter
 from paceline.draft.vocabulary import SharedVocabulary
 from paceline.model.backends.base import GrownTree, Growth
@@ -22,47 +22,47 @@ from paceline.model.target import CausalModel
 
 @dataclass
 class DraftState:
-    """The draft's cache of one sequence.
+    """The draft model's cache of one sequence.
 
-    ``tokens``: the sequence's first ``read`` tokens in the draft's vocabulary, of which ``cached``
-    are in the cache. Behind them, from ``base`` on, stand the expanded nodes: node i of the last
-    proposal at ``base + slots[i]``, or nowhere where that is -1.
+    ``tokens``: the sequence's first ``translated`` tokens in the draft's vocabulary. The first
+    ``cached`` of them have keys and values. The expanded nodes follow from row ``base`` on: node i
+    of the last proposal is in row ``base + slots[i]``, or has no row if ``slots[i]`` is -1.
     """
 
     seq_id: int
     tokens: list[int] = field(default_factory=list)
-    read: int = 0
+    translated: int = 0
     cached: int = 0
     base: int = 0
     slots: tuple[int, ...] = ()
-    scheduled: bool = False  # in the present step
+    scheduled: bool = False  # whether this step runs tokens of the sequence
 
 
 class ModelDrafter(LevelDrafter):
-    """Drafts with a model; ``vocabulary`` translates the target's ids."""
+    """Drafts with a model. ``vocabulary`` translates between the target's ids and the draft's."""
 
-    reads = True  # it reads a prompt before it drafts
+    reads = True  # the model must run over a prompt before it can draft
 
     def __init__(
         self,
         model: CausalModel,
-        levels: Levels,
+        settings: GrowthSettings,
         vocabulary: SharedVocabulary,
         deliver_to: torch.device,
     ) -> None:
         """``deliver_to``: the target's device."""
-        super().__init__(levels, model.max_positions)
+        super().__init__(settings, model.max_positions)
         self._deliver_to = deliver_to
         self._empty = TokenTree.empty(deliver_to)
         self.model = model
         self._vocabulary = vocabulary
         self._same_ids = type(vocabulary) is SharedVocabulary
-        self._along = self._along and self._same_ids
+        self._follows_grammar = self._follows_grammar and self._same_ids
         self._states: States[DraftState] = States()
 
     @property
     def vocabulary(self) -> str | None:
-        """How another vocabulary is translated; None if the draft shares the target's."""
+        """How the draft's vocabulary is translated, for users; None if it is the target's."""
         return self._vocabulary.description
 
     @property
@@ -80,48 +80,48 @@ class ModelDrafter(LevelDrafter):
     def growth(self) -> Growth | None:
         return self.model.backend.growth if self._same_ids else None
 
-    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
+    def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
         logits = self.model(self.cache.batch_of(spans), self.cache).logits
         return self._vocabulary.logits(logits)
 
-    def _level(self, trees: list[Growing]) -> Logits:
+    def _run_frontiers(self, trees: list[GrowingTree]) -> Logits:
         nodes = self._vocabulary.nodes
-        return self._first([tree.newest(nodes(tree.fresh)) for tree in trees], trees)
+        return self._run_spans([tree.frontier_span(nodes(tree.frontier)) for tree in trees], trees)
 
-    def _made_up(self, trees: Sequence[Growing]) -> Logits:
+    def _warm_up_logits(self, trees: Sequence[GrowingTree]) -> Logits:
         size, model = (len(trees), self.model.vocab_size), self.model
         return self._vocabulary.logits(torch.zeros(size, dtype=model.dtype, device=model.device))
 
-    def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
-        self._states[item.seq.seq_id].slots = done.slots
-        return done.tree.on(self._deliver_to)
+    def _to_proposal(self, item: Slice, grown: GrownTree) -> TokenTree:
+        self._states[item.seq.seq_id].slots = grown.slots
+        return grown.tree.on(self._deliver_to)
 
-    def _span(self, item: Slice) -> Span | None:
-        """The committed tokens new to the draft; None to leave it alone, or without cache room."""
+    def _context_span(self, item: Slice) -> Span | None:
+        """The committed tokens that the draft has not seen, if they are needed and fit."""
         seq = item.seq
         state = self._states.of(seq, lambda seq: DraftState(seq.seq_id))
-        self._read(state, seq.tokens[state.read :])
+        self._append(state, seq.tokens[state.translated :])
         drafts = item.decodes and self._policy.depth(item.draft_length) > 0
         beyond = len(state.tokens) + item.draft_length >= self.model.max_positions
-        # Prompt chunks are prefilled along with the target's; plain steps are read later.
-        left_alone = beyond or (item.decodes and not drafts)
-        return None if left_alone else self._catch_up(item, state)
+        # Prompt chunks run at once; the tokens of steps without a draft wait for the next draft.
+        skip = beyond or (item.decodes and not drafts)
+        return None if skip else self._catch_up(item, state)
 
-    def _read(self, state: DraftState, tokens: Sequence[int]) -> None:
-        """Append the next tokens of a sequence."""
+    def _append(self, state: DraftState, tokens: Sequence[int]) -> None:
+        """Translate the sequence's next tokens and append them to ``state.tokens``."""
         state.tokens += self._vocabulary.context(tokens)
-        state.read += len(tokens)
+        state.translated += len(tokens)
 
     def _catch_up(self, item: Slice, state: DraftState) -> Span | None:
         seq, tokens = item.seq, state.tokens
-        # The draft's tokens for a prompt may be more or fewer than the target's.
+        # In another vocabulary a prompt has more or fewer tokens than in the target's.
         known = len(seq.tokens) if item.decodes else seq.cached + item.scheduled
         end = len(tokens) * known // len(seq.tokens)
-        nodes = self._room(item.draft_length) if item.decodes else 0
+        nodes = self._rows_for_nodes(item.draft_length) if item.decodes else 0
         if seq.seq_id not in self.cache:
             state.cached = self.cache.admit(seq.seq_id, tokens)
         if state.cached >= end:
-            return None  # a prompt chunk from the draft's prefix cache
+            return None  # the draft's prefix cache already has this prompt chunk
         try:
             self.cache.reserve(seq.seq_id, end + nodes)
         except OutOfBlocksError:
@@ -138,7 +138,7 @@ class ModelDrafter(LevelDrafter):
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Keep accepted nodes that were expanded, free the others."""
+        """Keep the cache rows of accepted nodes that were expanded, free the others."""
         super().observe(commits, out)
         moves: list[tuple[int, int, int]] = []
         kept: list[tuple[DraftState, int, Commit]] = []
@@ -146,7 +146,7 @@ class ModelDrafter(LevelDrafter):
             state = self._states.get(commit.seq_id)
             if state is None or not state.scheduled or commit.seq_id not in self.cache:
                 continue
-            # Nodes without children were not expanded: they are pending.
+            # Nodes without children were not expanded and have no rows: their tokens stay pending.
             slots = [state.slots[node] for node in commit.path if node < len(state.slots)]
             expanded = [slot for slot in slots if slot >= 0]
             moves.extend(path_moves(commit.seq_id, state.base, expanded))
@@ -156,7 +156,7 @@ class ModelDrafter(LevelDrafter):
             state.cached += count
             state.slots = ()
             state.scheduled = False
-            self._read(state, commit.tokens)
+            self._append(state, commit.tokens)
             self.cache.commit(state.seq_id, state.tokens, state.cached)
 
     def forget(self, seq_id: int) -> None:
@@ -164,17 +164,17 @@ class ModelDrafter(LevelDrafter):
         super().forget(seq_id)
 
     def _drop(self, state: DraftState) -> None:
-        """Out of blocks: free the sequence's cache; it starts over when there is room."""
+        """Out of blocks: free the sequence's cache. It starts over when there is room again."""
         self.cache.free(state.seq_id)
         state.cached, state.slots = 0, ()
 
 
 class ParallelDrafter(OnePassDrafter, ModelDrafter):
-    """Drafts all its tokens in one pass with a model that is trained for it."""
+    """Drafts all its tokens in one pass with a model that was trained for it."""
 
-    def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
+    def _pass_logits(self, spans: Sequence[Span]) -> torch.Tensor:
         logits = self.model(self.cache.batch_of(spans), self.cache).logits
         return self._vocabulary.logits(logits)
 
-    def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
-        return super()._finish(item, replace(done, slots=()))  # no node has a cache row
+    def _to_proposal(self, item: Slice, grown: GrownTree) -> TokenTree:
+        return super()._to_proposal(item, replace(grown, slots=()))  # no node has a cache row

@@ -59,10 +59,10 @@ class NGramDrafter(IndexedDrafter):
         return levels + (self._spec.candidates - 1) * min(levels, MAX_BRANCH_NODES)
 
     def continuation(
-        self, seq: SequenceView, index: TextIndex, new_tokens: Ids, tail: Ids, length: int
+        self, seq: SequenceView, index: TextIndex, new: Ids, tail: Ids, length: int
     ) -> Draft:
         levels = min(length, self._spec.length)
-        return index.ngrams(new_tokens, tail, levels, self.max_nodes(levels))
+        return index.ngrams(new, tail, levels, self.max_nodes(levels))
 
     def begin(self, seq: SequenceView) -> TextIndex:
         bounds = {}

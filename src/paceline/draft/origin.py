@@ -1,5 +1,5 @@
-"""What a drafter was made of, and what that says when its drafts fail: the acceptance that the card
-of its weights states, and the causes that can be told, of which the layers are measured."""
+"""What a drafter was built from, and why its drafts fail: the acceptance stated on the card of its
+weights, a measurement with other feature layers, and causes that texts and configs suggest."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ from paceline.model.names import model_path
 from paceline.model.precision import usual_bits
 from paceline.model.tokenizer import template_digest
 
-# Of a card's table of acceptance (train/card.py): the first position, over all tasks.
+# In the card's table of acceptance (train/card.py): the first position, over all tasks.
 _STATED = re.compile(r"^\| all \| [\d.]+ \| ([\d.]+)", re.M)
-_FORM = re.compile(r"^Chat template: ([0-9a-f]{12}|none)$", re.M)
-_TEXT, _READ = 128, 24  # last tokens of a text on which layers are compared, and those only read
-_APART = 4  # positions from one that is drafted from to the next, where each has its own rows
+_TEMPLATE = re.compile(r"^Chat template: ([0-9a-f]{12}|none)$", re.M)
+_TEXT, _CONTEXT = 128, 24  # last tokens of a text that are examined; the first of these only read
+_STRIDE = 4  # draft from every so many positions, where each position needs rows of its own
 _BLOCK = 16
-_SURE, _FEWEST = 3.5, 48  # standard errors from which layers are wrong, and positions
-# The same, from which those that it reads are right: others would show by then.
-_UNLIKELY, _FEW = 1.0, 64
-# Share of first tokens that are right, by what the card states, from which nothing else is looked
-# for. Collapsed ones have a tenth of that (collapse.py); of sampled text fewer are right.
-_SOUND, _RATHER = 0.25, 1.5  # and standard errors from which that is not chance
-_FOREIGN = 0.25  # share of tokens, or of letters, from which a text is of another kind
+# Other layers are better from so many standard errors on, with more than so many positions.
+_BETTER, _MIN_POSITIONS = 3.5, 48
+# With so many positions, other layers below so many standard errors are not tried any more.
+_NOT_BETTER, _ENOUGH_POSITIONS = 1.0, 64
+# A drafter is healthy if its share of right first tokens is above ``_HEALTHY`` of what the card
+# states, by ``_MARGIN`` standard errors: then it is not examined any more. Collapsed drafters have
+# a tenth of the stated share (collapse.py); for sampled text it is lower.
+_HEALTHY, _MARGIN = 0.25, 1.5
+_FOREIGN = 0.25  # a text with a larger share of unknown tokens, or letters, is of another kind
 
 
 @dataclass(frozen=True)
 class Origin:
-    """``prepared`` builds the drafter again, over another cache. ``gains``: by how much more likely
-    the examined texts' tokens are to it with features of other layers than with its layers'; of 0,
-    which first tokens were right."""
+    """``prepared`` builds the drafter again, over another cache. ``gains[shift]``: at the examined
+    positions, by how much the probability of the right token rises if the drafter gets the features
+    of layers ``shift`` further on. ``gains[0]``: whether its first token was right."""
 
     spec: DraftSpec
     loading: Loading
@@ -52,7 +54,7 @@ class Origin:
 
     @cached_property
     def card(self) -> str:
-        """What stands beside its weights; "" without a card."""
+        """The README.md beside its weights; "" without one."""
         if self.spec.holds == "nothing":
             return ""
         try:
@@ -62,13 +64,12 @@ class Origin:
 
     @property
     def stated(self) -> float | None:
-        """How often the first drafted token is right by its card; None if that does not say it."""
+        """How often the first drafted token is right, by the card; None if it does not say."""
         row = _STATED.search(self.card)
         return None if row is None else float(row[1])
 
     def cause(self, texts: Sequence[tuple[Sequence[int], int]]) -> str:
-        """Why its drafts may fail on texts, of each the tokens and how many of them are the
-        prompt; "" if that cannot be told."""
+        """Why drafts may fail on ``texts`` (tokens, number of prompt tokens); "" if unknown."""
         cause = (
             self._language([token for text, prompt in texts for token in text[prompt:]])
             or self._template({token for text, prompt in texts for token in text[:prompt]})
@@ -79,63 +80,66 @@ class Origin:
     # -- measuring on a text ---------------------------------------------------------------------
 
     def examine(self, seq: SequenceState) -> tuple[list[bool], str]:
-        """Whether the first drafted token is right at the last positions of an answer, and what is
-        certainly wrong: it drafts better with features from the layers before or behind those that
-        it reads (ids are counted in two ways). Takes one forward of the target. With an adapter,
-        recurrent layers, or a target that several processes hold, nothing is measured;
-        nor once it has shown that nothing is wrong."""
+        """Measure the drafter on the last positions of a text, by one forward of the target.
+
+        Returns whether the first drafted token is right at each position of the answer, and what is
+        certainly wrong, if anything: that it drafts better with features of the layers one before
+        or one after those it reads (two conventions number layers). Nothing is measured with a LoRA
+        adapter, with recurrent layers, for a target in several processes, or once the drafter has
+        turned out to be healthy.
+        """
         target, tokens = self.loading.target, list(seq.tokens[-_TEXT:])
-        given = tuple(self._rebuilt().features)
-        elsewhere = target.ranks is not None or seq.params.lora is not None
-        if not given or len(tokens) <= _READ or elsewhere or target.state_bytes:
+        usual = tuple(self._rebuilt().features)
+        unsupported = target.ranks is not None or seq.params.lora is not None or target.state_bytes
+        if not usual or len(tokens) <= _CONTEXT or unsupported:
             return [], ""
-        others = (-1, 1) if len(given) > 1 else ()
-        shifts = (0, *(shift for shift in others if self._errors(shift, _FEW) > -_UNLIKELY))
+        others = (-1, 1) if len(usual) > 1 else ()
+        possible = (s for s in others if self._errors(s, _ENOUGH_POSITIONS) > -_NOT_BETTER)
+        shifts = (0, *possible)
         if len(shifts) == 1 and self._is_healthy():
             return [], ""
-        choices = {shift: tuple(layer + shift for layer in given) for shift in shifts}
+        choices = {shift: tuple(layer + shift for layer in usual) for shift in shifts}
         layers = {s: n for s, n in choices.items() if min(n) >= 0 and max(n) <= target.num_layers}
         out = self._forward(tokens, sorted({layer for ids in layers.values() for layer in ids}))
         drafts = {shift: self._first_tokens(ids, tokens, out) for shift, ids in layers.items()}
-        # A prompt is not the target's own text, of which the card speaks.
+        # The card speaks of the target's own text, so the prompt does not count.
         outcomes = [right for right, _ in drafts[0]][-seq.generated :]
         self.gains.setdefault(0, []).extend(outcomes)
         for shift in layers.keys() - {0}:
             gains = self.gains.setdefault(shift, [])
             pairs = zip(drafts[shift], drafts[0], strict=True)
-            gains += [chance - usual for (_, chance), (_, usual) in pairs]
-            if self._errors(shift, _FEWEST) > _SURE:
-                right = replace(self.spec, feature_layers=layers[shift])  # type: ignore[call-arg]
+            gains += [shifted - unshifted for (_, shifted), (_, unshifted) in pairs]
+            if self._errors(shift, _MIN_POSITIONS) > _BETTER:
+                better = replace(self.spec, feature_layers=layers[shift])  # type: ignore[call-arg]
                 return outcomes, (
-                    f"it reads the inputs of layers {list(given)}, but sampled drafts would be "
+                    f"it reads the inputs of layers {list(usual)}, but sampled drafts would be "
                     f"right {fmean(gains):.1%} more often from {list(layers[shift])}: its layer "
-                    f"numbers are one off; use --draft {right}"
+                    f"numbers are one off; use --draft {better}"
                 )
         return outcomes, ""
 
     def _is_healthy(self) -> bool:
-        """Whether rather surely enough first tokens were right in the examined texts."""
+        """Whether so many first tokens were right in the examined texts that it is not chance."""
         right = self.gains.get(0, (0,))
         share = fmean(right)
         error = (share * (1 - share) / len(right)) ** 0.5
-        return bool(share - _RATHER * error > _SOUND * (self.stated or 1.0))
+        return bool(share - _MARGIN * error > _HEALTHY * (self.stated or 1.0))
 
-    def _errors(self, shift: int, fewest: int) -> float:
-        """By how many standard errors the texts' tokens are likelier with other layers; 0 with no
-        more positions than ``fewest``."""
+    def _errors(self, shift: int, positions: int) -> float:
+        """The mean gain of shifted layers in standard errors; 0 with up to so many positions."""
         gains = self.gains.get(shift, ())
-        if len(gains) <= fewest:
+        if len(gains) <= positions:
             return 0.0
         return float(fmean(gains) / max(stdev(gains) / len(gains) ** 0.5, 1e-9))
 
     def _rebuilt(self, blocks: int = -(-_TEXT // _BLOCK)) -> Drafter:
-        """Over a cache that by default has room for one text."""
+        """The drafter over a new cache of ``blocks`` blocks, by default enough for one text."""
         target = self.loading.target
         cache = target.new_cache(blocks, _BLOCK, False)
         return self.prepared.build(DraftContext(target, cache, torch.Generator(target.device)))
 
     def _forward(self, tokens: list[int], features: Sequence[int]) -> ModelOutput:
-        """The target over the whole text: the features of all rows."""
+        """Run the target over the text: features of all rows."""
         target, seq_id = self.loading.target, next(SEQUENCE_IDS)
         cache = target.new_cache(-(-len(tokens) // _BLOCK), _BLOCK, False)
         cache.admit(seq_id, (), False)
@@ -147,14 +151,14 @@ class Origin:
     def _first_tokens(
         self, layers: tuple[int, ...], tokens: list[int], out: ModelOutput
     ) -> list[tuple[bool, float]]:
-        """At each position behind the first ``_READ``, with these features: whether the likeliest
-        token is right, and the probability of the one that is, which tells more by far."""
+        """At each position after the first ``_CONTEXT``, with the features of ``layers``: whether
+        the likeliest token is right, and the probability of the right one, which tells far more."""
         drafter: Any = self._rebuilt()
         drafter.features = layers
         if hasattr(drafter, "first_logits"):
-            return _judged(drafter.first_logits(tokens, out)[_READ - 2 :], tokens[_READ:])
-        # Else it drafts behind some positions at once, each as a sequence of its own.
-        ends = range(_READ, len(tokens), _APART)
+            return _outcomes(drafter.first_logits(tokens, out)[_CONTEXT - 2 :], tokens[_CONTEXT:])
+        # Otherwise it drafts from every ``_STRIDE``-th position, each as a sequence of its own.
+        ends = range(_CONTEXT, len(tokens), _STRIDE)
         drafter = self._rebuilt(sum(-(-end // _BLOCK) + 2 for end in ends))
         drafter.features = layers
         params = SamplingParams(temperature=1.0, max_tokens=_TEXT)
@@ -166,23 +170,23 @@ class Origin:
             seq.cached = len(seq.tokens) - 1
         first: list[tuple[bool, float]] = []
         trees = drafter.propose(Plan(tuple(Slice(seq.view(), 1, 1) for seq in seqs)))
-        for tree, token in zip(trees, tokens[_READ::_APART], strict=True):
-            if tree.q is None:  # the likeliest, whatever the temperature
+        for tree, token in zip(trees, tokens[_CONTEXT::_STRIDE], strict=True):
+            if tree.q is None:  # it drafts the likeliest token at any temperature
                 right = tree.tokens[:1].tolist() == [token]
                 first.append((right, float(right)))
             else:
-                first += _judged(tree.q[:1].log(), [token])
+                first += _outcomes(tree.q[:1].log(), [token])
         return first
 
-    # -- what else can be told -------------------------------------------------------------------
+    # -- other causes ----------------------------------------------------------------------------
 
     def _template(self, prompts: set[int]) -> str:
-        """Whether it was trained on chats of another form, by its card, or prompts lack the marks
-        that the target's chat template writes."""
+        """A cause if, by its card, it was trained with another chat template, or if the prompts'
+        tokens lack the special tokens that the target's template writes; else ""."""
         tokenizer = self.loading.tokenizer
         if tokenizer.chat_template is None:
             return ""
-        stated, ours = _FORM.search(self.card), template_digest(tokenizer)
+        stated, ours = _TEMPLATE.search(self.card), template_digest(tokenizer)
         if stated and stated[1] != ours:
             return (
                 f"its card names the chat template {stated[1]}, and the target's is {ours}: give "
@@ -204,7 +208,7 @@ class Origin:
         )
 
     def _language(self, tokens: list[int]) -> str:
-        """Whether these are tokens that the head cannot draft, or letters that are not Latin."""
+        """A cause if the head cannot draft many of these tokens, or the letters are not Latin."""
         drafter = self._rebuilt()
         known = getattr(getattr(drafter, "head", None), "draft_ids", None)
         if known is not None and tokens:
@@ -221,6 +225,7 @@ class Origin:
         return ""
 
     def _bits(self) -> str:
+        """A cause if it is a head and the target's weights are quantised."""
         bits = usual_bits(self.loading.target.hf)
         if self.spec.holds != "head" or not 0 < bits <= 8:
             return ""
@@ -230,17 +235,18 @@ class Origin:
         )
 
 
-def _judged(logits: torch.Tensor, tokens: Sequence[int]) -> list[tuple[bool, float]]:
-    """For each row of logits ``[n, vocab]``: whether the likeliest token is that of ``tokens``, and
-    the probability of that."""
-    chances, rows = logits.float().softmax(-1), range(len(tokens))
-    likeliest = chances.argmax(-1).tolist()
-    given = chances[list(rows), list(tokens)].tolist()
-    return [(likeliest[row] == tokens[row], given[row]) for row in rows]
+def _outcomes(logits: torch.Tensor, tokens: Sequence[int]) -> list[tuple[bool, float]]:
+    """For each row of logits ``[n, vocab]``: whether ``tokens`` has the likeliest token, and the
+    probability of its token."""
+    probs = logits.float().softmax(-1)
+    likeliest = probs.argmax(-1).tolist()
+    chances = probs[list(range(len(tokens))), list(tokens)].tolist()
+    rows = zip(likeliest, tokens, chances, strict=True)
+    return [(best == token, chance) for best, token, chance in rows]
 
 
 def prepare(spec: DraftSpec, loading: Loading) -> Prepared:
-    """``spec.prepare``; the drafter's ``origin`` is known then."""
+    """``spec.prepare`` whose drafter has an attribute ``origin``."""
     prepared = spec.prepare(loading)
 
     def build(context: DraftContext) -> Drafter:

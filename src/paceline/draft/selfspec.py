@@ -1,13 +1,15 @@
-"""The target drafts for itself, with some of its layers or in fewer bits; early exit.
+"""Self-speculation: the target drafts for itself, with fewer layers or in fewer bits.
 
-Draft & Verify (Zhang et al. 2023, arXiv 2309.08168). Early exit runs the first n layers only; for
-others see layer_skip.py. In 4 bits a pass costs about a quarter of one in 16 bits, as small batches
-are limited by reading weights (QuantSpec, Tiwari et al. 2025, arXiv 2502.10424; ML-SpecQD,
-Georganas et al. 2025, arXiv 2503.13565). There are no more embeddings, norms and cache: the view
-reads the target's keys and values of committed tokens, and writes those of its drafts where the
-verifying forward of the same step overwrites them::
+Draft & Verify (Zhang et al. 2023, arXiv 2309.08168). Early exit runs the first n layers; for other
+sets of layers see layer_skip.py. A pass in 4 bits costs about a quarter of one in 16 bits, because
+reading weights limits small batches (QuantSpec, Tiwari et al. 2025, arXiv 2502.10424; ML-SpecQD,
+Georganas et al. 2025, arXiv 2503.13565).
 
-    target's cache   | committed, never written | pending | nodes run by the view ... |
+The draft is a view of the target that shares its embeddings, norms and KV cache. It attends to the
+target's keys and values of committed tokens. It writes its own keys and values to slots that the
+verification forward of the same step overwrites::
+
+    target's cache   | committed, never written | pending | nodes that the view runs ... |
     same step, later |                          | pending | nodes of the tree |
 """
 
@@ -23,8 +25,8 @@ from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.draft.base import States
 from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec, option
-from paceline.draft.trees.grow import Growing
-from paceline.draft.trees.levels import LevelDrafter, Levels
+from paceline.draft.trees.grow import GrowingTree
+from paceline.draft.trees.levels import GrowthSettings, LevelDrafter
 from paceline.errors import ConfigError
 from paceline.model.backends.base import GrownTree, Growth
 from paceline.model.copies import layer_view, quantised_copy
@@ -33,23 +35,23 @@ from paceline.model.precision import usual_bits
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
 
-# A chain ends where its path is accepted with less than this chance: a pass of a quarter of a step
-# then no longer pays (docs/contributing/decisions.md).
+# A chain ends where its path is accepted with less than this chance: another pass, which costs a
+# quarter of a step, then no longer pays (docs/contributing/decisions.md).
 STOP_BELOW = 0.5
-# The same if the target's layers are offloaded and the view's are not.
+# The same limit if the target's layers are offloaded and the view's are not.
 STOP_BELOW_OFFLOADED = 0.2
-# More pending tokens are a prompt's end, which the view would have to read for one draft.
-_MOST_PENDING = 16
-_SURE = 100.0  # a logit; all others are 0
-_PARTS = 4  # parts of a vocabulary that are counted apart
-_COUNTED = 256  # tokens of a prompt's end that are counted
-_FEWEST_COLUMNS = 8192  # below, the head costs little beside the layers
-_REFUSAL = 3.0  # cost in passes of a token that the draft cannot say
+# With more pending tokens (the end of a prompt) the view would run them all for a single draft.
+_MAX_PENDING = 16
+_LARGE_LOGIT = 100.0  # of the made-up token; all other logits are 0
+_PARTS = 4  # parts of the vocabulary whose tokens are counted separately
+_COUNTED = 256  # last tokens of a prompt that are counted
+_MIN_COLUMNS = 8192  # a smaller head costs little compared with the layers
+_MISS_COST = 3.0  # cost, in passes, of a token that the draft cannot propose
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyExit(TreeSpec):
-    """The target's first ``layers`` layers, its final norm and its head; by default a third."""
+    """The target's first ``layers`` layers (by default a third), its final norm and its head."""
 
     kind = "early_exit"
     page = "early_exit.md"
@@ -58,12 +60,13 @@ class EarlyExit(TreeSpec):
     layers: int | None = None
 
     def prepare(self, loading: Loading) -> Prepared:
-        return prepared_view(self, layer_view(loading.target, range(self._run(loading.target))))
+        target = loading.target
+        return prepared_view(self, layer_view(target, range(self._num_layers(target))))
 
     def examine(self, target: Target, read: Any = None) -> Examined:
-        return noted_layers(self, self._run(target), target)
+        return noted_layers(self, self._num_layers(target), target)
 
-    def _run(self, target: Target) -> int:
+    def _num_layers(self, target: Target) -> int:
         total = target.num_layers
         layers = max(1, round(total / 3)) if self.layers is None else self.layers
         if not 0 < layers < total:
@@ -73,38 +76,38 @@ class EarlyExit(TreeSpec):
 
 
 def prepared_view(spec: TreeSpec, view: CausalModel, stop: float = STOP_BELOW) -> Prepared:
-    return Prepared(lambda c: SelfDrafter(view, spec.levels(c, c.cache, stop)))
+    return Prepared(lambda c: SelfDrafter(view, spec.growth_settings(c, c.cache, stop)))
 
 
-def noted_layers(spec: TreeSpec, run: int, target: Target) -> Examined:
-    text = f"{spec.kind} drafts with {run} of the target's {target.num_layers} layers"
+def noted_layers(spec: TreeSpec, count: int, target: Target) -> Examined:
+    text = f"{spec.kind} drafts with {count} of the target's {target.num_layers} layers"
     return spec.noted("draft-own-layers", text)
 
 
 class FrequentTokens:
-    """How many first columns of the head to compute for the texts under way: a draft that cannot
-    say rare tokens costs less.
+    """Decides how many of the head's first columns a draft computes. Without the columns of rare
+    tokens a pass costs less.
 
-    FR-Spec (Zhao et al. 2025, arXiv 2502.14856) ranks a vocabulary by frequency; byte-pair ids are
-    ranked already by the order of merges (1.3 % of what SmolLM2 says lies in the upper half). Each
-    sequence counts its own tokens.
+    FR-Spec (Zhao et al. 2025, arXiv 2502.14856) ranks the vocabulary by frequency. Byte-pair ids
+    are roughly in that order already, the order of merges (1.3 % of SmolLM2's output has ids in the
+    upper half). The tokens of each sequence are counted.
     """
 
     def __init__(self, vocab: int, share: float) -> None:
-        """``share``: the head's part of what a pass reads."""
+        """``share``: the head's share of the bytes that a pass reads."""
         self._vocab, self._share = vocab, share
         self._size = -(-vocab // _PARTS // 32) * 32
         self._counts: States[list[int]] = States()
 
     def columns(self, seqs: Sequence[SequenceView]) -> int:
-        """Columns for a draft of all these sequences, of ``vocab``."""
-        if self._size < _FEWEST_COLUMNS / 2:
+        """The cheapest number of columns for a draft of all these sequences."""
+        if self._size < _MIN_COLUMNS / 2:
             return self._vocab
         known = [self._counts.of(seq, self._begin) for seq in seqs]
         counts = [sum(parts) for parts in zip(*known, strict=True)]
         total = sum(counts)
         costs = {
-            parts: self._share * parts / _PARTS + _REFUSAL * sum(counts[parts:]) / total
+            parts: self._share * parts / _PARTS + _MISS_COST * sum(counts[parts:]) / total
             for parts in range(1, _PARTS + 1)
         }
         return min(self._vocab, self._size * min(costs, key=lambda parts: costs[parts]))
@@ -129,10 +132,10 @@ class FrequentTokens:
 class SelfDrafter(LevelDrafter):
     """Drafts with a view of the target, in the target's ``cache``."""
 
-    adapts = True
+    runs_adapters = True
 
-    def __init__(self, view: CausalModel, levels: Levels) -> None:
-        super().__init__(levels, view.max_positions)
+    def __init__(self, view: CausalModel, settings: GrowthSettings) -> None:
+        super().__init__(settings, view.max_positions)
         self.view = view
         self._frequent = FrequentTokens(view.vocab_size, view.backend.head_share)
 
@@ -144,11 +147,11 @@ class SelfDrafter(LevelDrafter):
     def growth(self) -> Growth | None:
         return self.view.backend.growth
 
-    def _span(self, item: Slice) -> Span | None:
-        """The pending tokens, if the cache has room for all expanded nodes; the step's commit frees
-        those that are not in the tree."""
+    def _context_span(self, item: Slice) -> Span | None:
+        """The pending tokens, if the cache has room for all expanded nodes. The step's commit frees
+        the slots of nodes that are not in the tree."""
         seq, length = item.seq, item.draft_length
-        if not item.decodes or item.scheduled > _MOST_PENDING or not self._policy.depth(length):
+        if not item.decodes or item.scheduled > _MAX_PENDING or not self._policy.depth(length):
             return None
         try:
             nodes = self._policy.max_expanded(length)
@@ -157,22 +160,24 @@ class SelfDrafter(LevelDrafter):
             return None
         return Span.of(seq.seq_id, seq.cached, seq.pending, adapter=seq.adapter)
 
-    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> torch.Tensor:
+    def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> torch.Tensor:
         return self.view(self.cache.batch_of(spans), self.cache).logits
 
-    def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
-        """In one call with the forward over the spans, where all trees allow it."""
-        if self.growth is not None and all(tree.plain_size() for tree in trees):
-            done = self._at_once(trees, self._made_up(trees), self.cache.batch_of(spans))
+    def _grow_trees(self, trees: Sequence[GrowingTree], spans: Sequence[Span]) -> list[GrownTree]:
+        """Run the spans and grow the trees in the same call if all trees allow it."""
+        if self.growth is not None and all(tree.growth_size() for tree in trees):
+            done = self._grow_in_one_call(
+                trees, self._warm_up_logits(trees), self.cache.batch_of(spans)
+            )
             if done is not None:
                 return done
-        return super()._grow(trees, spans)
+        return super()._grow_trees(trees, spans)
 
-    def _made_up(self, trees: Sequence[Growing]) -> torch.Tensor:
+    def _warm_up_logits(self, trees: Sequence[GrowingTree]) -> torch.Tensor:
         columns = self._frequent.columns([tree.item.seq for tree in trees])
         view = self.view
         logits = torch.zeros(len(trees), columns, dtype=view.dtype, device=view.device)
-        logits[:, 0] = _SURE
+        logits[:, 0] = _LARGE_LOGIT
         return logits
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
@@ -181,7 +186,7 @@ class SelfDrafter(LevelDrafter):
             self._frequent.learn(commit.seq_id, commit.tokens)
 
     def forget(self, seq_id: int) -> None:
-        self._confidences.forget(seq_id)  # the cache is the target's
+        self._calibrations.forget(seq_id)  # the cache is the target's
         self._frequent.forget(seq_id)
 
 
@@ -193,9 +198,9 @@ class QuantizedDraft(TreeSpec):
     page = "quantized.md"
     tried = "real"
     deepest = 16
-    acceptance = (0.88, 0.9)  # of a model in 16 bits; of one trained or released in 4 bits: 0.98
+    acceptance = (0.88, 0.9)  # of a model in 16 bits; 0.98 if it was trained or released in 4 bits
     examples = ("quantized:int4", "quantized:int8,nodes=6,width=3")
-    default_draft_length = 12  # chains end by themselves
+    default_draft_length = 12  # chains end earlier by themselves
 
     quantize: str = option("int4", choices=tuple(BITS))
 

@@ -1,7 +1,8 @@
-"""Records of drafter kinds: one dataclass beside each drafter.
+"""Records of drafter kinds: a dataclass beside each drafter, whose fields are its options.
 
-Its fields are the options, in Python (``NGram(min=2)``) and in a spec (``ngram:min=2``). A
-positional field, mostly a path, stands first in a spec.
+Users write the record in Python (``NGram(min=2)``) or as text, a spec (``ngram:min=2``). A
+positional field, mostly a path, comes first in a spec. To be built, a record first loads weights
+(``prepare``), from which the cache is sized, and then makes the drafter (``Prepared.build``).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from paceline.core.costs import TargetCosts
 from paceline.core.keywords import announce, our_name
 from paceline.core.params import is_finite, is_whole
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.trees.levels import Levels
-from paceline.draft.trees.policy import Policy, paying_chance
+from paceline.draft.trees.levels import GrowthSettings
+from paceline.draft.trees.policy import Policy, break_even_chance
 from paceline.draft.trees.shape import Shape
 from paceline.errors import ConfigError
 from paceline.model.paged.cache import LayerShape, PagedCache
@@ -31,15 +32,14 @@ from paceline.model.tokenizer import Tokenizer
 
 # A static tree can be cut at any level: a deep one serves for all lengths.
 _BRANCHING, _NODES, _GPU_NODES = (2, 2, 1, 1, 1), 16, 32
-_LEAST = 0.02  # the least chance of a node that is worth verifying, where that was not measured
+_LEAST = 0.02  # default chance of acceptance from which verifying a node pays
 _Spec = TypeVar("_Spec", bound="DraftSpec")
 
 
 @dataclass(frozen=True)
 class Loading:
-    """What a drafter is prepared from: target, tokenizer, and how draft models are loaded:
-    ``dtype``, ``quantize`` ("int8", "int4" or None), ``offload`` ("cpu", "disk" or None),
-    ``device`` (None: the target's)."""
+    """What a drafter is prepared from: target, tokenizer, and how to load draft models
+    (``quantize``: "int8", "int4" or None; ``offload``: "cpu", "disk" or None)."""
 
     target: CausalModel
     tokenizer: Tokenizer
@@ -51,9 +51,9 @@ class Loading:
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a prepared drafter is built from. ``cache``: the target's. ``generator``: randomness of
-    requests without a seed. ``costs`` measures target forwards on first use; None where draft
-    lengths are fixed: the same seed then gives the same drafts."""
+    """What a prepared drafter is built from. ``cache``: the target's. ``generator``: random numbers
+    for requests without a seed. ``costs`` measures target forwards on first use; None if draft
+    lengths are fixed, so that the same seed gives the same drafts."""
 
     target: CausalModel
     cache: PagedCache
@@ -61,12 +61,12 @@ class DraftContext:
     costs: Callable[[], TargetCosts] | None = None
 
     def tree_nodes(self) -> int:
-        """Default for the most nodes of a dynamic tree."""
+        """Default for the ``nodes`` of dynamic trees."""
         return _GPU_NODES if self.cache.device.type == "cuda" else _NODES
 
     def least_chance(self) -> float:
-        """The chance of acceptance from which verifying a node more pays."""
-        return _LEAST if self.costs is None else paying_chance(self.costs().curves[0])
+        """The chance of acceptance from which verifying one more node pays."""
+        return _LEAST if self.costs is None else break_even_chance(self.costs().curves[0])
 
     def new_cache(
         self,
@@ -75,27 +75,25 @@ class DraftContext:
         device: torch.device | None = None,
         rope_switch: int | None = None,
     ) -> PagedCache:
-        """A cache for a drafter's layers, of as many tokens as the target's. ``device``: None for
-        the target's."""
+        """A cache for a drafter's layers, by default on the target's device, of the same size."""
         pool, device = self.cache, device or self.cache.device
         size = pool.num_blocks, pool.block_size
         return PagedCache(shapes, *size, dtype, device, pool.shares, rope_switch)
 
     def generator_on(self, device: torch.device) -> torch.Generator:
-        """Randomness of requests without a seed, on any device."""
+        """``generator``, or one on another device that is seeded from it."""
         if device == self.generator.device:
             return self.generator
-        other = torch.Generator(device)
-        drawn = torch.randint(2**62, (), generator=self.generator, device=self.generator.device)
-        return other.manual_seed(int(drawn))
+        seed = torch.randint(2**62, (), generator=self.generator, device=self.generator.device)
+        return torch.Generator(device).manual_seed(int(seed))
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A drafter whose weights are loaded. ``cache_bytes`` per cached token; ``feature_bytes`` per
-    token whose features may have to be kept; ``state_bytes`` of a state of its recurrent layers.
-    ``names``: those by which requests choose it, the first is the default; ``drafts`` their specs;
-    ``notes`` for the user."""
+    """A drafter whose weights are loaded; ``build`` makes it. ``cache_bytes`` per cached token,
+    ``feature_bytes`` per token whose features may be kept, ``state_bytes`` per recurrent state.
+    ``names``: by which requests choose drafters, the default first; ``drafts``: their specs.
+    ``notes``: messages for the user."""
 
     build: Callable[[DraftContext], Drafter]
     cache_bytes: int = 0
@@ -108,7 +106,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class TargetShape:
-    """A target that is not loaded. ``vocab_size`` counts logits."""
+    """The sizes of a target that is not loaded. ``vocab_size``: width of its logits."""
 
     hidden_size: int
     vocab_size: int
@@ -116,17 +114,17 @@ class TargetShape:
     max_positions: int = 0
 
 
-Target = CausalModel | TargetShape  # what drafts are checked against
+Target = CausalModel | TargetShape  # the target that a draft must fit
 
-# One of doctor's findings: code, text, and the cure if it is not the usual one.
+# A finding of ``paceline doctor``: code, text, and the cure if it is not the code's usual one.
 Note = tuple[str, str, str | None]
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What a kind tells ``paceline doctor``: notes, and counts of values kept beside the target:
-    weights, and per token in a cache and in features. ``target_in``: precision of a copy of the
-    target."""
+    """A record's report to ``paceline doctor``: notes, and memory in numbers of values, of which
+    ``cache_values`` and ``feature_values`` are per token. ``target_in``: precision of the copy of
+    the target, if it makes one."""
 
     notes: tuple[Note, ...]
     parameters: int = 0
@@ -136,7 +134,7 @@ class Examined:
 
 
 def reduced(size: int, target: Target) -> list[Note]:
-    """Doctor's note on heads that know ``size`` of the target's tokens."""
+    """Doctor's note on a head that can draft only ``size`` of the target's tokens."""
     if size >= target.vocab_size:
         return []
     text = f"drafts {size:,} of the target's {target.vocab_size:,} tokens"
@@ -145,7 +143,7 @@ def reduced(size: int, target: Target) -> list[Note]:
 
 _BOUNDS = {"least": (ge, "at least"), "above": (gt, "above"), "most": (le, "at most")}
 _BOUNDS |= {"below": (lt, "below")}
-# What a value of an option's type is, and what another one is.
+# By the type of an option: a check of its values, and what a wrong value is said to be.
 _ANY: tuple[Callable[[Any], bool], str] = (lambda value: True, "")
 _TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda value: isinstance(value, bool), "neither on nor off"),
@@ -156,9 +154,9 @@ _TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {
 
 
 def option(default: Any = MISSING, **metadata: Any) -> Any:
-    """A field of a spec. ``key``: its name in a spec string if Python cannot have it; ``like``:
-    an example of a tuple; ``needs``: what the argument without a default is; ``choices``: its
-    values; ``least``, ``above``, ``most``, ``below``: its bounds."""
+    """A field of a record. ``key``: its name in specs if Python cannot have that name; ``like``:
+    an example of a tuple; ``needs``: what a positional field without default must name;
+    ``choices``: the allowed values; ``least``, ``above``, ``most``, ``below``: bounds."""
     if default is MISSING:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -166,23 +164,24 @@ def option(default: Any = MISSING, **metadata: Any) -> Any:
 
 @dataclass(frozen=True)
 class DraftSpec(ABC):
-    """A drafter as its user asks for it, made in Python or read from
-    ``KIND[:ARGUMENT][,KEY=VALUE...]``; ``str`` gives that. ConfigError for invalid options."""
+    """The record of a drafter kind: made in Python, or read from the spec
+    ``KIND[:ARGUMENT][,KEY=VALUE...]``, which ``str`` returns. Invalid options raise ConfigError.
+    Subclasses are frozen dataclasses with ``kind``, ``page``, ``examples`` and ``prepare``."""
 
     kind: ClassVar[str]
-    page: ClassVar[str]  # of its documentation: a file of docs/drafters, or an address
+    page: ClassVar[str]  # its documentation: a file of docs/drafters, or an address
     default_draft_length: ClassVar[int] = 4  # levels
-    deepest: ClassVar[int] = 0  # most levels worth trying, if more than for other kinds
-    # Prior acceptance by level, all levels before accepted; the last is of all deeper ones.
+    deepest: ClassVar[int] = 0  # the most levels worth trying, if more than for other kinds
+    # Prior acceptance rate by level, if all before are accepted; the last: of all deeper levels.
     acceptance: ClassVar[tuple[float, ...]] = ()
-    remembers: ClassVar[bool] = False  # learns from one request for the next
-    looks_up: ClassVar[bool] = False  # in text; drafts where it repeats itself
-    tried: ClassVar[Literal["always", "real", "never"]] = "never"  # by `tune`, unasked
-    holds: ClassVar[Literal["nothing", "model", "head"]] = "nothing"  # weights in the argument
-    weight_files: ClassVar[tuple[str, ...]] = ()  # names of a head's file; the first that exists
+    remembers: ClassVar[bool] = False  # whether it learns from one request for the next
+    looks_up: ClassVar[bool] = False  # whether it looks up text and drafts where that repeats
+    tried: ClassVar[Literal["always", "real", "never"]] = "never"  # when `tune` tries it unasked
+    holds: ClassVar[Literal["nothing", "model", "head"]] = "nothing"  # what the argument names
+    weight_files: ClassVar[tuple[str, ...]] = ()  # a head's weights: the first file that exists
     weights: ClassVar[str] = ""  # suffix of weights made for a target: paceline/tiny-draft
-    # Specs that tests decode with; {target} is the target's folder, {draft} (``weights``) the
-    # weights made for it.
+    # Specs that the tests run; {target} is the target's folder, {draft} (the suffix ``weights``)
+    # that of weights made for it.
     examples: ClassVar[tuple[str, ...]]
 
     def __post_init__(self) -> None:
@@ -203,37 +202,38 @@ class DraftSpec(ABC):
 
     @abstractmethod
     def prepare(self, loading: Loading) -> Prepared:
-        """Load what it needs. Raises PacelineErrors."""
+        """Load what the drafter needs, before the cache is sized. Raises PacelineErrors."""
 
     def members(self) -> tuple[DraftSpec, ...]:
-        """The specs it joins; itself unless it joins several."""
+        """The records that it combines; itself unless it is a hybrid."""
         return (self,)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
-        """What doctor says before loading; ``read``: a head's checkpoint with tensors on the meta
-        device. Raises ConfigError and ModelLoadError."""
+        """The report to doctor, without loading weights. ``read``: a head's checkpoint with its
+        tensors on the meta device. Raises ConfigError and ModelLoadError."""
         return self.noted("draft-free", f"{self.kind} needs no weights and no cache of its own")
 
     def noted(self, code: str, text: str) -> Examined:
+        """A report of one note."""
         return Examined(((code, text, None),))
 
     def variants(self: _Spec) -> dict[str, _Spec]:
-        """What ``tune`` tries in its place, by the shape of the trees."""
+        """The records that ``tune`` tries in its place, by the shape of their trees."""
         return {"chain": self}
 
     def precisions(self: _Spec) -> dict[str, _Spec]:
-        """The same in fewer bits, which ``tune`` tries as well."""
+        """The same draft in fewer bits, by precision, for ``tune`` to try."""
         return {}
 
     def refuse(self, problem: str) -> ConfigError:
+        """The error for wrong options."""
         return ConfigError(f"draft {self.kind!r}: {problem}")
 
-    # -- as text -------------------------------------------------------------------------------
+    # -- specs ---------------------------------------------------------------------------------
 
     @classmethod
     def read(cls: type[_Spec], rest: str, kinds: Mapping[str, type[DraftSpec]]) -> _Spec:
-        """A spec from the text after kind and colon; ``kinds``: all kinds by name, for those that
-        join others. Raises ConfigError."""
+        """The record of a spec without its ``KIND:``; ``kinds``: all kinds. Raises ConfigError."""
         known = {_key(item): item for item in fields(cls) if item.kw_only}
         argument = next((item for item in fields(cls) if not item.kw_only), None)
         values: dict[str, Any] = {}
@@ -260,7 +260,7 @@ class DraftSpec(ABC):
 
     @classmethod
     def _value(cls, of: Field[Any], text: str) -> Any:
-        """An option's value. Raises ConfigError."""
+        """Parses an option's value. Raises ConfigError."""
         kind = cls._kind(of)
         try:
             if kind is bool:
@@ -274,7 +274,7 @@ class DraftSpec(ABC):
     @lru_cache
     def _kind(cls, of: Field[Any]) -> Any:
         """The type of an option: bool, int, float, str, or tuple of whole numbers."""
-        # Not get_type_hints: that of Python 3.10 refuses the mark KW_ONLY.
+        # typing.get_type_hints of Python 3.10 does not accept KW_ONLY.
         annotations = (get_annotations(home, eval_str=True) for home in cls.__mro__)
         hint = next(hints[of.name] for hints in annotations if of.name in hints)
         if NoneType in get_args(hint):
@@ -282,7 +282,7 @@ class DraftSpec(ABC):
         return get_origin(hint) or hint
 
     def changed_options(self) -> dict[str, str]:
-        """The options that differ from their defaults, as text."""
+        """The options that differ from their defaults, with values as text."""
         values = {item: getattr(self, item.name) for item in fields(self) if item.kw_only}
         return {_key(e): _text(v) for e, v in values.items() if v != e.default}
 
@@ -310,9 +310,9 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSpec(DraftSpec):
-    """A kind that grows trees level by level; by default chains. ``branching``: children per level
-    of a static tree. ``nodes``, ``width``: dynamic trees of ``nodes`` nodes, expanding ``width`` a
-    level."""
+    """A kind whose drafts are trees, by default chains. ``branching``: a static tree with so many
+    children per node of each level. ``nodes``, ``width``: dynamic trees of ``nodes`` nodes, of
+    which ``width`` are expanded per level."""
 
     branching: tuple[int, ...] | None = option(None, like="2x2x1 (children per level)")
     nodes: int | None = option(None, least=0)
@@ -327,29 +327,29 @@ class TreeSpec(DraftSpec):
             raise self.refuse("give either branching or nodes, not both")
 
     def policy(self, nodes: int = 0) -> Policy:
-        """``nodes``: the default where neither shape nor number is given."""
+        """The trees that the options ask for. ``nodes``: the default if they do not say."""
         if self.branching:
             return Policy(Shape.branching(self.branching))
         if self.nodes is None:
             return Policy(nodes=nodes, width=self.width, shared=nodes > 0)
         return Policy(nodes=self.nodes, width=self.width)
 
-    def levels(
+    def growth_settings(
         self, context: DraftContext, cache: PagedCache, stop: float = 0.0, nodes: int = 0
-    ) -> Levels:
-        """How its trees grow over ``cache``; ``stop`` as of Levels, ``nodes`` as in ``policy``."""
+    ) -> GrowthSettings:
+        """``stop`` as in ``GrowthSettings``, ``nodes`` as in ``policy``."""
         generator, policy = context.generator_on(cache.device), self.policy(nodes)
         least = context.least_chance() if policy.nodes else 0.0
-        return Levels(self.kind, cache, policy, generator, stop, least)
+        return GrowthSettings(self.kind, cache, policy, generator, stop, least)
 
     def shape(self) -> str | None:
-        """Its trees in words, as far as the options say."""
+        """The shape of its trees in words; None if the options do not say."""
         if self.branching:
             return _text(self.branching)
         return f"{self.nodes} nodes" if self.nodes else None if self.nodes is None else "chain"
 
     def variants(self: _Tree) -> dict[str, _Tree]:
-        """A chain, a static and a dynamic tree, unless the options already say."""
+        """A chain, a static and a dynamic tree, unless the options say which."""
         shape = self.shape()
         if shape is not None or self.holds == "nothing":
             return {shape or "chain": self}

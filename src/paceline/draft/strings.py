@@ -1,9 +1,9 @@
-"""Drafts with another vocabulary by text: what the draft model writes is tokenised for the target.
+"""Drafts in another vocabulary, by text: the drafted text is tokenised for the target.
 
-"String-level exact match" of Timor et al. 2025 (arXiv 2502.05202): this works for any two
-tokenizers that decode what they encode. Drafts are the draft's likeliest tokens, also for sampled
-requests: without common ids there is no q, so trees are POINT. Texts are on the host: one more
-synchronisation per draft.
+"String-level exact match" of Timor et al. 2025 (arXiv 2502.05202). It works for any two tokenizers
+that decode what they encode. The drafts are the draft model's likeliest tokens, for sampled
+requests, too: without common ids there is no q, so ``Draw`` is POINT. Texts are on the host, which
+takes one more synchronisation per draft.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, children_of, paths_of
 from paceline.draft.base import States
 from paceline.draft.model_drafter import DraftState, ModelDrafter
-from paceline.draft.trees.levels import Levels
+from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.shape import merge
 from paceline.draft.vocabulary import Match, SharedVocabulary
 from paceline.model.backends.base import GrownTree
 from paceline.model.target import CausalModel
 
-# Between two words: every tokenizer begins a new token there, whatever follows.
+# The space between two words: every tokenizer begins a new token there, whatever follows.
 _BORDER = re.compile(r"(?<=\w) (?=\w)")
-_LEAD = 32  # characters before a text that are encoded with it, for the sake of its spacing
-_TAIL = 256  # longest text without a border between words that is encoded again and again
+_LEAD = 32  # characters of context encoded with a text, so that its first token has the right space
+_TAIL = 256  # longest text without a border that is encoded again whenever it grows
 
 
 class Retokeniser:
-    """A sequence's committed text in the draft's tokens. ``settled`` ones never change; those of
-    the last word do when it grows::
+    """A sequence's committed text in the draft's tokens. ``settled`` tokens never change; the
+    tokens of the last word change when it grows::
 
         Once upon a time there was a ho|use
         settled ..................|tail
@@ -52,11 +52,11 @@ class Retokeniser:
 
     @property
     def waits(self) -> bool:
-        """Whether the text so far ends within a character."""
+        """Whether the text so far ends inside a character."""
         return bool(self._decoder.getstate()[0])
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take in the text's next tokens."""
+        """Append the target's next tokens."""
         for token in tokens:
             if not self._begun:
                 self._begin(token)
@@ -71,7 +71,7 @@ class Retokeniser:
         self._settle(borders[-1] if borders else max(0, len(self._tail) - _TAIL))
 
     def _begin(self, first: int) -> None:
-        """Begin with a beginning-of-text token if the draft uses one."""
+        """Start with the draft's beginning-of-text token if it uses one."""
         self._begun = True
         opening: list[int] = self._draft.tokenizer.encode("")
         bos = self._draft.tokenizer.bos_token_id
@@ -83,7 +83,7 @@ class Retokeniser:
         if shared is not None:
             return [shared]
         if token == self._target.tokenizer.bos_token_id:
-            return []  # a draft without such a token never saw one
+            return []  # a draft without a beginning-of-text token was trained without one
         return self._draft.encode(self._target.special[token])
 
     def _settle(self, end: int) -> None:
@@ -93,16 +93,16 @@ class Retokeniser:
             self._lead = (self._lead + text)[-_LEAD:]
 
     def _encode(self, text: str) -> list[int]:
-        ids = self._draft.after(self._lead, text)
+        ids = self._draft.encode_after(self._lead, text)
         return self._draft.encode(text) if ids is None else ids
 
     def context(self) -> list[int]:
-        """All of the text in the draft's tokens."""
+        """The whole text in the draft's tokens."""
         return self.settled + (self._encode(self._tail) if self._tail else [])
 
     def proposal(self, drafted: Sequence[int]) -> list[int]:
-        """The target's tokens of a drafted continuation, cut at the last whole character and after
-        a special token; [] if a token would span the border."""
+        """The target's tokens for a drafted continuation, up to its last whole character or first
+        special token; [] if one of them would span the border between text and draft."""
         data = bytearray()
         end: list[int] = []
         for token in drafted:
@@ -111,33 +111,33 @@ class Retokeniser:
                 break
             data += self._draft.strings.get(token, b"")
         whole = data.decode("utf-8", "replace").partition("\ufffd")[0]
-        ids = self._target.after(self._lead + self._tail, whole)
+        ids = self._target.encode_after(self._lead + self._tail, whole)
         if ids is None:
             return []
         return ids + end if len(whole.encode()) == len(data) else ids
 
 
 class StringDrafter(ModelDrafter):
-    """Translates trees by their text: each path is tokenised again, and paths that begin alike
-    share nodes. The draft's cache keeps settled tokens; the last word and drafts are read again."""
+    """Translates trees by their text: each path is tokenised for the target, and common prefixes
+    are merged. The draft's cache keeps the settled tokens; the last word and drafts run again."""
 
-    prefers_seeds = False  # nothing is drawn
-    _along = False
+    prefers_seeds = False  # it never samples
+    _follows_grammar = False
 
     def __init__(
-        self, match: Match, model: CausalModel, levels: Levels, deliver_to: torch.device
+        self, match: Match, model: CausalModel, settings: GrowthSettings, deliver_to: torch.device
     ) -> None:
-        ids = SharedVocabulary(model.vocab_size, model.vocab_size)  # trees have the draft's
+        ids = SharedVocabulary(model.vocab_size, model.vocab_size)  # trees have the draft's ids
         ids.description = f"string-level match, shared tokens {100 * match.share:.0f} % of text"
-        super().__init__(model, levels, ids, deliver_to)
-        self.cache.shares = False  # the end of a text may change, shared blocks must not
+        super().__init__(model, settings, ids, deliver_to)
+        self.cache.shares = False  # the end of a text may change; shared blocks must not
         self._match = match
         self._texts: States[Retokeniser] = States()
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         for item in plan.slices:
             self._texts.of(item.seq, lambda _: Retokeniser(self._match))
-        drafts = super().propose(Plan(tuple(map(_unsampled, plan.slices))))
+        drafts = super().propose(Plan(tuple(map(_as_greedy, plan.slices))))
         parts = [draft.tokens for draft in drafts if len(draft)]
         values = iter(torch.cat(parts).tolist() if parts else ())
         pairs = zip(plan.slices, drafts, strict=True)
@@ -145,7 +145,7 @@ class StringDrafter(ModelDrafter):
 
     def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
         text, length = self._texts[item.seq.seq_id], item.draft_length
-        self._confidences.forget(item.seq.seq_id)  # commits have other nodes
+        self._calibrations.forget(item.seq.seq_id)  # the verdict is on other nodes
         if not tokens or text.waits:
             return self._empty
         pairs = zip(paths_of(draft.parents), children_of(draft.parents), strict=True)
@@ -154,22 +154,23 @@ class StringDrafter(ModelDrafter):
         merged, parents = merge(proposals, self.max_nodes(length))
         return TokenTree(to_device(merged, draft.tokens.device), parents)
 
-    def _finish(self, item: Slice, done: GrownTree) -> TokenTree:
-        return super()._finish(item, replace(done, slots=()))  # no node stays in the cache
+    def _to_proposal(self, item: Slice, grown: GrownTree) -> TokenTree:
+        return super()._to_proposal(item, replace(grown, slots=()))  # no node stays in the cache
 
-    def _read(self, state: DraftState, tokens: Sequence[int]) -> None:
+    def _append(self, state: DraftState, tokens: Sequence[int]) -> None:
         if tokens:
             text = self._texts[state.seq_id]
             state.cached = min(state.cached, len(text.settled))
             text.extend(tokens)
             state.tokens[:] = text.context()
-            state.read += len(tokens)
+            state.translated += len(tokens)
 
     def forget(self, seq_id: int) -> None:
         self._texts.pop(seq_id, None)
         super().forget(seq_id)
 
 
-def _unsampled(item: Slice) -> Slice:
+def _as_greedy(item: Slice) -> Slice:
+    """The slice as one of a greedy request without penalties or grammar."""
     seq = replace(item.seq, params=SamplingParams(), constraint=None)
     return replace(item, seq=seq)

@@ -153,11 +153,11 @@ class SuffixDrafter(IndexedDrafter):
         return self._open()
 
     def continuation(
-        self, seq: SequenceView, index: TextIndex, new_tokens: Ids, tail: Ids, length: int
+        self, seq: SequenceView, index: TextIndex, new: Ids, tail: Ids, length: int
     ) -> Draft:
         """The better of the drafts from the text itself and from the memory."""
         memory = self.memory(seq.adapter).index
-        return index.suffixes(new_tokens, tail, length, self.max_nodes(length), memory)
+        return index.suffixes(new, tail, length, self.max_nodes(length), memory)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Extend the outputs by the committed tokens; finished outputs enter the memory."""

@@ -37,7 +37,7 @@ from paceline.draft.base import (
 from paceline.draft.trees.shape import merge
 from paceline.kernels.lookup import Draft, Ids, Lookup, NativeTextIndex, functions
 
-_END = -1  # stands after every finished text
+_END = -1  # follows every finished text
 # csrc/lookup.cpp has the next two constants, too.
 _MAX_OCCURRENCES = 4  # the latest occurrences of an n-gram; on our prompts more gained nothing
 MAX_BRANCH_NODES = 2  # nodes that each candidate of an n-gram after the first may add
@@ -86,14 +86,12 @@ class TextIndex:
 
     # -- looking up ---------------------------------------------------------------------------
 
-    def ngrams(self, new_tokens: Ids, tail: Ids, levels: int, nodes: int) -> Draft:
-        """Append ``new_tokens`` to the newest text and draft the continuations of earlier
-        occurrences of its last tokens: the longest match first, then the latest occurrence.
-
-        The continuations of ``levels`` tokens each form a trie of at most ``nodes`` nodes, of which
-        each but the first adds two. ``tail``: the text's last ``depth`` tokens if the index does
-        not have the whole text yet, else empty."""
-        self.extend(new_tokens)
+    def ngrams(self, new: Ids, tail: Ids, levels: int, nodes: int) -> Draft:
+        """Append ``new`` to the newest text and draft what followed earlier occurrences of its last
+        tokens: the longest match first, then the latest. The continuations of ``levels`` tokens
+        form a trie of at most ``nodes`` nodes; each but the first adds at most two. ``tail``: the
+        text's last ``depth`` tokens if the index lacks some of the text, else empty."""
+        self.extend(new)
         text, match, positions = tail or self._tail(), 0, list[int]()
         for length in reversed(self.rule.lengths):
             ends = self._latest_matches(text, length, _MAX_OCCURRENCES)
@@ -103,25 +101,22 @@ class TextIndex:
         return *merge(chains, nodes, MAX_BRANCH_NODES), match
 
     def suffixes(
-        self, new_tokens: Ids, tail: Ids, levels: int, nodes: int, memory: TextIndex | None = None
+        self, new: Ids, tail: Ids, levels: int, nodes: int, memory: TextIndex | None = None
     ) -> Draft:
-        """The likeliest continuations of the longest suffix of the newest text that occurs in this
-        index or in ``memory``, from whichever has more expected accepted tokens.
-
-        A node's probability is the product, along its path, of the share of occurrences that went
-        on with that token. The tree has the likeliest nodes, at most ``nodes`` and at most ``factor
-        * match + offset``, in at most ``levels`` levels, none less likely than ``min_prob``.
-        ``new_tokens`` and ``tail`` as in ``ngrams``. Counting shares takes too long in a scan of
-        all texts: this class returns what ``ngrams`` finds for the longer match."""
-        draft = self.ngrams(new_tokens, tail, levels, nodes)
+        """The likeliest continuations of the newest text's longest match, here or in ``memory``,
+        whichever expects more accepted tokens. A node's probability is the product of the shares of
+        occurrences along its path. The likeliest nodes are taken, at most ``nodes`` and ``factor *
+        match + offset``, in at most ``levels`` levels, none below ``min_prob``. ``new`` and
+        ``tail`` as in ``ngrams``. A scan of all texts has no time to count shares: this class
+        returns what ``ngrams`` finds for the longer match."""
+        draft = self.ngrams(new, tail, levels, nodes)
         if memory is None:
             return draft
         from_memory = memory.ngrams((), tail or self._tail(), levels, nodes)
         return max(draft, from_memory, key=itemgetter(2))
 
     def _continuation_at(self, start: int, levels: int) -> list[int]:
-        """``levels`` tokens from a position on, up to the text's end. At the end of the newest text
-        the tokens repeat from ``start``."""
+        """``levels`` tokens from a position on; at the end of the newest text they repeat."""
         following = self._stream[start : start + levels]
         return list(islice(takewhile(lambda token: token != _END, cycle(following)), levels))
 
@@ -129,7 +124,7 @@ class TextIndex:
         return self._stream[len(self._stream) - min(self.open_tokens, self.rule.depth) :]
 
     def _latest_matches(self, text: Sequence[int], length: int, most: int) -> list[int]:
-        """Positions behind the ``most`` latest occurrences of the text's last ``length`` tokens,
+        """Positions after the ``most`` latest occurrences of the text's last ``length`` tokens,
         latest first, without occurrences at the end of a text."""
         if len(text) < length or len(self._stream) <= length:
             return []
@@ -157,9 +152,8 @@ class IndexedDrafter(LookupDrafter):
     states: States[TextIndex]
 
     def take_in(self, slices: Sequence[Slice]) -> None:
-        """Index up to ``MAX_INDEXED_PER_STEP`` tokens of the sequences that draft now or may draft
-        after their prefill. The sequences with the fewest missing tokens come first, so that a long
-        prompt does not delay the others."""
+        """Index up to ``MAX_INDEXED_PER_STEP`` tokens of sequences that draft now or may later. The
+        fewest missing tokens come first, so that a long prompt does not delay other sequences."""
         behind: list[tuple[int, TextIndex, Sequence[int]]] = []
         for item in slices:
             seq = item.seq
@@ -182,15 +176,15 @@ class IndexedDrafter(LookupDrafter):
         if levels <= 0:
             return (), ()
         complete = len(tokens) - indexed <= _INDEXED_WITH_LOOKUP
-        new_tokens, tail = tokens[indexed:] if complete else (), list[int]()
+        new, tail = tokens[indexed:] if complete else (), list[int]()
         if forced or not complete:
             tail = [*tokens[-index.rule.depth :], *forced][-index.rule.depth :]
-        return with_forced_prefix(forced, *self.continuation(seq, index, new_tokens, tail, levels))
+        return with_forced_prefix(forced, *self.continuation(seq, index, new, tail, levels))
 
     def continuation(
-        self, seq: SequenceView, index: TextIndex, new_tokens: Ids, tail: Ids, length: int
+        self, seq: SequenceView, index: TextIndex, new: Ids, tail: Ids, length: int
     ) -> Draft:
-        """A draft of at most ``length`` levels; ``new_tokens`` and ``tail`` as in ``TextIndex``."""
+        """A draft of at most ``length`` levels; ``new`` and ``tail`` as in ``TextIndex``."""
         raise NotImplementedError
 
 
@@ -260,8 +254,8 @@ class Predictions(LookupDrafter):
             return (), ()
         index = self.states.of(seq, self.begin)
         indexed = index.open_tokens - min(_CONTEXT, seq.prompt_length)
-        new_tokens = seq.params.prediction[indexed : indexed + MAX_INDEXED_PER_STEP]
-        return index.suffixes(new_tokens, seq.tokens[-_RULE.depth :], length, length)
+        new = seq.params.prediction[indexed : indexed + MAX_INDEXED_PER_STEP]
+        return index.suffixes(new, seq.tokens[-_RULE.depth :], length, length)
 
     def begin(self, seq: SequenceView) -> TextIndex:
         index = open_index(_RULE)

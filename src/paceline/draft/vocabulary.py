@@ -1,11 +1,11 @@
-"""Drafts with another vocabulary: which tokens both have, and how ids are translated.
+"""Drafts in another vocabulary than the target's: which tokens both have, and how ids translate.
 
-Timor et al. 2025 (arXiv 2502.05202). Tokens are the same if they stand for the same bytes. Where
-these cover most text, the draft proposes from the intersection alone ("token-level intersection"):
-its logits are mapped to the target's ids before anything is drawn, so q is exact, renormalised over
-the intersection.
+Timor et al. 2025 (arXiv 2502.05202). Tokens are the same if they stand for the same bytes. If the
+common tokens cover most text, the draft proposes only these ("token-level intersection"). Its
+logits are mapped to the target's ids before anything is sampled, so q is exact: it is renormalised
+over the intersection.
 
-Elsewhere the draft model writes in its vocabulary, and the target tokenises the text (``strings``).
+Otherwise the draft model writes in its vocabulary, and the target tokenises the text (strings.py).
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from paceline.core.transfer import to_device
 from paceline.errors import VocabularyMismatchError
 from paceline.model.tokenizer import Tokenizer, TokenSpeller, differences
 
-ENOUGH = 0.5  # from here on token by token: measured, see docs/contributing/decisions.md
+# Share of a text's tokens that must be common for the intersection; measured, see
+# docs/contributing/decisions.md.
+ENOUGH_SHARED = 0.5
 
-# What users ask of models: a story, a question with an answer, numbers, code, other languages.
+# Texts like those of users: a story, a question with an answer, numbers, code, other languages.
 SAMPLE = Path(__file__).parents[1] / "assets" / "vocabulary_sample.txt"
 
 
-class Named(Protocol):
-    """A loaded model or its description; ``vocab_size`` is the width of its logits."""
+class ModelVocabulary(Protocol):
+    """A loaded model or its description. ``vocab_size``: width of its logits."""
 
     @property
     def name(self) -> str: ...
@@ -40,8 +42,8 @@ class Named(Protocol):
 
 
 class SharedVocabulary:
-    """Translates between the target's tokens and the draft model's. Here ids are the same, and
-    either side may have more rows of logits than tokens (padding). ``description``: how two
+    """Translates between the target's tokens and the draft model's. In this class both have the
+    same ids, but their logits may be padded to different widths. ``description``: how two
     vocabularies are matched, for users."""
 
     description: str | None = None
@@ -51,21 +53,21 @@ class SharedVocabulary:
         self._last = draft_vocab - 1
 
     def context(self, tokens: Sequence[int]) -> list[int]:
-        """Committed target tokens as draft tokens, at least one each, independent of context."""
+        """Committed target tokens as draft tokens: at least one for each, whatever the context."""
         return [min(token, self._last) for token in tokens]
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[R, draft vocabulary]`` to ``[R, target ids]``, -inf where the draft has no token."""
+        """Logits ``[R, draft vocab]`` of the target's ids; -inf where the draft has no token."""
         return logits[:, : self._width]
 
     def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Drafted target ids, int64, as draft ids, one to one."""
+        """Drafted target ids, int64, as draft ids, one for each."""
         return tokens
 
 
 class TokenTexts:
     """The bytes of each token of a tokenizer, and encoding in the middle of a text.
-    ``strings[id]``: bytes of an ordinary token; ``special[id]``: name of a special one."""
+    ``strings[id]``: bytes of an ordinary token; ``special[id]``: name of a special token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -73,12 +75,12 @@ class TokenTexts:
         added = tokenizer.added_tokens_decoder
         self.strings: dict[int, bytes] = {}
         self.special: dict[int, str] = {}
-        self._spare: set[int] = set()  # single bytes, kept for characters that have no token
+        self._byte_ids: set[int] = set()  # byte-fallback tokens, for characters without a token
         for token, index in tokenizer.get_vocab().items():
             if index not in added:
                 self.strings[index] = speller.spell(token)
                 if speller.byte(token) is not None:
-                    self._spare.add(index)
+                    self._byte_ids.add(index)
             elif added[index].special:
                 self.special[index] = token
             else:
@@ -86,8 +88,8 @@ class TokenTexts:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """One id for each string: the lowest, spare bytes only if there is no other."""
-        order = sorted(self.strings, key=lambda index: (index not in self._spare, -index))
+        """One id for each string: the lowest, a byte-fallback token only if there is no other."""
+        order = sorted(self.strings, key=lambda index: (index not in self._byte_ids, -index))
         return {self.strings[index]: index for index in order if self.strings[index]}
 
     @cached_property
@@ -99,48 +101,45 @@ class TokenTexts:
         ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def spelt(self, ids: Sequence[int]) -> bytes:
-        """The bytes of ids, special tokens by their names."""
+    def bytes_of(self, ids: Sequence[int]) -> bytes:
+        """The bytes of some ids; a special token stands for its name."""
         return b"".join(
             self.strings[i] if i in self.strings else self.special.get(i, "").encode() for i in ids
         )
 
-    def after(self, lead: str, text: str) -> list[int] | None:
+    def encode_after(self, lead: str, text: str) -> list[int] | None:
         """Ids of ``text`` where it follows ``lead``; None if a token spans the border."""
         ids = self.encode(lead + text)
         # Some tokenizers put a space before the first word.
-        surplus = len(self.spelt(ids)) - len((lead + text).encode())
+        surplus = len(self.bytes_of(ids)) - len((lead + text).encode())
         border = len(lead.encode()) + max(0, surplus) if lead else 0
         position = 0
         for column, index in enumerate(ids):
             if position == border:
                 return ids[column:]
-            position += len(self.spelt((index,)))
+            position += len(self.bytes_of((index,)))
         return [] if position == border else None
 
-    def reads_back(self, text: str) -> bool:
-        """Whether decoding an encoded text gives it back."""
-        return self.spelt(self.encode(text)).removeprefix(b" ") == text.encode()
+    def round_trips(self, text: str) -> bool:
+        """Whether encoding and decoding a text returns it."""
+        return self.bytes_of(self.encode(text)).removeprefix(b" ") == text.encode()
 
-    def spell(self, string: bytes) -> list[int]:
-        """``string`` in the longest tokens, greedily from the left; skips unknown bytes."""
+    def encode_longest(self, string: bytes) -> list[int]:
+        """Ids for ``string``, greedily the longest token from the left; skips unknown bytes."""
         result: list[int] = []
         start = 0
         while start < len(string):
-            for end in range(min(len(string), start + self.longest), start, -1):
-                index = self.ids.get(string[start:end])
-                if index is not None:
-                    result.append(index)
-                    break
-            else:
-                end = start + 1
-            start = end
+            ends = range(min(len(string), start + self.longest), start, -1)
+            end = next((end for end in ends if string[start:end] in self.ids), None)
+            if end is not None:
+                result.append(self.ids[string[start:end]])
+            start = end or start + 1
         return result
 
 
 def shared_ids(target: TokenTexts, draft: TokenTexts) -> dict[int, int]:
-    """Target id -> draft id of common tokens: ordinary ones by bytes, special ones by name, begin
-    and end of text by role."""
+    """Target id -> draft id of the common tokens: ordinary tokens match by their bytes, special
+    tokens by name, beginning and end of text by role."""
     pairs = {target.ids[s]: index for s, index in draft.ids.items() if s in target.ids}
     names = {name: index for index, name in draft.special.items()}
     pairs.update({i: names[name] for i, name in target.special.items() if name in names})
@@ -151,8 +150,10 @@ def shared_ids(target: TokenTexts, draft: TokenTexts) -> dict[int, int]:
     return pairs
 
 
-def overlap(target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sample: str) -> float:
-    """Share of a text's tokens that both vocabularies have: the target's or the draft's tokens,
+def shared_token_share(
+    target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sample: str
+) -> float:
+    """Share of a text's tokens that both vocabularies have, in the target's or the draft's tokens,
     whichever is less."""
 
     def share(ids: Sequence[int], common: set[int]) -> float:
@@ -164,8 +165,8 @@ def overlap(target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sam
 
 @dataclass(frozen=True)
 class Match:
-    """What two vocabularies have in common, and the method to use. ``pairs``: target id -> draft
-    id; ``share``: how much of text these cover."""
+    """What two vocabularies have in common, and the method to use. ``pairs``: target id -> draft id
+    of common tokens; ``share``: how much of a text these cover."""
 
     method: Literal["intersection", "string"]
     target: TokenTexts
@@ -175,14 +176,14 @@ class Match:
 
 
 def match_vocabularies(
-    target: Named,
-    draft: Named,
+    target: ModelVocabulary,
+    draft: ModelVocabulary,
     tokenizer: Tokenizer,
     draft_tokenizer: Tokenizer,
     method: str = "auto",
 ) -> Match | None:
-    """How to translate; None if the ids agree and "auto" is asked for. Raises
-    VocabularyMismatchError if no (or not this) method is lossless and useful."""
+    """How to translate between two vocabularies; None if the ids agree and ``method`` is "auto".
+    Raises VocabularyMismatchError if no method, or not this one, is lossless and useful."""
     differing = differences(tokenizer, draft_tokenizer)
     if not differing and method == "auto":
         if draft.vocab_size < (count := len(tokenizer.get_vocab())):
@@ -198,13 +199,13 @@ def match_vocabularies(
         if a < target.vocab_size and b < draft.vocab_size
     }
     sample = SAMPLE.read_text(encoding="utf-8")
-    share = overlap(ours, theirs, pairs, sample)
+    share = shared_token_share(ours, theirs, pairs, sample)
     unreadable = [
         f"the tokenizer of {model.name} does not give text back as it was"
         for model, texts in ((target, ours), (draft, theirs))
-        if not texts.reads_back(sample)
+        if not texts.round_trips(sample)
     ]
-    tokenwise = method == "intersection" or (method == "auto" and share >= ENOUGH)
+    tokenwise = method == "intersection" or (method == "auto" and share >= ENOUGH_SHARED)
     if (tokenwise and share == 0) or (not tokenwise and unreadable):
         reasons = [f"shared tokens cover {100 * share:.0f} % of text", *unreadable]
         raise VocabularyMismatchError(
@@ -223,28 +224,28 @@ def match_vocabularies(
 
 class Intersection(SharedVocabulary):
     """Token-level intersection: the draft proposes only tokens that both vocabularies have. Other
-    committed tokens are spelt in the draft's one by one, so what it has read never changes."""
+    committed tokens are spelt in the draft's one by one, so what its cache holds never changes."""
 
     def __init__(self, match: Match, widths: tuple[int, int], device: torch.device) -> None:
-        """``widths``: rows of logits of target and draft."""
+        """``widths``: of the logits of target and draft."""
         self.description = f"token-level intersection, {100 * match.share:.0f} % of text"
-        rows, self._draft_width = widths
-        self._pairs = {a: b for a, b in match.pairs.items() if a < rows and b < self._draft_width}
+        width, self._draft_width = widths
+        self._pairs = {a: b for a, b in match.pairs.items() if a < width and b < self._draft_width}
         self._target, self._draft = match.target, match.draft
-        source = [self._pairs.get(token, 0) for token in range(rows)]
-        outside = [token not in self._pairs for token in range(rows)]
+        source = [self._pairs.get(token, 0) for token in range(width)]
+        outside = [token not in self._pairs for token in range(width)]
         self._source = to_device(source, device)
         self._outside = to_device(outside, device, torch.bool)
-        self._spellings: dict[int, list[int]] = {}  # of tokens outside that were read
+        self._spellings: dict[int, list[int]] = {}  # draft ids of committed tokens outside
 
     def context(self, tokens: Sequence[int]) -> list[int]:
-        return [index for token in tokens for index in self._spelt(token)]
+        return [index for token in tokens for index in self._draft_ids(token)]
 
-    def _spelt(self, token: int) -> list[int]:
+    def _draft_ids(self, token: int) -> list[int]:
         if token in self._pairs:
             return [self._pairs[token]]
         if token not in self._spellings:
-            spelling = self._draft.spell(self._target.spelt((token,)))
+            spelling = self._draft.encode_longest(self._target.bytes_of((token,)))
             known = [index for index in spelling if index < self._draft_width]
             self._spellings[token] = known or [0]
         return self._spellings[token]

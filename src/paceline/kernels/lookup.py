@@ -100,36 +100,23 @@ class NativeTextIndex:
             yield stream[start:end]
             start = end + 1
 
-    def ngrams(self, new_tokens: Ids, tail: Ids, levels: int, nodes: int) -> Draft:
-        return self._drafted(
-            self._native.pl_ngrams, (self._handle,), new_tokens, tail, levels, nodes
-        )
+    def ngrams(self, new: Ids, tail: Ids, levels: int, nodes: int) -> Draft:
+        return self._drafted(self._native.pl_ngrams, (self._handle,), new, tail, levels, nodes)
 
     def suffixes(
-        self,
-        new_tokens: Ids,
-        tail: Ids,
-        levels: int,
-        nodes: int,
-        memory: NativeTextIndex | None = None,
+        self, new: Ids, tail: Ids, levels: int, nodes: int, memory: NativeTextIndex | None = None
     ) -> Draft:
         handles = self._handle, None if memory is None else memory._handle
-        return self._drafted(self._native.pl_suffixes, handles, new_tokens, tail, levels, nodes)
+        return self._drafted(self._native.pl_suffixes, handles, new, tail, levels, nodes)
 
     def _drafted(
-        self,
-        find: Any,
-        handles: tuple[Any, ...],
-        new_tokens: Ids,
-        tail: Ids,
-        levels: int,
-        nodes: int,
+        self, find: Any, handles: tuple[Any, ...], new: Ids, tail: Ids, levels: int, nodes: int
     ) -> Draft:
         if len(self._out) < 2 + 2 * nodes:
             self._out = array("i", bytes(4 * (2 + 2 * nodes)))
         out = self._out
-        question = array("i", (levels, nodes, len(new_tokens), len(tail), *new_tokens, *tail))
+        question = array("i", (levels, nodes, len(new), len(tail), *new, *tail))
         check(find(*handles, question.buffer_info()[0], out.buffer_info()[0]), _WORK)
-        self.open_tokens += len(new_tokens)
+        self.open_tokens += len(new)
         middle = 2 + out[0]
         return out[2:middle].tolist(), tuple(out[middle : 2 * middle - 2]), out[1]

@@ -23,7 +23,7 @@ from paceline.draft.heads.block_head import (
     usual_layers,
 )
 from paceline.draft.spec import DraftContext, Prepared, TargetShape
-from paceline.draft.trees.levels import Levels
+from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.policy import Policy
 from paceline.engine.driver import Drive
 from paceline.lab.doctor import examine
@@ -102,7 +102,7 @@ def reference_chain(target: CausalModel, head: BlockHead, tokens: list[int]) -> 
 def drafts_of(
     head: BlockHead, policy: Policy, batch: int, **options: Any
 ) -> tuple[CausalModel, list[tuple[list[int], list[int]]]]:
-    """The target, and what was drafted behind which tokens."""
+    """The target, and the drafts with the tokens that they follow."""
     target, seen = adapted(0), list[tuple[list[int], list[int]]]()
     kind = DSparkDrafter if head.config.confidence else BlockDrafter
 
@@ -117,7 +117,7 @@ def drafts_of(
     def build(context: DraftContext) -> BlockDrafter:
         cache = context.new_cache(head.config.cache_shapes, torch.float32)
         most = replace(policy, levels=head.config.drafts)
-        levels = Levels("block", cache, most, context.generator, STOP_BELOW)
+        levels = GrowthSettings("block", cache, most, context.generator, STOP_BELOW)
         return Recorder(target.backend.block(head, target), levels)
 
     given = {"draft_length": 8, "max_batch_size": batch, **options}
@@ -137,7 +137,7 @@ def drafts_of(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_chains_equal_the_dense_computation(kind: str, batch: int) -> None:
-    """Also behind drafts that were refused: what these left in the cache is overwritten."""
+    """Also after rejected drafts, whose keys and values in the cache are overwritten."""
     head = random_block(**KINDS[kind])
     target, seen = drafts_of(head, Policy(), batch)
     assert len(seen) > 12
@@ -174,7 +174,7 @@ def same(head: BlockHead, other: BlockHead) -> bool:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("layout", ["z-lab", "deepspec", "speculators"])
 def test_layouts_are_read_as_they_were_written(layout: str, causal: bool, tmp_path: Path) -> None:
-    """Two of them count layers by what they put out: one less."""
+    """Two of the layouts number layers by their outputs, one less than by inputs."""
     changes = {"z-lab": {}, "deepspec": DSPARK, "speculators": DSPARK}[layout]
     head = random_block(**changes, causal=causal)
     if causal and layout == "speculators":

@@ -17,7 +17,7 @@ from paceline.draft.heads import features
 from paceline.draft.heads.eagle import EagleDrafter, ParallelEagleDrafter
 from paceline.draft.heads.eagle_head import EagleHead
 from paceline.draft.spec import DraftContext, Prepared
-from paceline.draft.trees.levels import Levels
+from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
 from paceline.engine.driver import Drive
@@ -68,7 +68,7 @@ def reference_chain(target: CausalModel, head: EagleHead, tokens: list[int], fir
 def engine_of(
     target: CausalModel, head: EagleHead, policy: Policy, **options: object
 ) -> tuple[Engine, list[tuple[list[int], list[int], int]]]:
-    """An engine, and the list into which its drafter's (tokens, proposal, start) go."""
+    """An engine, and a list to which its drafter appends (tokens, proposal, start)."""
     seen: list[tuple[list[int], list[int], int]] = []
 
     mask = head.config.mask_token
@@ -85,7 +85,7 @@ def engine_of(
     def build(context: DraftContext) -> EagleDrafter:
         cache = context.new_cache(head.config.cache_shapes, torch.float32)
         step = EagleStep(head, target.hf.get_input_embeddings())
-        levels = Levels("eagle", cache, policy, context.generator)
+        levels = GrowthSettings("eagle", cache, policy, context.generator)
         return Recorder(step, levels) if mask is None else Recorder(mask, step, levels)
 
     given = EngineOptions(**{"draft_length": LENGTH, **options})
@@ -175,7 +175,7 @@ def test_preemption_starts_over() -> None:
 
 def kept_bytes(drafter: EagleDrafter) -> int:
     """Bytes that the kept features hold in memory."""
-    parts = [part for state in drafter._states.values() for part in state.waiting]
+    parts = [part for state in drafter._states.values() for part in state.pending]
     storages = [layer.untyped_storage() for part in parts for layer in part.layers]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -185,7 +185,7 @@ def row_bytes(target: CausalModel, head: EagleHead) -> int:
 
 
 class Operators(TorchDispatchMode):
-    """Counts those that are run."""
+    """Counts the torch operators that run."""
 
     count = 0
 
@@ -200,7 +200,7 @@ def test_a_head_that_does_not_draft_costs_no_operator(
 ) -> None:
     """Beside seven neighbours that never draft. Now and then, what waits is copied, and then of
     eight rows of a forward it keeps its own."""
-    monkeypatch.setattr(features, "MOST_WAITING", 64)
+    monkeypatch.setattr(features, "MAX_PENDING_FEATURES", 64)
     target = adapted(0)
     head = random_head(target, version)
     engine, _ = engine_of(target, head, Policy(), max_batch_size=8, draft_length=0)
@@ -218,14 +218,14 @@ def test_a_head_that_does_not_draft_costs_no_operator(
     monkeypatch.setattr(drafter, "observe", counted)
     drive, copies = Drive(engine, seqs), 0
     for step in range(1, 30):
-        operators.count, before = 0, drafter._whole
+        operators.count, before = 0, drafter._retained_rows
         drive.step()
         copied = before > 64
         copies += copied
         assert copied == (operators.count > 0)
         rows = len(PROMPTS[1]) + step - 1
         assert drafter._states[0].count == rows
-        assert kept_bytes(drafter) <= (rows + drafter._whole) * row_bytes(target, head)
+        assert kept_bytes(drafter) <= (rows + drafter._retained_rows) * row_bytes(target, head)
         assert set(drafter._states) == {0}
         assert len(drafter.cache._tables) <= 1
     assert copies >= 3
@@ -235,8 +235,8 @@ def test_a_head_that_does_not_draft_costs_no_operator(
 
 
 def test_kept_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest go; what is drafted afterwards is drafted from the rest."""
-    monkeypatch.setattr(features, "MOST_WAITING", 10)
+    """The oldest features are dropped; later drafts use the others."""
+    monkeypatch.setattr(features, "MAX_PENDING_FEATURES", 10)
     target = adapted(0)
     head = random_head(target, 3)
     engine, seen = engine_of(target, head, Policy(), max_batch_size=2, draft_length=0)

@@ -30,7 +30,7 @@ def folders(pair_room: tuple[Path, dict[str, str]]) -> dict[str, str]:
 
 
 def recorded(llm: LLM) -> list[tuple[list[int], torch.Tensor, tuple[int, ...]]]:
-    """The (tokens, drafted tokens, parents) of every tree that the drafter goes on to propose."""
+    """A list that collects (tokens, drafted tokens, parents) of every later proposal."""
     seen: list[tuple[list[int], torch.Tensor, tuple[int, ...]]] = []
     propose = llm.engine.drafter.propose
 
@@ -71,7 +71,7 @@ def test_drafts_are_the_heads_top_tokens_at_the_right_row(
 
 
 def test_nothing_is_drafted_before_a_hidden_state_is_seen(folders: dict[str, str]) -> None:
-    """First step, and a sequence that starts behind a shared prefix."""
+    """In the first step, and for a sequence that starts after a shared prefix."""
     llm = LLM(folders["target"], f"medusa:{folders['shared']}", dtype="float32", draft_length=3)
     seen = recorded(llm)
     prompt = list(range(10, 50))

@@ -1,4 +1,4 @@
-"""Medusa checkpoints, in both directions, and what is wrong with the others."""
+"""Medusa checkpoints: reading and writing, and the errors for wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads on the native kernels: the modules' own results, and bits that are a row's own."""
+"""Heads on the native kernels compute what the modules do; a row's bits depend on that row only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """On one of the tables that share their bits, whichever PACELINE_NATIVE names."""
+    """Run on one of the instruction sets with equal bits, whichever PACELINE_NATIVE names."""
     name, threads = instructions(), torch.get_num_threads()
     next(filter(choose, SAME_BITS))
     yield
@@ -78,7 +78,7 @@ def random_eagle(target: CausalModel, changes: dict[str, Any]) -> EagleHead:
 
 @dataclass
 class Texts:
-    """Two sequences of tokens and features, and a tree behind each with hidden states."""
+    """Two sequences of tokens and features, and after each a tree with hidden states."""
 
     tokens: list[list[int]]
     features: list[torch.Tensor]
@@ -142,7 +142,7 @@ def run(step: EagleStep, texts: Texts, dtype: torch.dtype, chunk: int) -> Found:
 
 
 def alone(step: EagleStep, texts: Texts, dtype: torch.dtype) -> Found:
-    """The same with one row a step; a node behind its ancestors, as the rows of a chain."""
+    """The same with one row per step; a node follows its ancestors as in a chain."""
     found: Found = [{}, {}]
     torch.set_num_threads(1)
     for seq, tokens in enumerate(texts.tokens):
@@ -206,7 +206,7 @@ def test_the_modules_own_results(variant: str, dtype: str) -> None:
 @pytest.mark.parametrize("variant", ["eagle", "eagle3", "eagle3, odd sizes"])
 @torch.inference_mode()
 def test_bits_are_a_rows_own(variant: str, dtype: str) -> None:
-    """Whatever the chunks, neighbours, trees, threads and instruction set."""
+    """A row has the same bits with any chunks, neighbours, trees, threads and instruction set."""
     kind = DTYPES[dtype]
     target = target_of(kind)
     head = random_eagle(target, VARIANTS[variant])

@@ -1,4 +1,4 @@
-"""Trees against straightforward references over a table of logits."""
+"""Grown trees equal straightforward references over a table of logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree
 from paceline.draft.trees.dynamic import DynamicTree
-from paceline.draft.trees.grow import Growing, Narrow, StaticTree, candidates, grow
+from paceline.draft.trees.grow import GrowingTree, ReducedLogits, StaticTree, tree_candidates, grow
 from paceline.draft.trees.shape import Shape
 from paceline.verify.verifier import Verifier
 from support.spans import judged
@@ -53,14 +53,16 @@ class Table:
         generator = torch.Generator().manual_seed(self.seed * 7919 + key)
         return torch.randn(VOCAB, generator=generator) * self.scale
 
-    def grow(self, trees: list[Growing], seed: int = 0) -> list[tuple[TokenTree, tuple[int, ...]]]:
+    def grow(
+        self, trees: list[GrowingTree], seed: int = 0
+    ) -> list[tuple[TokenTree, tuple[int, ...]]]:
         """All trees grown together, with nothing but what a drafter is given."""
 
-        def forward(growing: list[Growing]) -> torch.Tensor:
+        def forward(growing: list[GrowingTree]) -> torch.Tensor:
             rows = []
             for tree in growing:
                 own = self.expanded.setdefault(tree.item.seq.seq_id, [])
-                for token in tree.fresh.tolist():
+                for token in tree.frontier.tolist():
                     parent = tree.expanded_parents[len(own)]
                     if tree.ancestors is not None:  # the parents say no more than depths
                         above = tree.ancestors[len(own)].nonzero().flatten().tolist()
@@ -91,7 +93,7 @@ def strings(tree: TokenTree) -> list[Path]:
 
 
 def check_slots(tree: TokenTree, slots: tuple[int, ...], expanded: list[Path]) -> None:
-    """Slots name each node's place among what was expanded; inner nodes were, of course."""
+    """Slots are each node's index among the expanded nodes; inner nodes have one."""
     paths = strings(tree)
     assert len(slots) == len(paths)
     for node, (path, slot) in enumerate(zip(paths, slots, strict=True)):
@@ -169,7 +171,7 @@ SHAPES = {
 
 
 def ranked_by_hand(table: Table, seq: SequenceState, path: Path) -> list[int]:
-    """Tokens in the order in which candidates are taken, for requests without chance."""
+    """Tokens in the order in which they become candidates, for greedy and seeded requests."""
     scores = (
         table.distribution(seq, path).log() if not seq.params.greedy else table.after(seq, path)
     )
@@ -210,9 +212,9 @@ def test_static_tree_of_a_sampled_request_carries_its_distributions(name: str) -
 
 
 def test_trees_of_all_kinds_grow_together_as_they_do_alone() -> None:
-    """Different shapes, depths and rules in one batch; only chance may differ, so none is used."""
+    """Different shapes, depths and rules in one batch, without unseeded sampling."""
 
-    def make() -> list[Growing]:
+    def make() -> list[GrowingTree]:
         params_list = [KINDS["greedy"], KINDS["seeded"], KINDS["penalised"], KINDS["seeded"]]
         items = [Slice(request(params, i), 1, 3) for i, params in enumerate(params_list)]
         return [
@@ -232,14 +234,14 @@ def test_trees_of_all_kinds_grow_together_as_they_do_alone() -> None:
 def test_logits_of_some_tokens(kind: str) -> None:
     """The same candidates as over the whole vocabulary, where no other token is likely."""
     item = Slice(request(KINDS["greedy"]), 1, 3)
-    tree: Growing = DynamicTree(item, 3, 3, 5, CPU)
+    tree: GrowingTree = DynamicTree(item, 3, 3, 5, CPU)
     if kind == "static":
         tree = StaticTree(item, SHAPES["tree"], CPU)
     ids = torch.arange(1, VOCAB, 2)
     logits = torch.randn(1, len(ids), generator=torch.Generator().manual_seed(0))
     whole = torch.full((1, VOCAB), -torch.inf).index_copy(1, ids, logits)
-    (tokens, weights), *_ = candidates([tree], [1], Narrow(logits, ids, VOCAB), None)
-    (wanted, wide), *_ = candidates([tree], [1], whole, None)
+    (tokens, weights), *_ = tree_candidates([tree], [1], ReducedLogits(logits, ids, VOCAB), None)
+    (wanted, wide), *_ = tree_candidates([tree], [1], whole, None)
     assert torch.equal(tokens, wanted) and (weights is None) == (wide is None)
     if weights is not None and wide is not None:
         assert torch.allclose(weights, wide)
@@ -251,8 +253,8 @@ def test_noise_goes_by_the_token_not_by_its_place_among_some() -> None:
     ids = torch.arange(1, VOCAB, 2)
     logits = torch.randn(1, len(ids), generator=torch.Generator().manual_seed(0))
     whole = torch.full((1, VOCAB), -torch.inf).index_copy(1, ids, logits)
-    (tokens, _), *_ = candidates([tree], [1], Narrow(logits, ids, VOCAB), None)
-    (wanted, _), *_ = candidates([tree], [1], whole, None)
+    (tokens, _), *_ = tree_candidates([tree], [1], ReducedLogits(logits, ids, VOCAB), None)
+    (wanted, _), *_ = tree_candidates([tree], [1], whole, None)
     assert torch.equal(tokens, wanted)
 
 

@@ -21,7 +21,7 @@ from paceline.core.sequence import SequenceView
 from paceline.core.tree import Draw, TokenTree, is_chain
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.dynamic import DynamicTree
-from paceline.draft.trees.grow import Growing, grow
+from paceline.draft.trees.grow import GrowingTree, grow
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.backends.base import Ending, GrownTree, WantedTree
 from paceline.model.backends.native.handle import ModelHandle
@@ -56,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 class Watched:
-    """What a drafter proposes for greedy requests, and how many calls grew it."""
+    """Records the proposals for greedy requests, and counts the calls that grew them."""
 
     def __init__(self, patch: pytest.MonkeyPatch, at_once: bool) -> None:
         self.trees: list[TokenTree] = []
@@ -75,7 +75,7 @@ class Watched:
         patch.setattr(LevelDrafter, "propose", proposed)
         patch.setattr(ModelHandle, "grow", counted)
         if not at_once:
-            patch.setattr(LevelDrafter, "_at_once", lambda *_: None)
+            patch.setattr(LevelDrafter, "_grow_in_one_call", lambda *_: None)
 
 
 @cache
@@ -191,7 +191,7 @@ def test_no_tree_is_written_beyond_its_table(folders: dict[str, str]) -> None:
 def test_a_chain_ends_behind_a_path_that_is_too_unlikely(
     folders: dict[str, str], params: SamplingParams
 ) -> None:
-    """And nowhere else: it is the beginning of the chain that goes on."""
+    """It is a prefix of the full chain, and ends nowhere else."""
     model = CausalModel.load(folders["target"], torch.float32, "cpu", backend="native")
     cache = PagedCache(model.cache_shapes, 4, 16, torch.float32, "cpu")
     cache.admit(0, ())
@@ -234,10 +234,10 @@ def test_trees_end_where_they_are_unlikely_as_level_by_level(
     for layer in range(2):
         cache.kv(layer)[0].zero_(), cache.kv(layer)[1].zero_()
 
-    def forward(trees: list[Growing]) -> torch.Tensor:
+    def forward(trees: list[GrowingTree]) -> torch.Tensor:
         nonlocal passes
         passes += 1
-        return model(cache.batch_of([tree.newest() for tree in trees]), cache).logits
+        return model(cache.batch_of([tree.frontier_span() for tree in trees]), cache).logits
 
     tree = DynamicTree(Slice(seq, 1, 5), 5, 3, 12, cache.device, 8, ending)
     (levels,) = grow([tree], logits, forward, None)
@@ -256,14 +256,14 @@ def test_a_draft_by_the_target_is_one_call(
 ) -> None:
     """Its first pass included."""
     watched, passes = Watched(monkeypatch, True), 0
-    call = SelfDrafter._first
+    call = SelfDrafter._run_spans
 
     def counted(drafter: SelfDrafter, *args: Any) -> Any:
         nonlocal passes
         passes += 1
         return call(drafter, *args)
 
-    monkeypatch.setattr(SelfDrafter, "_first", counted)
+    monkeypatch.setattr(SelfDrafter, "_run_spans", counted)
     monkeypatch.setattr(LevelDrafter, "warm_up", lambda *_: None)
     for params in ({}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0}):
         watched.calls = 0
@@ -310,7 +310,7 @@ def test_a_drawn_chain_is_drawn_from_its_q(folders: dict[str, str], narrow: bool
 
 
 def test_growth_does_not_keep_a_model_alive(folders: dict[str, str]) -> None:
-    """Weights go with the last name for them, not when the collector comes by."""
+    """Weights are freed with their last reference, without the garbage collector."""
     model = CausalModel.load(folders["draft"], torch.float32, "cpu", backend="native")
     assert model.backend.name == "native" and model.backend.growth is not None
     gone = weakref.ref(model.backend)

@@ -1,4 +1,4 @@
-"""How large trees of each draft length may become."""
+"""The most nodes of a tree for each draft length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.draft.trees.shape import Shape
     [(16, 4, [0, 4, 8, 12, 16, 16]), (6, 4, [0, 4, 6, 6, 6, 6]), (64, 4, [0, 8, 16, 24, 32, 40])],
 )
 def test_shallow_trees_have_fewer_nodes(nodes: int, width: int, sizes: list[int]) -> None:
-    """Else all draft lengths would cost a full batch the same, and only plain decoding less."""
+    """Otherwise all draft lengths would cost the same in a full batch."""
     policy = Policy(nodes=nodes, width=width)
     assert [policy.max_nodes(length) for length in range(6)] == sizes
     assert policy.max_nodes(64) == nodes
@@ -30,8 +30,8 @@ def test_trees_have_no_more_nodes_than_were_announced(temperature: float) -> Non
     policy = Policy(nodes=16)
     seq = SequenceState(0, [1, 2], 2, SamplingParams(temperature=temperature), cached=1)
     for length in (1, 2, 3):
-        tree = policy.start(Slice(seq, 1, length), torch.device("cpu"))
-        size = tree.plain_size()
+        tree = policy.new_tree(Slice(seq, 1, length), torch.device("cpu"))
+        size = tree.growth_size()
         nodes = size[2] if size else len(tree.shape)  # type: ignore[attr-defined]
         assert 3 * length <= nodes <= policy.max_nodes(length)
 
@@ -43,7 +43,7 @@ def test_chains_and_static_trees_are_cut() -> None:
 
 
 def test_sequences_that_decode_together_share_out_the_nodes() -> None:
-    """But for one a level; what a user has chosen is not shared."""
+    """Each keeps one node per level; a number of nodes that the user chose is not shared."""
     shared, chosen = Policy(nodes=8, shared=True), Policy(nodes=8)
     assert [shared.max_nodes(n) for n in (1, 2, 4)] == [4, 8, 8]
     assert [shared.max_nodes(n, 4) for n in (1, 2, 4)] == [2, 2, 4]

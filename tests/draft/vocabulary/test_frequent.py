@@ -1,4 +1,4 @@
-"""The part of a head that a draft needs, by the tokens of the texts under way."""
+"""How many of the head's columns a draft computes, by the tokens of the current texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts with another vocabulary: what is shared, how text is carried over, and what is refused."""
+"""Drafts in another vocabulary: common tokens, retokenised text, and refusals."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from paceline.draft.vocabulary import (
     Match,
     SharedVocabulary,
     TokenTexts,
-    overlap,
     shared_ids,
+    shared_token_share,
 )
 from paceline.llm import LLM
 from support.cache_invariants import check_cache
@@ -246,11 +246,11 @@ def test_shared_ids_stand_for_the_same_bytes(texts: dict[str, TokenTexts]) -> No
     ours, near = texts["ours"], texts["near"]
     pairs = shared_ids(ours, near)
     assert len(pairs) == len(near.tokenizer) == 310
-    assert all(ours.spelt([a]) == near.spelt([b]) for a, b in pairs.items())
+    assert all(ours.bytes_of([a]) == near.bytes_of([b]) for a, b in pairs.items())
     assert sum(a != b for a, b in pairs.items()) > 290
-    assert overlap(ours, near, pairs, TEXT) > 0.9
-    assert overlap(ours, texts["far"], shared_ids(ours, texts["far"]), TEXT) < 0.5
-    assert overlap(ours, ours, shared_ids(ours, ours), TEXT) == 1.0
+    assert shared_token_share(ours, near, pairs, TEXT) > 0.9
+    assert shared_token_share(ours, texts["far"], shared_ids(ours, texts["far"]), TEXT) < 0.5
+    assert shared_token_share(ours, ours, shared_ids(ours, ours), TEXT) == 1.0
 
 
 def test_a_spare_byte_gives_way_to_a_token(texts: dict[str, TokenTexts]) -> None:
@@ -296,7 +296,7 @@ def test_every_token_has_a_spelling(texts: dict[str, TokenTexts], name: str) -> 
         if token in shared_ids(ours, theirs):
             assert vocabulary.nodes(torch.tensor([token])).tolist() == spelling
         elif name != "words":
-            assert theirs.spelt(spelling) == ours.spelt([token])
+            assert theirs.bytes_of(spelling) == ours.bytes_of([token])
 
 
 def test_a_shared_vocabulary_is_left_alone() -> None:
@@ -331,8 +331,8 @@ def test_text_is_carried_over_token_by_token(
         assert step.settled[: len(settled)] == settled
         settled = list(step.settled)
         if not step.waits:
-            read = theirs.spelt(step.context()).removeprefix(begin).decode()
-            assert read.removeprefix(" ") == ours.spelt(tokens[1:end]).decode().removeprefix(" ")
+            read = theirs.bytes_of(step.context()).removeprefix(begin).decode()
+            assert read.removeprefix(" ") == ours.bytes_of(tokens[1:end]).decode().removeprefix(" ")
     assert name == "blank" or len(step.context()) - len(step.settled) < 256
 
 
@@ -343,7 +343,7 @@ def test_special_tokens_keep_their_role(texts: dict[str, TokenTexts]) -> None:
         [{"role": "user", "content": "The fox"}], add_generation_prompt=True, return_dict=False
     )
     text.extend(chat)
-    assert near.spelt(text.context()) == b"<|endoftext|><|user|>The fox<|end|><|assistant|>"
+    assert near.bytes_of(text.context()) == b"<|endoftext|><|user|>The fox<|end|><|assistant|>"
     assert sum(index in near.special for index in text.context()) == 4
     drafted = [*near.encode("Yes"), near.tokenizer.eos_token_id, *near.encode(" more")]
     assert text.proposal(drafted) == [*ours.encode("Yes"), ours.tokenizer.eos_token_id]
@@ -366,7 +366,7 @@ def test_half_a_character_is_waited_for(texts: dict[str, TokenTexts]) -> None:
     text = Retokeniser(Match("string", ours, far, shared_ids(ours, far), 1.0))
 
     def read() -> str:
-        return far.spelt(text.context()).decode().removeprefix("<|endoftext|>")
+        return far.bytes_of(text.context()).decode().removeprefix("<|endoftext|>")
 
     tokens = ours.encode("a 你")
     text.extend(tokens[:-1])

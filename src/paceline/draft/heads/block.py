@@ -1,14 +1,14 @@
-"""Block drafters: all tokens of a draft by one pass of a few layers (block_head.py).
+"""Block drafters: one pass of a few layers drafts all tokens (block_head.py).
 
-Their cache has the keys and values of the target's fused features for all tokens but the last,
-and behind them those of the block under way, which the next block overwrites. Chains and trees
-grow from the block's logits without further passes.
+Their cache holds keys and values of the target's fused features for all tokens but the last, and
+then those of the current block, which the next block overwrites. Chains and trees grow from the
+block's logits without further passes.
 
-DSpark's tokens depend on each other: each one's logits get a bias that follows from the token
-drafted before it (``BlockHead.bias``). Its confidence head says, before a token is drawn, how
-likely it is accepted if all before it were: chains end where the product falls below
-``STOP_BELOW``, and the controller learns from each how long it was. Where a chain ends depends on
-no token that is drawn there, so it stays lossless.
+In DSpark each token's logits get a bias that depends on the token drafted before it
+(``BlockHead.bias``). Its confidence head predicts, before a token is sampled, how likely the token
+is accepted if all before it are. A chain ends where the product of these chances falls below
+``STOP_BELOW``; the controller learns the length of each chain. As the end does not depend on the
+tokens sampled there, the draft is lossless.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from paceline.core.transfer import to_device
 from paceline.core.tree import is_chain
 from paceline.draft.base import Drafter
 from paceline.draft.heads.block_head import load_block, usual_layers
-from paceline.draft.heads.features import FeatureDrafter, HeadSpec, on_features
+from paceline.draft.heads.features import FeatureDrafter, HeadSpec, feature_drafter
 from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, option
-from paceline.draft.trees.grow import Growing, Logits
-from paceline.draft.trees.levels import Levels
+from paceline.draft.trees.grow import GrowingTree, Logits
+from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.one_pass import OnePassDrafter
 from paceline.model.backends.base import BlockStep, GrownTree
 from paceline.model.paged.cache import PagedCache
@@ -40,8 +40,8 @@ class BlockSpec(HeadSpec):
 
     page = "block.md"
 
-    def drafter(self, step: BlockStep, levels: Levels) -> BlockDrafter:
-        return BlockDrafter(step, levels)
+    def drafter(self, step: BlockStep, settings: GrowthSettings) -> BlockDrafter:
+        return BlockDrafter(step, settings)
 
     def prepare(self, loading: Loading) -> Prepared:
         target = loading.target
@@ -50,11 +50,11 @@ class BlockSpec(HeadSpec):
         step, config = target.backend.block(head, target), head.config
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:
-            levels = self.levels(context, cache)
-            most = replace(levels.policy, levels=config.drafts)
-            return self.drafter(step, levels._replace(policy=most))
+            settings = self.growth_settings(context, cache)
+            policy = replace(settings.policy, levels=config.drafts)
+            return self.drafter(step, settings._replace(policy=policy))
 
-        return on_features(target, config.cache_shapes, len(config.feature_layers), make)
+        return feature_drafter(target, config.cache_shapes, len(config.feature_layers), make)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
         head = load_block(read, target, self.kind, self.feature_layers)
@@ -64,13 +64,13 @@ class BlockSpec(HeadSpec):
             f"{config.drafts} tokens, reads inputs of layers {list(config.feature_layers)}"
         )
         usual = usual_layers(target.num_layers, len(config.feature_layers))
-        notes = self.shifted(config.feature_layers, usual)
-        return self.examined(text, config, size, target, notes)
+        notes = self.shifted_layers_note(config.feature_layers, usual)
+        return self.examination(text, config, size, target, notes)
 
 
 @dataclass(frozen=True)
 class DFlash(BlockSpec):
-    """A DFlash head (arXiv 2602.06036): a block's tokens side by side, as a step of diffusion."""
+    """A DFlash head (arXiv 2602.06036): drafts a block of tokens by one step of diffusion."""
 
     kind = "dflash"
     weights = "dflash"
@@ -78,8 +78,8 @@ class DFlash(BlockSpec):
 
 
 class _Block(NamedTuple):
-    """What a pass says about one sequence: ``outputs [drafts, H]``, ``logits [drafts, columns]``;
-    ``last``: int64 ``[1]``, the token before the tree."""
+    """The result of a pass for one sequence: ``outputs [drafts, H]``, ``logits [drafts, columns]``.
+    ``last``: int64 ``[1]``, the last committed token."""
 
     outputs: torch.Tensor
     logits: torch.Tensor
@@ -87,32 +87,32 @@ class _Block(NamedTuple):
 
 
 class BlockDrafter(OnePassDrafter, FeatureDrafter):
-    """Drafts with the head of ``step``. The last token stands in the pass, not in the text."""
+    """Drafts with the head of ``step``. The block begins with the last committed token."""
 
-    _after: dict[int, _Block]
+    _pass_outputs: dict[int, _Block]
 
-    def __init__(self, step: BlockStep, levels: Levels) -> None:
-        super().__init__(step.head.config.mask_token, step, levels)
+    def __init__(self, step: BlockStep, settings: GrowthSettings) -> None:
+        super().__init__(step.head.config.mask_token, step, settings)
 
-    def _room(self, length: int) -> int:
+    def _rows_for_nodes(self, length: int) -> int:
         return int(self.head.config.block_size)
 
     # -- one pass ------------------------------------------------------------------------------
 
-    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
-        """Store the features that have arrived, then run the blocks."""
-        self._step.read(self.cache.batch_of(spans), self.cache, self._taken(spans))
-        return self._drafted((), trees)
+    def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
+        """Store keys and values of the pending features, then run the blocks."""
+        self._step.read(self.cache.batch_of(spans), self.cache, self._pop_features(spans))
+        return self._run_pass((), trees)
 
-    def _drafted(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
-        """Run a block behind the rows of each tree's sequence: logits of its first draft."""
+    def _run_pass(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
+        """Run a block after the rows of each tree's sequence: logits of its first drafted token."""
         config, device = self.head.config, self.cache.device
         if not trees:
             return torch.empty(0, config.columns, device=device)
-        parents, seen = _within(config.block_size, config.causal, device)
+        parents, mask = _block_mask(config.block_size, config.causal, device)
         masks = [self._mask] * (config.block_size - 1)
         blocks = [
-            Span.of(tree.item.seq.seq_id, tree.base, (), parents, [last, *masks], ancestors=seen)
+            Span.of(tree.item.seq.seq_id, tree.base, (), parents, [last, *masks], ancestors=mask)
             for tree in trees
             for last in tree.item.seq.tokens[-1:]
         ]
@@ -122,32 +122,32 @@ class BlockDrafter(OnePassDrafter, FeatureDrafter):
         outputs = outputs[:, :count]
         logits = self._step.logits(outputs)
         lasts = to_device([tree.item.seq.tokens[-1] for tree in trees], device)
-        self._after = {
+        self._pass_outputs = {
             tree.item.seq.seq_id: _Block(*block)
             for tree, *block in zip(trees, outputs, logits, lasts[:, None], strict=True)
         }
-        return self._level(list(trees))
+        return self._run_frontiers(list(trees))
 
-    def _level(self, trees: list[Growing]) -> Logits:
-        """Logits after the newest nodes."""
+    def _run_frontiers(self, trees: list[GrowingTree]) -> Logits:
+        """Logits after the frontiers."""
         parts = []
         for tree in trees:
-            block, depth = self._after[tree.item.seq.seq_id], tree.depth
-            before = tree.fresh if len(tree.fresh) else block.last
+            block, depth = self._pass_outputs[tree.item.seq.seq_id], tree.depth
+            before = tree.frontier if len(tree.frontier) else block.last
             bias = self.head.bias(block.outputs[depth].expand(len(before), -1), before)
             logits = block.logits[depth]
             parts.append(logits.expand(len(before), -1) if bias is None else logits + bias)
-        return self._narrow(torch.cat(parts))
+        return self._as_target_logits(torch.cat(parts))
 
 
 @lru_cache(maxsize=16)
-def _within(
+def _block_mask(
     size: int, causal: bool, device: torch.device
 ) -> tuple[tuple[int, ...], torch.Tensor | None]:
-    """The rows of a block as nodes: their parents, and which see which (None: a chain's)."""
+    """The rows of a block as tree nodes: parents, and the attention mask (None: causal)."""
     with torch.inference_mode(False):
-        seen = None if causal else torch.ones(size, size, dtype=torch.bool, device=device)
-    return tuple(range(-1, size - 1)), seen
+        mask = None if causal else torch.ones(size, size, dtype=torch.bool, device=device)
+    return tuple(range(-1, size - 1)), mask
 
 
 STOP_BELOW = 0.3
@@ -155,8 +155,8 @@ STOP_BELOW = 0.3
 
 @dataclass(frozen=True)
 class DSpark(BlockSpec):
-    """A DSpark head (arXiv 2607.05147). ``stop``: chains end where fewer than this share of their
-    paths would be accepted, by the confidence head; 0: never."""
+    """A DSpark head (arXiv 2607.05147). ``stop``: a chain ends where the confidence head gives its
+    path a lower chance of acceptance than this; 0: chains have the full length."""
 
     kind = "dspark"
     weights = "dspark"
@@ -165,8 +165,8 @@ class DSpark(BlockSpec):
     _: KW_ONLY
     stop: float = option(STOP_BELOW, least=0)
 
-    def drafter(self, step: BlockStep, levels: Levels) -> BlockDrafter:
-        return DSparkDrafter(step, levels._replace(stop=self.stop))
+    def drafter(self, step: BlockStep, settings: GrowthSettings) -> BlockDrafter:
+        return DSparkDrafter(step, settings._replace(stop=self.stop))
 
 
 class DSparkDrafter(BlockDrafter):
@@ -174,29 +174,29 @@ class DSparkDrafter(BlockDrafter):
 
     @property
     def ends_early(self) -> bool:
-        """Chains end where fewer than ``stop`` of their paths would be accepted."""
+        """Whether chains end where the chance of acceptance falls below ``stop``."""
         chains = not self._policy.nodes and is_chain(self._policy.shape.parents)
         return chains and self.stop > 0 and self.head.confidence_head is not None
 
-    def _grow(self, trees: Sequence[Growing], spans: Sequence[Span]) -> list[GrownTree]:
-        finished = super()._grow(trees, spans)
+    def _grow_trees(self, trees: Sequence[GrowingTree], spans: Sequence[Span]) -> list[GrownTree]:
+        all_grown = super()._grow_trees(trees, spans)
         if not (trees and self.ends_early):
-            return finished
-        sure = []
-        for tree, done in zip(trees, finished, strict=True):
-            block, tokens = self._after[tree.item.seq.seq_id], done.tree.tokens
+            return all_grown
+        on_device = []
+        for tree, grown in zip(trees, all_grown, strict=True):
+            block, tokens = self._pass_outputs[tree.item.seq.seq_id], grown.tree.tokens
             before = torch.cat((block.last, tokens[:-1]))
             chances = self.head.confidence(block.outputs[: len(tokens)], before).float().sigmoid()
-            sure.append((chances.cumprod(0) >= self.stop).sum())
-        lengths = torch.stack(sure).tolist()  # a second wait for the device, which knows the shapes
-        return [_cut(done, max(1, length)) for done, length in zip(finished, lengths, strict=True)]
+            on_device.append((chances.cumprod(0) >= self.stop).sum())
+        lengths = torch.stack(on_device).tolist()  # a second wait for the device
+        return [_cut(g, max(1, length)) for g, length in zip(all_grown, lengths, strict=True)]
 
 
-def _cut(done: GrownTree, length: int) -> GrownTree:
-    """The first tokens of a chain."""
-    tree = done.tree
+def _cut(grown: GrownTree, length: int) -> GrownTree:
+    """The first ``length`` tokens of a chain."""
+    tree = grown.tree
     tokens, parents = tree.tokens[:length], tree.parents[:length]
     q = None if tree.q is None else tree.q[:length]
     known = None if tree.known is None else tree.known[:length]
     cut = replace(tree, tokens=tokens, parents=parents, q=q, known=known)
-    return GrownTree(cut, done.slots[:length])
+    return GrownTree(cut, grown.slots[:length])

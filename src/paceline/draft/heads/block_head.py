@@ -1,13 +1,13 @@
 """The network of block drafters: a few layers draft a whole block of tokens in one pass.
 
 DFlash (arXiv 2602.06036): the rows of a block are the last committed token (the anchor) and masks.
-They see each other, and the target's fused features of the text before the anchor, which every
-layer turns into keys and values. JetSpec (arXiv 2606.18394) is the same with rows that see none
-behind them, which makes better trees. DSpark (arXiv 2607.05147) adds to each row's logits a bias
-that follows from the token before it, of low rank, and predicts how likely its draft is accepted::
+They attend to each other, and to the text before the anchor: every layer turns the target's fused
+features of the text into keys and values. In JetSpec (arXiv 2606.18394) the rows of a block attend
+causally, which makes better trees. DSpark (arXiv 2607.05147) adds a low-rank bias to each row's
+logits, which depends on the token before it, and predicts how likely the row's draft is accepted::
 
     position              0 ... n-2        n-1      n      n+1
-    keys and values       f0 ... f_n-2     anchor   mask   mask     see all before and each other
+    keys and values       f0 ... f_n-2     anchor   mask   mask     attend to all before, each other
     drafts, DFlash                                  x_n    x_n+1
     drafts, from_anchor                    x_n      x_n+1  x_n+2
 
@@ -20,17 +20,17 @@ A checkpoint is a folder with config.json and model.safetensors; parameter names
 ===========  ==================================================================================
 z-lab        DFlash: ``dflash_config: {target_layer_ids, mask_token_id}``, ``block_size`` (there or
              in it), ``num_target_layers``; embedding and head are the target's. The anchor's row
-             drafts nothing. JetSpec's have ``causal_head`` there; ``is_causal`` at the top is what
-             vLLM and SGLang read
+             drafts nothing. JetSpec's have ``causal_head`` there, and ``is_causal`` at the top for
+             vLLM and SGLang
 DeepSpec     DSpark, and DFlash as DeepSeek trains it: ``target_layer_ids``, ``mask_token_id``,
-             ``markov_rank``, ``enable_confidence_head`` ... at the top; copies of the target's
-             ``embed_tokens`` and ``lm_head`` may be there. The anchor's row drafts, too
+             ``markov_rank``, ``enable_confidence_head`` ... at the top; it may contain copies of
+             the target's ``embed_tokens`` and ``lm_head``. The anchor's row drafts, too
 speculators  both: ``transformer_layer_config``, ``aux_hidden_state_layer_ids``,
              ``sample_from_anchor``; ``d2t`` and ``t2d`` for a draft vocabulary
 ===========  ==================================================================================
 
-z-lab and DeepSpec count layers whose OUTPUT is read (-1: the embedding), speculators and this
-package those whose INPUT is: one more. ``feature_layers=`` of the spec replaces what a config says.
+z-lab and DeepSpec number layers by the OUTPUT that is read (-1: the embedding), speculators and
+this package by the INPUT, one more. ``feature_layers=`` of the spec overrides the config.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ MARKOV = "vanilla", "gated"
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(HeadShape):
     """Shape of a head, which is as wide as its target. ``from_anchor``: the anchor's row drafts,
-    too. ``causal``: rows see none behind them. ``markov_rank``: of the bias by the token before, 0
-    for none."""
+    too. ``causal``: the rows of a block attend causally. ``markov_rank``: rank of the bias that
+    depends on the previous token; 0: no bias."""
 
     block_size: int
     mask_token: int
@@ -96,12 +96,12 @@ class BlockConfig(HeadShape):
 
     @property
     def drafts(self) -> int:
-        """Tokens that a block drafts."""
+        """Number of tokens that a block drafts."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
 
 class _Markov(nn.Module):
-    """The bias of logits by the token before: ``W2 W1[token]``, with a gate by the row's output."""
+    """The bias of a row's logits, ``W2 W1[previous token]``, with a gate by the row's output."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _Markov(nn.Module):
             self.gate_proj = nn.Linear(config.hidden_size + rank, rank)
 
     def forward(self, known: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        """``known [..., rank]``: ``markov_w1`` of the tokens before; ``outputs [..., hidden]``."""
+        """``known [..., rank]``: ``markov_w1`` of previous tokens. ``outputs [..., hidden]``."""
         if hasattr(self, "gate_proj"):
             known = torch.sigmoid(self.gate_proj(torch.cat((outputs, known), -1))) * known
         return self.markov_w2(known)  # type: ignore[no-any-return]
@@ -149,8 +149,8 @@ class BlockHead(AttendingHead):
     def context(
         self, features: torch.Tensor, positions: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's keys and values ``[1, kv_heads, T, width]`` of features ``[T, layers *
-        hidden]`` at ``positions [T]``."""
+        """The keys and values of each layer, ``[1, kv_heads, T, width]``, of features ``[T, layers
+        * hidden]`` at ``positions [T]``."""
         fused = self.hidden_norm(self.fc(features))
         angles = self.angles(positions, self.norm.weight)
         for layer in self.layers:
@@ -160,23 +160,25 @@ class BlockHead(AttendingHead):
     def forward(
         self, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Rows of blocks ``[T, hidden]`` at ``positions [T]`` to normed outputs ``[T, hidden]``."""
+        """Outputs ``[T, hidden]``, after the final norm, of the rows of blocks at ``positions
+        [T]``. ``embeds [T, hidden]``: their embeddings."""
         angles = self.angles(positions, self.norm.weight)
         for number, layer in enumerate(self.layers):
-            attended: Any = layer.input_layernorm
-            embeds = layer(attended(embeds), embeds, angles, attend, number)
+            norm: Any = layer.input_layernorm
+            embeds = layer(norm(embeds), embeds, angles, attend, number)
         outputs: torch.Tensor = self.norm(embeds)
         return outputs
 
     def bias(self, outputs: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
-        """Of logits ``[..., columns]`` by the tokens ``before`` int64 ``[...]``; or None."""
+        """The bias of logits, ``[..., columns]``, given the previous tokens ``before`` int64
+        ``[...]``; None if the head has none."""
         if self.markov_head is None:
             return None
         bias: torch.Tensor = self.markov_head(self.markov_head.markov_w1(before), outputs)
         return bias
 
     def confidence(self, outputs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Logit of the chance that a row's draft is accepted, ``[...]``."""
+        """Logit of the chance that each row's draft is accepted, ``[...]``."""
         assert self.confidence_head is not None
         if self.config.confidence_with_markov:
             assert self.markov_head is not None
@@ -191,8 +193,8 @@ _KINDS = {"dflash": "DFlash head", "dspark": "DSpark head"}
 
 
 def usual_layers(target_layers: int, count: int) -> tuple[int, ...]:
-    """Layers whose inputs are read where nothing says so: z-lab's rule, ``count`` ones spread from
-    the second to the third last (the middle one alone)."""
+    """The ``count`` layers whose inputs are read by default. z-lab's rule: evenly spread from the
+    second to the third last; a single one is in the middle."""
     if count == 1:
         return (target_layers // 2 + 1,)
     step = (target_layers - 4) / (count - 1)
@@ -205,10 +207,9 @@ def load_block(
     kind: str,
     feature_layers: tuple[int, ...] | None = None,
 ) -> BlockHead:
-    """A head of ``kind`` ("dflash" or "dspark") for ``target``, on the CPU, in the dtype of its
-    file. ``source``: a name, or a checkpoint, whose values but ``d2t``'s may be on the meta device;
-    then so is the head. ``feature_layers`` replace the config's. Raises ModelLoadError for missing
-    or damaged files, other weights, or another target."""
+    """Load a head of ``kind`` ("dflash" or "dspark") for ``target``, on the CPU, in the dtype of
+    its file. ``source`` as in ``read_checkpoint``. ``feature_layers``: instead of those in the
+    config. Raises ModelLoadError for missing or damaged files, other weights, or another target."""
     checkpoint = read_checkpoint(source, FILES, _KINDS[kind])
     tensors = plain_names(checkpoint)
     if weights_kind(tensors)[1] != kind:
@@ -223,7 +224,7 @@ def load_block(
 
 
 def _flat(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The options of any layout as those of DeepSpec's, with layers whose inputs are read."""
+    """The options of any layout in DeepSpec's form; "inputs": the layers whose inputs are read."""
     if is_speculators(config):
         by_kind = {"sample_from_anchor": config["speculators_model_type"] == "dspark"}
         flat = by_kind | from_speculators(name, config)
@@ -245,7 +246,7 @@ def _config(
     target: Target,
     feature_layers: tuple[int, ...] | None,
 ) -> BlockConfig:
-    """The head's shape by config and tensors, checked against the target."""
+    """The head's shape, from its config and tensors, checked against the target."""
     name, flat = checkpoint.name, {key: value for key, value in flat.items() if value is not None}
     layers = list(feature_layers) if feature_layers else flat.get("inputs")
     if layers is None:
@@ -289,9 +290,8 @@ def save_block(
     target_name: str | None = None,
     target_architectures: tuple[str, ...] = ("LlamaForCausalLM",),
 ) -> None:
-    """Write a head in one of ``LAYOUTS``; None: the first that can hold it, its makers' if it can.
-    ``target_name`` tells engines that load speculators which model to verify with. Raises
-    ConfigError for a head that the layout cannot hold."""
+    """Write a head in one of ``LAYOUTS``; None: the first of ``layouts_of``. ``target_name``: for
+    the speculators config. Raises ConfigError for a head that the layout cannot hold."""
     config, fits = head.config, layouts_of(head.config)
     layout = layout or next(iter(fits), LAYOUTS[0])
     if layout not in LAYOUTS:
@@ -304,7 +304,7 @@ def save_block(
 
 
 def layouts_of(config: BlockConfig) -> list[str]:
-    """The layouts that can hold a head, its makers' first."""
+    """The layouts that can hold a head, that of the method's authors first."""
     authors = "deepspec" if config.from_anchor else "z-lab"
     bare = not config.from_anchor and (config.markov_rank or config.confidence)
     fits = {authors: not config.reduced and not bare, "speculators": not config.causal}

@@ -1,6 +1,5 @@
-"""Checkpoints of heads: a config.json and one file of tensors, in a folder, built in or on the
-hub; and what the public layouts of EAGLE heads and block drafters share, among it the nested config
-of ``vllm-project/speculators`` (versions 0.1 to 0.5)::
+"""Checkpoints of heads: a config.json and a file of tensors. Also what the layouts of EAGLE heads
+and block drafters share, such as the config of ``vllm-project/speculators`` (0.1 to 0.5)::
 
     {"speculators_model_type": "eagle3", "draft_vocab_size": ..., "norm_before_residual": ...,
      "target_hidden_size": ..., "eagle_aux_hidden_state_layer_ids": [...],
@@ -41,8 +40,8 @@ _FINGERPRINT = "paceline_weights"  # in config.json: the fingerprint of the weig
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``config``: config.json; ``tensors`` by their name in the file, on the CPU; ``noun``: what is
-    wanted of it, as in "Medusa heads"."""
+    """``config``: config.json. ``tensors``: by their name in the file, on the CPU. ``noun``: what
+    it should contain, as in "Medusa heads"."""
 
     name: str
     config: dict[str, Any]
@@ -54,7 +53,7 @@ class Checkpoint:
         return f"the {self.noun} {self.name}"
 
     def another_kind(self) -> ModelLoadError:
-        """The error for a folder that does not hold what is wanted."""
+        """The error for a folder that does not hold what ``noun`` says."""
         (what, kind), name = weights_kind(self.tensors), self.name
         advice = (
             f"use --draft {kind}:{name} for that" if kind else f"give the folder of the {self.noun}"
@@ -66,7 +65,7 @@ class Checkpoint:
     def check_target(
         self, target: Target, hidden: int, vocab: int, layers: int | None, by: str = ""
     ) -> None:
-        """Raise ModelLoadError if made for a target of other sizes; ``layers`` None: any."""
+        """Raise ModelLoadError if made for a target of other sizes; ``layers`` None: any number."""
         sizes = {
             "hidden size": (hidden, target.hidden_size),
             "vocabulary size": (vocab, target.vocab_size),
@@ -80,8 +79,7 @@ class Checkpoint:
                 )
 
     def made(self, make: Callable[[], _Made]) -> _Made:
-        """What ``make`` makes; its errors, such as torch's for sizes that cannot be, are a
-        ModelLoadError that names the folder."""
+        """``make()``; its errors, such as torch's for impossible sizes, become ModelLoadErrors."""
         try:
             return make()
         except Exception as error:
@@ -89,10 +87,10 @@ class Checkpoint:
             raise ModelLoadError(f"{self.title} does not fit the target: {what}") from None
 
     def filled(self, make: Callable[[], _Module], tensors: Mapping[str, torch.Tensor]) -> _Module:
-        """The module that ``make`` makes with these tensors as its weights, in their dtype and on
-        their device. Raises ModelLoadError unless they are its weights by name and shape."""
-        weight = max(tensors.values(), key=torch.is_floating_point)  # the first one
-        with torch.device("meta"):  # sizes of a damaged config may be more than memory holds
+        """The module ``make()`` with these tensors as its weights, in their dtype and on their
+        device. Raises ModelLoadError unless names and shapes are exactly the module's."""
+        weight = max(tensors.values(), key=torch.is_floating_point)  # the first float tensor
+        with torch.device("meta"):  # sizes from a damaged config may exceed memory
             module = self.made(make)
         expected = {key: list(value.shape) for key, value in module.state_dict().items()}
         actual = {key: list(value.shape) for key, value in tensors.items()}
@@ -108,15 +106,17 @@ class Checkpoint:
             raise ModelLoadError(
                 f"{self.title} {problem}; its config.json and weights do not belong together"
             )
-        # Copies: the file is mapped, and may be written to.
+        # The tensors are mapped from the file, which may be written to later: copy them.
         copies = {key: value.clone() for key, value in tensors.items()}
         module.load_state_dict(copies, assign=True)
         return module.to(weight.dtype)
 
 
 def read_checkpoint(source: str | Checkpoint, files: Sequence[str], noun: str) -> Checkpoint:
-    """Read config.json and the first of ``files`` that exists in a folder, built-in or hub name; a
-    checkpoint is taken as it is. Pickled files may hold tensors only. Raises ModelLoadError."""
+    """Read config.json and the first of ``files`` that exists in a folder, built-in or hub name.
+    Pickled files may hold only tensors. A Checkpoint is taken as it is: its tensors, except tables
+    of token ids, may be on the meta device; a head made of it is then, too. Raises
+    ModelLoadError."""
     if isinstance(source, Checkpoint):
         return replace(source, noun=noun)
     name = source
@@ -141,8 +141,7 @@ def read_checkpoint(source: str | Checkpoint, files: Sequence[str], noun: str) -
 def write_checkpoint(
     folder: Path, file: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]
 ) -> None:
-    """Write ``file`` (safetensors, with checksums) and config.json, both or neither; the config
-    last. Raises WriteError."""
+    """Write ``file`` (safetensors with checksums) and config.json, or neither: WriteError."""
     weights, sums = as_bytes(tensors)
     marked = {**config, _FINGERPRINT: fingerprint(sums)}
     text = json.dumps(marked, indent=2) + "\n"
@@ -150,7 +149,7 @@ def write_checkpoint(
 
 
 def weights_kind(names: Iterable[str]) -> tuple[str, str]:
-    """What tensors of these names are, and the draft spec's kind for it ("" for models)."""
+    """What tensors of these names are, and the kind of drafter they are for ("" for models)."""
     stripped = {name.removeprefix("model.") for name in names}
     if {"fc.weight", "hidden_norm.weight"} <= stripped:
         extended = any(key.startswith(("markov_head.", "confidence_head.")) for key in stripped)
@@ -165,7 +164,7 @@ def weights_kind(names: Iterable[str]) -> tuple[str, str]:
 
 
 def refuse_head(name: str) -> None:
-    """Raise ModelLoadError if the folder that is to hold a draft model holds a head."""
+    """Raise ModelLoadError if a folder that should hold a draft model holds a head."""
     tables = [read_table(file) for file in Path(model_path(name)).glob("*.safetensors")]
     what, kind = weights_kind(key for table in tables for key in table.entries)
     if kind:
@@ -201,25 +200,25 @@ def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 WEIGHTS = "model.safetensors"
 FILES = (WEIGHTS, "pytorch_model.bin")
 _SPECULATORS = "speculators_model_type"
-# Copies of the target's weights and tables that follow from the config.
+# Tensors to ignore: copies of the target's weights, and tables that follow from the config.
 _COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
-_BY_TOKEN = ("lm_head.weight", "markov_head.markov_w2.weight")  # a row for each drafted token
+_BY_TOKEN = ("lm_head.weight", "markov_head.markov_w2.weight")  # one row per draft vocabulary id
 HeadTensors = dict[str, torch.Tensor]
 
 
 def plain_names(checkpoint: Checkpoint) -> HeadTensors:
-    """The tensors without a prefix, and without copies of the target's."""
+    """The tensors without the prefix "model." and without copies of the target's."""
     tensors = {key.removeprefix("model."): value for key, value in checkpoint.tensors.items()}
     return {key: value for key, value in tensors.items() if not key.endswith(_COPIES)}
 
 
 def is_speculators(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of the speculators library."""
+    """Whether a config.json was written by the speculators library."""
     return _SPECULATORS in config
 
 
 def from_speculators(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The options of its config in one level. Raises ModelLoadError, naming the folder."""
+    """The options of a speculators config as a flat dictionary. Raises ModelLoadError."""
     from transformers import AutoConfig
 
     layer = config.get("transformer_layer_config")
@@ -228,7 +227,7 @@ def from_speculators(name: str, config: dict[str, Any]) -> dict[str, Any]:
             f"the config.json of {name} has no transformer_layer_config, which a speculators "
             "checkpoint must have; copy the file again"
         )
-    try:  # it leaves out what is the default of its kind
+    try:  # the library leaves out the defaults of the model type
         flat: dict[str, Any] = AutoConfig.for_model(**{"model_type": "llama", **layer}).to_dict()
     except Exception as error:  # transformers raises all kinds of errors for a wrong value
         raise ModelLoadError(
@@ -251,7 +250,7 @@ def whole(name: str, flat: dict[str, Any], key: str) -> int:
 
 
 def layers_of(checkpoint: Checkpoint, flat: dict[str, Any]) -> int:
-    """The head's layers, each of which has at least one weight."""
+    """The number of the head's layers. Raises ModelLoadError if it exceeds that of the tensors."""
     name, count = checkpoint.name, len(checkpoint.tensors)
     layers = whole(name, flat, "num_hidden_layers")
     if layers > count:
@@ -265,7 +264,7 @@ def layers_of(checkpoint: Checkpoint, flat: dict[str, Any]) -> int:
 def shape_of(
     name: str, flat: dict[str, Any], tensors: HeadTensors, target: Target, layers: Any
 ) -> dict[str, Any]:
-    """HeadShape's fields; ``layers``: the feature layers, as stated. Raises ModelLoadError."""
+    """The fields of HeadShape; ``layers``: the feature layers as stated. Raises ModelLoadError."""
     hidden, heads = (whole(name, flat, key) for key in ("hidden_size", "num_attention_heads"))
     flat = {
         "num_key_value_heads": heads,
@@ -302,7 +301,7 @@ def shape_of(
 
 
 def draft_ids(title: str, config: HeadShape, tensors: HeadTensors) -> torch.Tensor:
-    """The target ids of the draft vocabulary, ascending; sorts the tensors accordingly. Raises
+    """The target ids of the draft vocabulary, ascending; brings the tensors into that order. Raises
     ModelLoadError."""
     count, vocab = config.columns, config.vocab_size
     offsets = tensors.get("d2t")
@@ -336,7 +335,7 @@ def draft_ids(title: str, config: HeadShape, tensors: HeadTensors) -> torch.Tens
 
 
 def flat_options(config: HeadShape, kind: str = "llama") -> dict[str, Any]:
-    """The options of config.json that all layouts have."""
+    """The options of config.json that all layouts share."""
     return {
         "model_type": kind,
         "num_hidden_layers": config.layers,
@@ -357,8 +356,8 @@ def speculators_options(
     drafted: int,
     verifier: tuple[str | None, tuple[str, ...]],
 ) -> dict[str, Any]:
-    """The nested config. ``drafted``: tokens a step for engines that go by it; ``verifier``: the
-    target's name or path, and its classes in transformers."""
+    """A speculators config. ``drafted``: draft length for engines that take it from the config.
+    ``verifier``: the target's name or path, and its classes in transformers."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafted}
     proposal |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
     target, architectures = verifier

@@ -1,17 +1,17 @@
-"""EAGLE drafters: a head of one layer, rarely more, continues the target's features.
+"""EAGLE drafters: a head of one layer, rarely more, extrapolates the target's features.
 
 EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2 (2406.16858: dynamic trees over the same weights)
-and EAGLE-3 (2503.01840: three fused layers, its own vocabulary) differ in head and policy only. The
-head has its own paged cache, whose row for position t holds the target's feature there and the
-token after it::
+and EAGLE-3 (2503.01840: three fused layers, a vocabulary of its own) differ only in head and tree.
+The head has its own paged cache. Its row t is computed from the target's feature at position t and
+the token at position t + 1::
 
     position            0    1    2   ...  n-2   n-1
     committed token     x0   x1   x2        .    x_last      its feature is not known yet
     row                (f0,x1) (f1,x2) ... (f_n-2, x_last) -> logits of the first drafted token
     drafted rows       (h, y1) (h', y2) ...   h: the head's own output instead of a feature
 
-Drafted rows are not kept: an accepted token's true feature replaces them. A head of P-EAGLE
-(arXiv 2602.01469) drafts in one pass: its drafted rows are of one token and one learnt feature.
+Drafted rows are not kept: rows with the true features of accepted tokens replace them. A P-EAGLE
+head (arXiv 2602.01469) drafts in one pass: its drafted rows have a mask token and a learnt feature.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from paceline.core.batch import ModelOutput, Span
 from paceline.core.sequence import SEQUENCE_IDS
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
-from paceline.draft.heads.features import FeatureDrafter, FeatureRows, HeadSpec, on_features
+from paceline.draft.heads.features import FeatureDrafter, FeatureRows, HeadSpec, feature_drafter
 from paceline.draft.spec import DraftContext, Examined, Loading, Note, Prepared, Target, option
-from paceline.draft.trees.grow import Growing, Logits, Narrow
+from paceline.draft.trees.grow import GrowingTree, Logits, ReducedLogits
 from paceline.draft.trees.one_pass import OnePassDrafter
 from paceline.model.backends.base import EagleStep, Growth
 from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import Scheme, quantise_module
 
-# A level that is reached more rarely costs more than it gains. SmolLM2 in bf16 with its EAGLE-3
-# head, greedy: 1.80x at 0.1, 1.83x at 0.25; sampled: 1.32x at 0.15, 1.37x at 0.25.
+# A tree ends with a level that is accepted with less than this chance. SmolLM2 in bf16 with its
+# EAGLE-3 head, greedy: 1.80x at 0.1, 1.83x at 0.25; sampled: 1.32x at 0.15, 1.37x at 0.25.
 STOP_BELOW = 0.25
 
 
 @dataclass(frozen=True)
 class Eagle(HeadSpec):
-    """An EAGLE head. ``quantize``: "int8" where the kernels run it in bf16, or "none"."""
+    """An EAGLE head. ``quantize``: "int8" (if the kernels run the head in bf16) or "none"."""
 
     kind = "eagle"
     page = "eagle.md"
@@ -66,12 +66,12 @@ class Eagle(HeadSpec):
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:
             nodes = context.tree_nodes() if self.dynamic else 0
-            given = step, self.levels(context, cache, STOP_BELOW, nodes)
+            given = step, self.growth_settings(context, cache, STOP_BELOW, nodes)
             mask = head.config.mask_token
             return EagleDrafter(*given) if mask is None else ParallelEagleDrafter(mask, *given)
 
         config = head.config
-        return on_features(target, config.cache_shapes, len(config.feature_layers), make)
+        return feature_drafter(target, config.cache_shapes, len(config.feature_layers), make)
 
     def shape(self) -> str | None:
         return super().shape() or ("tree" if self.kind == "eagle2" else None)
@@ -87,16 +87,16 @@ class Eagle(HeadSpec):
         if self.feature_layers is None and self.version == 3 and not stated_layers(read.config):
             notes.append(("head-layers-assumed", f"layers {list(usual)} are taken", None))
         elif self.version == 3:
-            notes += self.shifted(ids, usual)
+            notes += self.shifted_layers_note(ids, usual)
         if config.max_positions < target.max_positions:
             text_short = f"the head has {config.max_positions:,} positions, the target "
             notes.append(("head-context-short", f"{text_short}{target.max_positions:,}", None))
-        return self.examined(text, config, size, target, notes)
+        return self.examination(text, config, size, target, notes)
 
 
 @dataclass(frozen=True)
 class Eagle2(Eagle):
-    """The same head with dynamic trees."""
+    """An EAGLE head with dynamic trees."""
 
     kind = "eagle2"
     examples: ClassVar[tuple[str, ...]] = ("eagle2:{eagle},nodes=16",)
@@ -117,64 +117,66 @@ class Eagle3(Eagle):
 class EagleDrafter(FeatureDrafter):
     """Drafts with an EAGLE head."""
 
-    _ahead = 1
+    _token_offset = 1
     _step: EagleStep
 
     @property
     def growth(self) -> Growth | None:
         return self._step.growth
 
-    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
-        """Run the rows whose features have arrived."""
-        return self._narrow(self._run(spans, trees, self._taken(spans), fused=False))
+    def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
+        """Run the head over the rows of pending features."""
+        logits = self._run(spans, trees, self._pop_features(spans), fused=False)
+        return self._as_target_logits(logits)
 
-    def _level(self, trees: list[Growing]) -> Logits:
-        """Run the newest nodes of some trees, each with its parent's output as its feature."""
-        spans, inputs = [tree.newest() for tree in trees], []
+    def _run_frontiers(self, trees: list[GrowingTree]) -> Logits:
+        """Run the frontiers of some trees. A node's feature is the head's output at its parent."""
+        spans, inputs = [tree.frontier_span() for tree in trees], []
         for tree in trees:
-            outputs, above = tree.outputs, tree.above
+            outputs, parent_rows = tree.outputs, tree.parent_rows
             assert outputs is not None
-            inputs.append(outputs if above is None else outputs.index_select(0, above))
-        return self._narrow(self._run(spans, trees, torch.cat(inputs), fused=True))
+            inputs.append(outputs if parent_rows is None else outputs.index_select(0, parent_rows))
+        return self._as_target_logits(self._run(spans, trees, torch.cat(inputs), fused=True))
 
     def _run(
-        self, spans: Sequence[Span], trees: Sequence[Growing], inputs: torch.Tensor, fused: bool
+        self, spans: Sequence[Span], trees: Sequence[GrowingTree], inputs: torch.Tensor, fused: bool
     ) -> torch.Tensor:
-        """One pass of the head: logits at the trees' rows; the trees get its outputs ``[R, H]``."""
+        """One pass of the head: logits at the trees' rows. Sets the trees' ``outputs [R, H]``."""
         outputs, logits = self._step(self.cache.batch_of(spans), self.cache, inputs, fused)
-        counts = [len(tree.fresh) or 1 for tree in trees]
+        counts = [len(tree.frontier) or 1 for tree in trees]
         for tree, part in zip(trees, torch.split(outputs, counts) if trees else (), strict=True):
             tree.outputs = part
         return logits
 
     @torch.inference_mode()
     def first_logits(self, tokens: Sequence[int], out: ModelOutput) -> torch.Tensor:
-        """Logits ``[n - 2, vocab]`` of the first draft behind each token of a text from the second
-        to the last but one, from the target's features of its rows; in one pass."""
+        """Logits ``[n - 2, vocab]`` of the first drafted token after each of a text's n tokens but
+        the first and the last, from the target's features of the text; in one pass."""
         seq_id, count = next(SEQUENCE_IDS), len(tokens) - 2
         span = replace(Span.of(seq_id, 0, tokens[1:-1]), scored=count - 1)
         self.cache.admit(seq_id, (), False)
         self.cache.reserve(seq_id, count)
         inputs = torch.cat([out.features[layer][:count] for layer in self.features], -1)
         _, logits = self._step(self.cache.batch_of([span]), self.cache, inputs, fused=False)
-        narrow = self._narrow(logits)
-        return narrow.whole() if isinstance(narrow, Narrow) else narrow
+        target_logits = self._as_target_logits(logits)
+        return target_logits.full() if isinstance(target_logits, ReducedLogits) else target_logits
 
-    def _made_up(self, trees: Sequence[Growing]) -> Logits:
+    def _warm_up_logits(self, trees: Sequence[GrowingTree]) -> Logits:
         config, like = self.head.config, self.cache.kv(0)[0]
         for tree in trees:
             tree.outputs = like.new_zeros(1, config.hidden_size)
-        return self._narrow(like.new_zeros(len(trees), config.columns))
+        return self._as_target_logits(like.new_zeros(len(trees), config.columns))
 
 
 class ParallelEagleDrafter(OnePassDrafter, EagleDrafter):
-    """Drafts all tokens in one pass (P-EAGLE): rows of masks have the head's learnt feature."""
+    """Drafts all tokens in one pass (P-EAGLE). The rows of masks have the head's learnt feature."""
 
-    def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
-        return self._step(self.cache.batch_of(spans), self.cache, self._taken(spans), False)[1]
+    def _pass_logits(self, spans: Sequence[Span]) -> torch.Tensor:
+        batch, features = self.cache.batch_of(spans), self._pop_features(spans)
+        return self._step(batch, self.cache, features, fused=False)[1]
 
-    def _parts(self, span: Span) -> list[FeatureRows]:
-        parts, count = super()._parts(span) if span.pending else [], len(span.nodes)
+    def _feature_parts(self, span: Span) -> list[FeatureRows]:
+        parts, count = super()._feature_parts(span) if span.pending else [], len(span.nodes)
         if count:
             learnt = self.head.mask_hidden.expand(count, -1).chunk(len(self.features), 1)
             parts.append(FeatureRows(learnt, list(range(count))))

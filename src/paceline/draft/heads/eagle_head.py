@@ -1,7 +1,7 @@
-"""The EAGLE head: a decoder layer, or some, that continues the target's features (see eagle.py).
+"""The EAGLE head: one or more decoder layers that extrapolate the target's features (see eagle.py).
 
-Row t takes the target's feature at position t and the embedding of token t + 1; its logits are for
-token t + 2. When drafting, later rows take the head's own hidden output instead of a feature.
+The inputs of row t are the target's feature at position t and the embedding of token t + 1; its
+logits are for token t + 2. Drafted rows take the head's own hidden output instead of a feature.
 
 A checkpoint is a folder with config.json and model.safetensors (or pytorch_model.bin, no code run):
 
@@ -17,8 +17,9 @@ speculators        EAGLE-3 with its layer under ``layers.0`` and a nested config
                    P-EAGLE as "peagle", with ``mask_token_id``
 =================  ====================================================================
 
-``eagle_aux_hidden_state_layer_ids`` (also under ``eagle_config``) are layers whose INPUTS the head
-reads, as vLLM takes them. Heads made for SGLang count outputs, one less: give ``feature_layers``.
+``eagle_aux_hidden_state_layer_ids`` (also under ``eagle_config``) are the layers whose INPUTS the
+head reads, as in vLLM. Configs of heads for SGLang number layers by their outputs, one less: give
+``feature_layers`` for these.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class EagleConfig(HeadShape):
     fc_bias: bool = False
     norm_before_residual: bool = False  # EAGLE-3: the residual starts behind hidden_norm
     has_lm_head: bool = True
-    mask_token: int | None = None  # P-EAGLE: of the rows that are drafted in one pass
+    mask_token: int | None = None  # P-EAGLE: the token of drafted rows
 
     def _problem(self) -> str | None:
         narrower = self.hidden_size != self.target_hidden_size
@@ -86,7 +87,7 @@ class EagleConfig(HeadShape):
 
 
 def default_feature_layers(version: int, target_layers: int) -> tuple[int, ...]:
-    """The layers of the papers: an early, a middle and a late one (3), the final output (1)."""
+    """The papers' layers: an early, a middle and a late one (version 3), the final output (1)."""
     if version == 1:
         return (target_layers,)
     early, late = min(2, target_layers), max(0, target_layers - 3)
@@ -94,8 +95,8 @@ def default_feature_layers(version: int, target_layers: int) -> tuple[int, ...]:
 
 
 class EagleHead(AttendingHead):
-    """Weights and forward of a head, for training and drafting. ``target_head`` maps ``[T,
-    hidden]`` to logits ``[T, vocab]``, for version 1 and checkpoints without ``lm_head``."""
+    """Weights and forward of a head, for training and drafting. ``target_head``: the target's head,
+    ``[T, hidden]`` to ``[T, vocab]``, for version 1 and checkpoints without ``lm_head``."""
 
     target_head: Callable[[torch.Tensor], torch.Tensor] | None
 
@@ -114,9 +115,9 @@ class EagleHead(AttendingHead):
             inputs = len(config.feature_layers) * config.target_hidden_size
             self.fc = nn.Linear(inputs, size, bias=config.fc_bias)
             self.midlayer = HeadLayer(config, ("input_layernorm", "hidden_norm"), 2 * size)
-            behind = range(1, config.layers)
+            later_layers = range(1, config.layers)
             self.layers: Any = nn.ModuleDict(
-                {str(n): HeadLayer(config, ("input_layernorm",), size) for n in behind}
+                {str(n): HeadLayer(config, ("input_layernorm",), size) for n in later_layers}
             )
             self.norm = nn.RMSNorm(size, config.rms_norm_eps)
             if config.has_lm_head:
@@ -129,7 +130,7 @@ class EagleHead(AttendingHead):
             self.layers = nn.ModuleList([HeadLayer(config, (), size)])
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """The target's features ``[T, layers * target_hidden]`` as hidden states ``[T, H]``."""
+        """Project the target's features ``[T, layers * target_hidden]`` to ``[T, H]``."""
         if self.config.version == 1:
             return features
         return self.fc(features)  # type: ignore[no-any-return]
@@ -140,23 +141,25 @@ class EagleHead(AttendingHead):
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attend: Attend,
-        only: torch.Tensor | None = None,
+        output_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Embeddings of the next tokens ``[T, H]`` and fused features or earlier outputs ``[T, H]``
-        at ``positions [T]`` to hidden states ``[T, H]``; with ``only [N]`` those rows' ``[N, H]``.
-        The output, before the final norm, is the next step's ``hidden``. Version 3 attends from
-        ``[norm(embedding), norm(hidden)]``, version 1 from both fused, without a norm."""
-        angles, (layer, *behind) = self.angles(positions, hidden), self.decoder
+        """Hidden states ``[T, H]`` at ``positions [T]``, before the final norm; with ``output_rows
+        [N]`` only those rows, ``[N, H]``. They are the next level's ``hidden``.
+
+        ``embeds [T, H]``: embeddings of the next tokens. ``hidden [T, H]``: fused features or
+        earlier outputs. The attention's input is ``[norm(embeds), norm(hidden)]`` in version 3, and
+        in version 1 both fused, without a norm."""
+        angles, (layer, *later_layers) = self.angles(positions, hidden), self.decoder
         if self.config.version == 3:
             normed = layer.hidden_norm(hidden)
             x = torch.cat((layer.input_layernorm(embeds), normed), -1)
             residual = normed if self.config.norm_before_residual else hidden
         else:
             x = residual = self.fc(torch.cat((embeds, hidden), -1))
-        for number, following in enumerate(behind, 1):
+        for number, following in enumerate(later_layers, 1):
             residual = layer(x, residual, angles, attend, number - 1)
             layer, x = following, following.input_layernorm(residual)
-        return layer(x, residual, angles, attend, len(behind), only)  # type: ignore[no-any-return]
+        return layer(x, residual, angles, attend, len(later_layers), output_rows)  # type: ignore[no-any-return]
 
     @property
     def decoder(self) -> list[Any]:
@@ -166,7 +169,7 @@ class EagleHead(AttendingHead):
         return [self.midlayer, *self.layers.values()]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[T, H]`` to ``[T, draft_vocab]``: for the token after the embedded one."""
+        """Logits ``[T, draft_vocab]`` of outputs ``[T, H]``, for the token after the embedded."""
         if self.config.version == 3:
             hidden = self.norm(hidden)
             if self.config.has_lm_head:
@@ -176,7 +179,7 @@ class EagleHead(AttendingHead):
         return self.target_head(hidden)
 
     def to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Draft vocabulary ids, any shape, as ids of the target."""
+        """Convert ids of the draft vocabulary, of any shape, to ids of the target."""
         return ids + self.d2t[ids] if self.config.version == 3 else ids
 
 
@@ -185,7 +188,7 @@ LAYOUTS = ("eagle", "speculators")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _TARGET_LAYERS = "paceline_target_layers"  # no published option has the target's depth
 _ONLY = {"hidden_act": "silu", "norm_before_fc": False, "norm_output": False}
-_DRAFTED_TOKENS = 4  # proposed per step by engines that go by the config
+_DRAFTED_TOKENS = 4  # draft length for engines that take it from the config
 TargetHead = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -196,14 +199,10 @@ def load_eagle(
     feature_layers: tuple[int, ...] | None = None,
     target_head: TargetHead | None = None,
 ) -> EagleHead:
-    """A head for ``target``, on the CPU, in the dtype of its file.
-
-    ``source``: a folder, built-in or hub name, or a checkpoint, whose values but ``d2t``'s and
-    ``t2d``'s may be on the meta device; then so is the head. ``version`` 1 (also EAGLE-2) or 3
-    refuses the other. ``feature_layers`` replace the config's. ``target_head`` is for heads without
-    logits of their own. Raises ModelLoadError for missing or damaged files, other weights, or
-    another target.
-    """
+    """Load a head for ``target``, on the CPU, in the dtype of its file. ``source`` as in
+    ``read_checkpoint``. ``version`` 1 (also EAGLE-2) or 3: others are refused. ``feature_layers``:
+    instead of those in the config. ``target_head``: for heads without a language-model head. Raises
+    ModelLoadError for missing or damaged files, other weights, or another target."""
     checkpoint = read_checkpoint(source, FILES, _KIND)
     name = checkpoint.name
     tensors = _public_names(checkpoint)
@@ -228,9 +227,8 @@ def save_eagle(
     target_name: str | None = None,
     target_architectures: tuple[str, ...] = ("LlamaForCausalLM",),
 ) -> None:
-    """Write a head; ``layout``: "eagle" (its authors') or "speculators". ``target_name`` tells
-    engines that load speculators which model to verify with. Raises ConfigError for a head that the
-    layout cannot hold."""
+    """Write a head in a ``layout``: "eagle" (its authors') or "speculators", whose config has the
+    ``target_name``. Raises ConfigError for a head that the layout cannot hold."""
     if layout not in LAYOUTS:
         raise ConfigError(f"EAGLE layout {layout!r} is unknown; use {' or '.join(LAYOUTS)}")
     config, tensors = head.config, dict(head.state_dict())
@@ -264,7 +262,7 @@ def save_eagle(
 
 
 def _public_names(checkpoint: Checkpoint) -> HeadTensors:
-    """The tensors under EagleHead's names. Raises ModelLoadError if they are no EAGLE head's."""
+    """The tensors by the names in EagleHead. Raises ModelLoadError if it is not an EAGLE head."""
     tensors = plain_names(checkpoint)
     if "fc.weight" not in tensors:
         raise checkpoint.another_kind()
@@ -273,12 +271,12 @@ def _public_names(checkpoint: Checkpoint) -> HeadTensors:
     if "layers.0.hidden_norm.weight" in tensors:
         tensors = {key.replace("layers.0.", "midlayer."): v for key, v in tensors.items()}
     if "midlayer.hidden_norm.weight" not in tensors and "d2t" not in tensors:
-        tensors.pop("lm_head.weight", None)  # EAGLE-1 drafts with the target's: a copy of it
+        tensors.pop("lm_head.weight", None)  # in EAGLE-1 it is a copy of the target's
     return tensors
 
 
 def _flat(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The options of either layout in one level. Raises ModelLoadError."""
+    """The options of either layout as a flat dictionary. Raises ModelLoadError."""
     if not is_speculators(config):
         return config
     kind = config["speculators_model_type"]
@@ -287,7 +285,7 @@ def _flat(name: str, config: dict[str, Any]) -> dict[str, Any]:
             f"{name} is a speculators checkpoint of type {kind!r}; of that format only eagle3 "
             "and peagle can be loaded here"
         )
-    # vLLM takes an absent option as true; the library itself always writes it.
+    # If the option is missing, vLLM assumes True; the speculators library always writes it.
     flat = {"norm_before_residual": True} | from_speculators(name, config)
     return flat | {MASK_OPTIONS[-1]: config.get("mask_token_id")}
 
@@ -295,7 +293,7 @@ def _flat(name: str, config: dict[str, Any]) -> dict[str, Any]:
 def _config(
     checkpoint: Checkpoint, flat: dict[str, Any], tensors: HeadTensors, target: Target, version: int
 ) -> EagleConfig:
-    """The head's shape by config and tensors, checked against the target."""
+    """The head's shape, from its config and tensors, checked against the target."""
     name = checkpoint.name
     layers = stated_layers(flat) or list(default_feature_layers(version, target.num_layers))
     shape = shape_of(name, flat, tensors, target, layers)
@@ -308,7 +306,7 @@ def _config(
     width, drafted = (whole(name, flat, key) for key in usual)
     checkpoint.check_target(target, width, vocab, flat.get(_TARGET_LAYERS))
     for key, known in _ONLY.items():
-        if flat.get(key) not in (None, known):  # it would load, but draft wrongly
+        if flat.get(key) not in (None, known):  # the head would load, but draft wrongly
             raise ModelLoadError(
                 f"{checkpoint.title} has {key} {flat[key]!r}; only {known!r} is supported"
             )
@@ -338,6 +336,6 @@ def _config(
 
 
 def stated_layers(config: dict[str, Any]) -> Any:
-    """The feature layers named in a config.json, in either form; empty or None for none."""
+    """The feature layers that a config.json states, in either place; empty or None if none."""
     nested = config.get("eagle_config")
     return config.get(_LAYERS) or (nested.get(_LAYERS) if isinstance(nested, dict) else None)

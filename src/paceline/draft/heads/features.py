@@ -1,5 +1,4 @@
-"""Heads that read the target's features, layer by layer: their options, and drafters for which
-what a step puts out waits until the head runs."""
+"""Drafters whose head reads the target's features (hidden states), which wait until it runs."""
 
 from __future__ import annotations
 
@@ -26,26 +25,26 @@ from paceline.draft.spec import (
     option,
     reduced,
 )
-from paceline.draft.trees.grow import Logits, Narrow
-from paceline.draft.trees.levels import LevelDrafter, Levels
+from paceline.draft.trees.grow import Logits, ReducedLogits
+from paceline.draft.trees.levels import GrowthSettings, LevelDrafter
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import LayerShape, PagedCache, bytes_per_token
 from paceline.model.target import CausalModel
 
-# Most features kept of a sequence that does not draft, and most rows of whole forwards kept for all
-# of them. Beyond it the oldest features are dropped (a little less acceptance) and the others
-# copied. The cache is sized so that these and the last step's rows fit (build.py).
-MOST_WAITING = 512
+# The most features kept for a sequence that does not draft: the oldest are dropped, which costs a
+# little acceptance. Also the most rows of whole forwards that these features may keep in memory:
+# beyond it they are copied. build.py leaves memory for both and for the last step's rows.
+MAX_PENDING_FEATURES = 512
 
 
-def on_features(
+def feature_drafter(
     target: CausalModel,
     shapes: list[LayerShape],
     layers: int,
     make: Callable[[DraftContext, PagedCache], Drafter],
     rope_switch: int | None = None,
 ) -> Prepared:
-    """A drafter with a cache of these ``shapes``, which reads so many layers of the target."""
+    """A drafter with a cache of these ``shapes`` that reads ``layers`` layers of the target."""
 
     def build(context: DraftContext) -> Drafter:
         return make(context, context.new_cache(shapes, target.dtype, rope_switch=rope_switch))
@@ -66,17 +65,17 @@ class HeadSpec(TreeSpec):
     _: KW_ONLY
     feature_layers: tuple[int, ...] | None = option(None, like="2x16x29 (layers of the target)")
 
-    def examined(
+    def examination(
         self, text: str, config: HeadShape, size: int, target: Target, more: Sequence[Note] = ()
     ) -> Examined:
-        """Doctor's notes on a head of ``size`` weights."""
+        """What doctor says of a head with ``size`` weights that fits the target."""
         notes = [("head-fits", text, None), *more, *reduced(config.columns, target)]
         features = len(config.feature_layers) * target.hidden_size
         cached = 2 * config.layers * config.kv_heads * config.head_dim
         return Examined(tuple(notes), size, cached, features)
 
-    def shifted(self, ids: tuple[int, ...], usual: tuple[int, ...]) -> list[Note]:
-        """A note if the config's layers are one off from the usual ones."""
+    def shifted_layers_note(self, ids: tuple[int, ...], usual: tuple[int, ...]) -> list[Note]:
+        """Doctor's note if the config's feature layers are off by one from the usual ones."""
         if self.feature_layers is not None or ids not in [
             tuple(n + s for n in usual) for s in (-1, 1)
         ]:
@@ -87,14 +86,14 @@ class HeadSpec(TreeSpec):
 
 
 class FeatureRows(NamedTuple):
-    """Some rows of a forward's features, of each layer ``[T, hidden]``."""
+    """``rows`` of a forward's features. ``layers``: the features of each layer, ``[T, hidden]``."""
 
     layers: tuple[torch.Tensor, ...]
     rows: list[int]
 
 
-def _joined_features(parts: Sequence[FeatureRows]) -> list[torch.Tensor]:
-    """The features of some parts joined: of each layer ``[n, hidden]``."""
+def _join_features(parts: Sequence[FeatureRows]) -> list[torch.Tensor]:
+    """The features of all parts, in order: one tensor ``[n, hidden]`` per layer."""
     picked: list[list[torch.Tensor]] = []
     for _, group in groupby(parts, key=lambda part: id(part.layers)):
         same = list(group)
@@ -112,14 +111,15 @@ def _joined_features(parts: Sequence[FeatureRows]) -> list[torch.Tensor]:
 class _State:
     """The head's state of one sequence.
 
-    Its cache has ``rows`` (the token of each). Features of the ``count`` positions from ``start``
-    on are ``waiting`` to become rows. Earlier positions without a row (a shared prefix) are missing
-    from the head's context. ``ran``: rows or nodes were added that the cache is to be told of.
+    ``rows``: the token of each row in the head's cache. ``pending``: features of the ``count``
+    positions from ``start`` on, over which the head has not run. Earlier positions without a row (a
+    shared prefix) are missing from the head's context. ``ran``: the head has added rows that were
+    not committed to the cache yet.
     """
 
     start: int
     rows: list[int] = field(default_factory=list)
-    waiting: list[FeatureRows] = field(default_factory=list)
+    pending: list[FeatureRows] = field(default_factory=list)
     count: int = 0
     ran: bool = False
 
@@ -129,115 +129,118 @@ class _State:
         return self.start + self.count
 
     def add(self, position: int, layers: tuple[torch.Tensor, ...], rows: list[int]) -> None:
-        """Features of consecutive positions from ``position`` on; known ones are ignored."""
-        if position > self.end:  # unseen positions lie between
-            self.waiting, self.start, self.count = [], position, 0
+        """Add features of consecutive positions from ``position`` on; known ones are ignored."""
+        if position > self.end:  # some positions between were not seen
+            self.pending, self.start, self.count = [], position, 0
         elif position < self.end:
             rows = rows[self.end - position :]
         if rows:
-            self.waiting.append(FeatureRows(layers, rows))
+            self.pending.append(FeatureRows(layers, rows))
             self.count += len(rows)
 
     def drop(self, excess: int) -> None:
-        """Drop the oldest features."""
+        """Drop the ``excess`` oldest pending features."""
         self.start += excess
         self.count = max(0, self.count - excess)
-        while excess and self.waiting:
-            oldest = self.waiting.pop(0)
+        while excess and self.pending:
+            oldest = self.pending.pop(0)
             if len(oldest.rows) > excess:
-                self.waiting.insert(0, oldest._replace(rows=oldest.rows[excess:]))
+                self.pending.insert(0, oldest._replace(rows=oldest.rows[excess:]))
             excess = max(0, excess - len(oldest.rows))
 
-    def take(self) -> list[FeatureRows]:
-        """All waiting features, which are about to become rows."""
-        parts = self.waiting
-        self.start, self.count, self.waiting = self.end, 0, []
+    def pop_all(self) -> list[FeatureRows]:
+        """Remove and return all pending features, for the head to run over."""
+        parts = self.pending
+        self.start, self.count, self.pending = self.end, 0, []
         return parts
 
 
 class FeatureDrafter(LevelDrafter):
-    """Drafts with a head that has a cache row for each position of the text whose feature is known.
-    A step's features are stored as they came and joined when the head runs: a step in which it does
-    not draft costs no operator."""
+    """Drafts with a head that has a cache row for each position of the text with a known feature.
+    Features are joined only when the head runs: a step without drafts runs no tensor operation."""
 
-    reads = True  # features that came while it did not draft
-    follows = True  # prompts, chunk by chunk
-    _ahead = 0  # a row's token is so many positions behind that of its feature
-    _along = False
+    reads = True  # the head must run over the features of steps without a draft
+    follows = True  # it runs over prompts chunk by chunk, during prefill
+    _token_offset = 0  # position of a row's token minus the position of its feature
+    _follows_grammar = False
 
-    def __init__(self, step: Any, levels: Levels) -> None:
+    def __init__(self, step: Any, settings: GrowthSettings) -> None:
         """``step`` runs the head: an EagleStep or a BlockStep."""
         config = step.head.config
-        super().__init__(levels, config.max_positions)
+        super().__init__(settings, config.max_positions)
         self.head, self._step, self.features = step.head, step, config.feature_layers
         self._states: States[_State] = States()
-        self._whole = 0  # most rows of forwards that waiting features keep alive
+        self._retained_rows = 0  # at most so many rows of forwards are kept for pending features
 
     # -- proposing ---------------------------------------------------------------------------
 
-    def _span(self, item: Slice) -> Span | None:
-        """The rows whose features have arrived; None if there is nothing to do."""
+    def _context_span(self, item: Slice) -> Span | None:
+        """Rows for the pending features; None if there is nothing to run."""
         seq = item.seq
         if not seq.params.may_draft:
             return None
         state = self._states.of(seq, lambda seq: _State(seq.cached))
         if seq.seq_id not in self.cache:
             self._admit(seq, state)
-        known = state.end == len(seq.tokens) - 1  # all but the last token's
-        drafts = item.decodes and item.draft_length > 0 and known
-        # Prompt chunks are read along with the target's; plain steps are read later.
+        complete = state.end == len(seq.tokens) - 1  # the last token has no feature yet
+        drafts = item.decodes and item.draft_length > 0 and complete
+        # Prompt chunks run at once; the features of steps without a draft wait for the next draft.
         if not state.count or not (drafts or not item.decodes):
             return None
         context = len(state.rows)
         try:
-            nodes = self._room(item.draft_length) if drafts else 0
+            nodes = self._rows_for_nodes(item.draft_length) if drafts else 0
             self.cache.reserve(seq.seq_id, context + state.count + nodes)
         except OutOfBlocksError:
             self._drop(seq.seq_id)
             return None
-        tokens = seq.tokens[state.start + self._ahead : state.end + self._ahead]
+        tokens = seq.tokens[state.start + self._token_offset : state.end + self._token_offset]
         state.rows += _row_keys(seq.tokens, state.start, tokens)
         state.ran = True
         return Span.of(seq.seq_id, context, tokens, wants_logits=drafts)
 
     def _admit(self, seq: SequenceView, state: _State) -> None:
-        """Start the cache of a sequence, with rows shared with an earlier one."""
-        tokens = seq.tokens[self._ahead : len(seq.tokens) - 1 + self._ahead]
+        """Start the cache of a sequence, which shares rows of a common prefix with earlier ones."""
+        tokens = seq.tokens[self._token_offset : len(seq.tokens) - 1 + self._token_offset]
         keys = _row_keys(seq.tokens, 0, tokens)
         shared = self.cache.admit(seq.seq_id, keys, adapter=seq.adapter_number)
         state.rows = keys[:shared]
         state.drop(max(0, shared - state.start))
 
-    def _taken(self, spans: Sequence[Span]) -> torch.Tensor:
-        """The features ``[T, layers * hidden]`` that become rows in these spans."""
-        parts = [part for span in spans for part in self._parts(span)]
-        return torch.cat(_joined_features(parts), -1)
+    def _pop_features(self, spans: Sequence[Span]) -> torch.Tensor:
+        """The pending features of these spans' rows, ``[T, layers * hidden]``."""
+        parts = [part for span in spans for part in self._feature_parts(span)]
+        return torch.cat(_join_features(parts), -1)
 
-    def _parts(self, span: Span) -> list[FeatureRows]:
+    def _feature_parts(self, span: Span) -> list[FeatureRows]:
         """The features of the rows of a span."""
-        return self._states[span.seq_id].take()
+        return self._states[span.seq_id].pop_all()
 
-    def _narrow(self, logits: torch.Tensor) -> Logits:
+    def _as_target_logits(self, logits: torch.Tensor) -> Logits:
         config = self.head.config
-        return Narrow(logits, self.head.draft_ids, config.vocab_size) if config.reduced else logits
+        return (
+            ReducedLogits(logits, self.head.draft_ids, config.vocab_size)
+            if config.reduced
+            else logits
+        )
 
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Store the features of what was committed; free drafted rows. Sequences for which it was
-        never asked to draft are ignored."""
+        """Store the features of the committed tokens, and free the rows of drafted nodes. Sequences
+        without drafts so far are ignored."""
         super().observe(commits, out)
         known = [commit for commit in commits if commit.seq_id in self._states]
         if not known:
             return
-        if self._whole > MOST_WAITING:
-            self._copy_waiting()
+        if self._retained_rows > MAX_PENDING_FEATURES:
+            self._copy_pending()
         layers = tuple(out.features[layer] for layer in self.features)
-        self._whole += len(layers[0])
+        self._retained_rows += len(layers[0])
         for commit in known:
             state = self._states[commit.seq_id]
-            if state.count > MOST_WAITING:
-                state.drop(state.count - MOST_WAITING)
+            if state.count > MAX_PENDING_FEATURES:
+                state.drop(state.count - MAX_PENDING_FEATURES)
             nodes = commit.row + commit.scheduled
             rows = [*range(commit.row, nodes), *[nodes + node for node in commit.path]]
             state.add(commit.position, layers, rows)
@@ -246,29 +249,29 @@ class FeatureDrafter(LevelDrafter):
                 state.ran = False
 
     @torch.inference_mode()
-    def _copy_waiting(self) -> None:
-        """Copy waiting features: a stored row keeps its whole forward's tensor alive."""
+    def _copy_pending(self) -> None:
+        """Copy all pending features: a stored row keeps the tensor of its whole forward alive."""
         for state in self._states.values():
-            if state.waiting:
-                copies = tuple(layer.clone() for layer in _joined_features(state.waiting))
-                state.waiting = [FeatureRows(copies, list(range(state.count)))]
-        self._whole = 0
+            if state.pending:
+                copies = tuple(layer.clone() for layer in _join_features(state.pending))
+                state.pending = [FeatureRows(copies, list(range(state.count)))]
+        self._retained_rows = 0
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)
         super().forget(seq_id)
 
     def _drop(self, seq_id: int) -> None:
-        """Out of blocks: drop this sequence's context; it goes on with later features."""
+        """Out of blocks: drop the head's context; it continues with later features."""
         state = self._states[seq_id]
         self.cache.free(seq_id)
         self.cache.admit(seq_id, ())
         self._states[seq_id] = _State(state.end)
 
 
-def _row_keys(tokens: Sequence[int], start: int, of_rows: Sequence[int]) -> list[int]:
-    """Keys of rows for prefix sharing: each row's token, the first row's also with x0."""
-    keys = list(of_rows)
+def _row_keys(tokens: Sequence[int], start: int, row_tokens: Sequence[int]) -> list[int]:
+    """Keys of rows for prefix sharing: each row's token; the first one includes the token x0."""
+    keys = list(row_tokens)
     if start == 0 and keys:
         keys[0] = (keys[0] * 1_000_003 + tokens[0] + 1) & 0x7FFFFFFF
     return keys

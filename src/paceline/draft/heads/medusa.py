@@ -1,14 +1,14 @@
-"""Medusa: heads on the target's last hidden state draft several tokens at once.
+"""Medusa: several heads on the target's last hidden state draft several tokens at once.
 
 Cai et al. 2024 (arXiv 2401.10774). The target's head chose the last committed token x from the
-hidden state of the row before it. From that same row head 0 predicts the token after x, head 1 the
-next one, and so on::
+hidden state of one row, that of the last accepted node. From the same row head 0 predicts the token
+after x, head 1 the next one, and so on::
 
     row of the last accepted node:   target's head -> x    head 0 -> 1st draft    head 1 -> 2nd ...
 
-All heads of all sequences run in one pass. Heads do not see each other's tokens, so all nodes of a
-level have the same candidates: node (r0, r1) of a sparse tree is the r0-th candidate of head 0
-followed by the r1-th of head 1.
+All heads run in one pass over all sequences. A head does not see the tokens of the others, so all
+nodes of a level have the same candidates: node (r0, r1) of a sparse tree is candidate r0 of head 0
+followed by candidate r1 of head 1.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from paceline.draft.spec import (
     option,
     reduced,
 )
-from paceline.draft.trees.grow import Growing, StaticTree, grow
+from paceline.draft.trees.grow import GrowingTree, StaticTree, grow
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.model.backends.base import DraftingHeads
 from paceline.model.target import CausalModel
 
-# Assumed accuracy of first candidates, by head, roughly as in the paper; each further candidate is
-# right in 30 % of the remaining cases.
+# Default accuracy of each head's first candidate, roughly as in the paper. Candidate r + 1 is right
+# in 30 % of the other cases, times 0.7 ** r.
 _FIRST = (0.6, 0.45, 0.35, 0.3, 0.25)
 
 
-def _typical(heads: int) -> list[list[float]]:
+def _default_accuracy(heads: int) -> list[list[float]]:
     firsts = [_FIRST[min(head, len(_FIRST) - 1)] for head in range(heads)]
     return [[first, *((1 - first) * 0.3 * 0.7**rank for rank in range(9))] for first in firsts]
 
@@ -56,18 +56,18 @@ def _typical(heads: int) -> list[list[float]]:
 def shapes_of(
     heads: int, nodes: int, tree: str, accuracy: Sequence[Sequence[float]]
 ) -> tuple[Shape, ...]:
-    """The tree for every draft length from 0 to ``heads``. ``tree``: "auto" (the best for the node
-    budget by ``accuracy``) or "chain"."""
+    """The tree for each draft length from 0 to ``heads``. ``tree``: "auto" (the best tree of
+    ``nodes`` nodes, given the heads' ``accuracy``) or "chain"."""
     if tree == "chain":
         return tuple(Shape.branching((1,) * length) for length in range(heads + 1))
-    known = accuracy or _typical(heads)
-    return tuple(best_shape(known[:length], nodes) for length in range(heads + 1))
+    accuracy = accuracy or _default_accuracy(heads)
+    return tuple(best_shape(accuracy[:length], nodes) for length in range(heads + 1))
 
 
 @dataclass(frozen=True)
 class Medusa(DraftSpec):
-    """Medusa heads by folder, built-in or hub name. ``tree``: "auto" (the best of ``nodes`` nodes
-    by the heads' measured accuracy) or "chain"."""
+    """Medusa heads by folder, built-in or hub name. ``tree``: "auto" (the best tree of ``nodes``
+    nodes, given the heads' measured accuracy) or "chain"."""
 
     kind = "medusa"
     page = "medusa.md"
@@ -105,11 +105,11 @@ class Medusa(DraftSpec):
 
 @dataclass(eq=False, repr=False)
 class MedusaDrafter:
-    """Drafts with heads on the target's hidden states; ``shapes[n]`` is the tree of n levels.
+    """Drafts with heads on the target's hidden states. ``shapes[n]``: the tree of n levels.
 
-    Greedy and seeded trees are the heads' likeliest tokens (with the coupled noise for a seed);
-    otherwise siblings are drawn without replacement. Requests with penalties get a tree grown level
-    by level, as their distributions depend on the drafted tokens.
+    The nodes for greedy and seeded requests are the heads' likeliest tokens (for a seed, with the
+    coupled noise). For other requests siblings are sampled without replacement. With penalties a
+    token's distribution depends on the drafted tokens before it: such trees grow level by level.
     """
 
     name = "medusa"
@@ -122,7 +122,8 @@ class MedusaDrafter:
 
     def __post_init__(self) -> None:
         self.features: tuple[int, ...] = (self.target.num_layers,)
-        # By sequence that may draft: a step's last hidden states [T, width], its row, its position.
+        # For each sequence that may draft: a forward's last hidden states [T, width], and the row
+        # and position from which the last token was chosen.
         self._seen: dict[int, tuple[torch.Tensor, int, int] | None] = {}
         self._empty = TokenTree.empty(self.target.device)
 
@@ -159,15 +160,15 @@ class MedusaDrafter:
         return [trees.get(item.seq.seq_id, self._empty) for item in plan.slices]
 
     def _drafts(self, item: Slice) -> bool:
-        """Whether the hidden state before the last committed token is known: not at the first step,
-        after a shared prefix, or after preemption."""
+        """Whether the hidden state before the last committed token is known: it is not in the first
+        step, after a shared prefix, or after preemption."""
         if not item.decodes or not len(self._shape(item.draft_length)):
             return False
         seen = self._seen.get(item.seq.seq_id)
         return seen is not None and seen[2] + 2 == len(item.seq.tokens)
 
     def _features(self, items: Sequence[Slice]) -> torch.Tensor:
-        """The hidden state of each sequence, [B, width]."""
+        """The hidden state of each sequence, ``[B, width]``."""
         seen = [entry for item in items if (entry := self._seen[item.seq.seq_id]) is not None]
         kept = seen[0][0]
         if any(other is not kept for other, _, _ in seen):
@@ -178,7 +179,7 @@ class MedusaDrafter:
         return kept.index_select(0, to_device(rows, kept.device))
 
     def _crossed(self, items: list[Slice], logits: torch.Tensor) -> dict[int, TokenTree]:
-        """All sequences' trees from one draw of all levels; logits [B, levels, vocab]."""
+        """All sequences' trees by one draw for all levels. ``logits [B, levels, vocab]``."""
         batch, levels, vocab = logits.shape
         shapes = [self._shape(item.draft_length) for item in items]
         width = 1 + max(max(shape.ranks) for shape in shapes)
@@ -199,18 +200,18 @@ class MedusaDrafter:
         return trees
 
     def _grown(self, item: Slice, logits: torch.Tensor) -> TokenTree:
-        """A tree grown level by level, for distributions that depend on the path."""
+        """A tree grown by levels: distributions depend on the path. ``logits [levels, vocab]``."""
         tree = StaticTree(item, self._shape(item.draft_length), logits.device)
 
-        def following(trees: Sequence[Growing]) -> torch.Tensor:
+        def frontier_logits(trees: Sequence[GrowingTree]) -> torch.Tensor:
             return logits[tree.depth].expand(tree.rows, -1)
 
-        return grow([tree], following([tree]), following, self.generator)[0].tree
+        return grow([tree], frontier_logits([tree]), frontier_logits, self.generator)[0].tree
 
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Store the hidden state from which each commit's last token was chosen, of sequences that
+        """Store the hidden state from which each commit's last token was chosen, for sequences that
         may draft."""
         for commit in commits:
             if commit.seq_id in self._seen:
@@ -220,12 +221,12 @@ class MedusaDrafter:
 
     @torch.inference_mode()
     def first_logits(self, tokens: Sequence[int], out: ModelOutput) -> torch.Tensor:
-        """Logits ``[n - 2, vocab]`` of the first draft behind each token of a text from the second
-        to the last but one, from the target's last hidden states of its rows."""
+        """Logits ``[n - 2, vocab]`` of the first drafted token after each of a text's n tokens but
+        the first and the last, from the target's last hidden states of the text."""
         return self.heads(out.features[self.features[0]][: len(tokens) - 2], 1)[:, 0]
 
     def warm_up(self, batch_size: int) -> None:
-        """All heads on one row of each sequence, and the choice of candidates."""
+        """Run all heads on one row of each sequence, and choose the candidates."""
         target, levels = self.target, len(self.shapes) - 1
         features = torch.zeros(
             batch_size, target.hidden_size, dtype=target.dtype, device=target.device
@@ -241,7 +242,7 @@ class MedusaDrafter:
 
 @lru_cache(maxsize=512)
 def _picks(shape: Shape, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [n] each: the index of node i's token in ``[levels * width]``, and its level."""
+    """int64 ``[n]`` each: the nodes' indices in candidates ``[levels * width]``, and levels."""
     levels = [depth - 1 for depth in depths_of(shape.parents)]
     picks = [level * width + rank for level, rank in zip(levels, shape.ranks, strict=True)]
     with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Medusa heads: each predicts one of the tokens that follow the target's next one.
+"""Medusa heads: head k predicts the token k + 1 positions after the target's next one.
 
 Cai et al. 2024 (arXiv 2401.10774), section 3.1. Head k sees the target's last hidden state at
 position t (the final norm's output) and predicts token t + 2 + k, as the target itself predicts
@@ -6,9 +6,9 @@ token t + 1: residual blocks ``x + SiLU(Linear(x))``, then a linear layer to the
 
 Checkpoints: ``medusa_lm_head.safetensors`` (or ``.pt``) has ``{head}.{layer}.linear.{weight,bias}``
 and ``{head}.{layers}.weight``, as FasterDecoding/Medusa writes them. vLLM's names are read as well
-(``blocks.{head}.layers.{layer}.*``, ``lm_heads.{head}.weight``), and its options: heads that share
-the target's head (``original_lm_head``), a reduced vocabulary (``truncated_vocab_size`` with a
-``token_map``).
+(``blocks.{head}.layers.{layer}.*``, ``lm_heads.{head}.weight``), and so are its options: heads that
+share the target's language-model head (``original_lm_head``), and a reduced vocabulary
+(``truncated_vocab_size`` with a ``token_map``).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch import nn
 from paceline.core.params import is_whole
 from paceline.draft.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from paceline.draft.spec import Target
-from paceline.draft.trees.grow import widened
+from paceline.draft.trees.grow import scatter_to_vocabulary
 from paceline.errors import ModelLoadError
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden [..., width] -> logits [..., vocab]
 WEIGHTS = "medusa_lm_head.safetensors"
 FILES = (WEIGHTS, "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
 _KIND = "Medusa heads"
-# Names in files, and in the public layout; * stands for the number of blocks.
+# Patterns of names in files, and the name in Medusa's own layout; * is the number of blocks.
 _NAMES = (
     (r"(\d+\.\d+\.linear\.(?:weight|bias)|token_map)", r"\1"),
     (r"(\d+\.\d+\.weight)", r"\1"),
@@ -49,9 +49,9 @@ _TARGET_LAYERS = "paceline_target_layers"
 @dataclass(frozen=True)
 class MedusaConfig:
     """The shape of the heads, and their accuracy. ``shared_head``: they use the target's
-    language-model head. ``draft_vocab_size``: if below ``vocab_size``, they know only the token
-    map's tokens. ``accuracy[k][r]``: how often candidate r of head k was right on held-out text, if
-    measured."""
+    language-model head. ``draft_vocab_size``: if below ``vocab_size``, they draft only the tokens
+    in the token map. ``accuracy[k][r]``: how often candidate r of head k was right on held-out
+    text, if measured."""
 
     hidden_size: int
     vocab_size: int
@@ -131,21 +131,20 @@ class MedusaHeads(nn.ModuleList):
         return self.spread(output)
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the target's vocabulary, minus infinity for unknown tokens."""
+        """Logits over the target's vocabulary, minus infinity for tokens not in the token map."""
         if self.token_map is None:
             return logits
         if self.config.shared_head:  # the target's head knows more tokens than were trained on
             logits = logits.index_select(-1, self.token_map)
-        return widened(logits, self.token_map, self.config.vocab_size)
+        return scatter_to_vocabulary(logits, self.token_map, self.config.vocab_size)
 
 
 # -- checkpoints -------------------------------------------------------------------------------
 
 
 def load_medusa(source: str | Checkpoint, target: Target) -> MedusaHeads:
-    """Heads for ``target``, on the CPU. ``source``: a name, or a checkpoint, whose values but
-    ``token_map``'s may be on the meta device; then so are the heads. Raises ModelLoadError for
-    missing or damaged files, other weights, or another target."""
+    """Load heads for ``target``, on the CPU. ``source`` as in ``read_checkpoint``. Raises
+    ModelLoadError for missing or damaged files, other weights, or another target."""
     checkpoint = read_checkpoint(source, FILES, _KIND)
     tensors = _public_names(checkpoint)
     config = _config(checkpoint, tensors)
@@ -160,7 +159,7 @@ def load_medusa(source: str | Checkpoint, target: Target) -> MedusaHeads:
 def save_medusa(
     heads: MedusaHeads, folder: Path, target_layers: int | None = None, file: str = WEIGHTS
 ) -> None:
-    """Write the public layout; ``target_layers`` lets a target of another depth be refused."""
+    """Write Medusa's layout. ``target_layers``: targets with another number are then refused."""
     config = heads.config
     values: dict[str, Any] = {
         "architectures": ["MedusaModel"],
@@ -182,7 +181,7 @@ def save_medusa(
 
 
 def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The tensors under the names of the public layout."""
+    """The tensors by their names in Medusa's layout."""
     tensors: dict[str, torch.Tensor] = {}
     for key, value in checkpoint.tensors.items():
         short = key.removeprefix("medusa_heads.").removeprefix("medusa_head.")
@@ -204,7 +203,7 @@ def _number(config: dict[str, Any], *names: str) -> int | None:
 
 
 def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaConfig:
-    """The heads' shape by tensors and config.json. Raises ModelLoadError where these disagree."""
+    """The heads' shape, from tensors and config.json. Raises ModelLoadError if they disagree."""
     name, stated = checkpoint.name, checkpoint.config
     counted = 1 + max(int(key.split(".")[0]) for key in tensors if key != "token_map")
     layers = len({key.split(".")[1] for key in tensors if key.startswith("0.") and "linear" in key})
@@ -249,7 +248,7 @@ def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaC
 def _reduced(
     checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], vocab: int, rows: int | None
 ) -> int | None:
-    """Size of a reduced vocabulary, None if the heads know all tokens; fits the tensors to it."""
+    """Size of a reduced vocabulary, to which it cuts ``tensors``; None: the heads draft all."""
     name, size = checkpoint.name, _number(checkpoint.config, "truncated_vocab_size") or vocab
     ids = tensors.pop("token_map", None)
     if size >= vocab:

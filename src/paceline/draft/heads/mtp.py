@@ -1,9 +1,10 @@
-"""MTP: the layer inside a checkpoint that was trained to predict one token further.
+"""MTP (multi-token prediction): a layer in the target's checkpoint predicts one token further.
 
-DeepSeek-V3 (arXiv 2412.19437, section 2.2): from the target's last output h of position i and the
-embedding e of token i + 1, ``x = M [norm(e); norm(h)]`` goes through one decoder layer and a norm;
-the target's own head makes the logits of token i + 2. Drafting goes on with the layer's output
-as h, as an EAGLE head does. transformers leaves these weights out; they are read from the shards::
+DeepSeek-V3 (arXiv 2412.19437, section 2.2): h is the target's last output at position i, e the
+embedding of token i + 1. ``x = M [norm(e); norm(h)]`` passes one decoder layer and a norm; the
+target's head turns the result into logits of token i + 2. For the next token, the layer's output
+takes the place of h, as in an EAGLE head. transformers does not load these weights, so they are
+read from the checkpoint's files::
 
     DeepSeek-V3, GLM-4.x   model.layers.{layers}.*: enorm, hnorm, eh_proj, shared_head.norm, and a
                            decoder layer of the target's kind
@@ -11,7 +12,7 @@ as h, as an EAGLE head does. transformers leaves these weights out; they are rea
     MiMo                   model.mtp_layers.0.*: token_layernorm, hidden_layernorm, input_proj (of
                            [norm(h); norm(e)]), final_layernorm; MiMo-V2: model.mtp.layers.0.*
 
-Of several such layers the first one drafts all tokens.
+If there are several such layers, the first one drafts all tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from paceline.core.batch import Batch
 from paceline.core.bound import bound
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle import STOP_BELOW, EagleDrafter
-from paceline.draft.heads.features import on_features
+from paceline.draft.heads.features import feature_drafter
 from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, TreeSpec, option
 from paceline.errors import ModelLoadError
 from paceline.model.backends.base import EagleStep
@@ -46,8 +47,8 @@ from paceline.model.target import CausalModel
 from paceline.model.tensorfile import Entry, read_table
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(mtp\.|mtp_)?layers\.(\d+)\.(.+)")
-_BESIDE = re.compile(r"(?:model\.)?mtp\.(.+)")  # of Qwen3-Next, beside its layer
-# Names of the parts around the decoder layer in the layouts.
+_OUTSIDE_LAYER = re.compile(r"(?:model\.)?mtp\.(.+)")  # Qwen3-Next's weights around its layer
+# The parts around the decoder layer: our name -> their names in checkpoints.
 _PARTS = {
     "enorm": ("enorm", "pre_fc_norm_embedding", "token_layernorm"),
     "hnorm": ("hnorm", "pre_fc_norm_hidden", "hidden_layernorm"),
@@ -56,7 +57,7 @@ _PARTS = {
 }
 _PART = {f"{name}.weight": f"{part}.weight" for part, names in _PARTS.items() for name in names}
 _HIDDEN_FIRST = "input_proj.weight"
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's weights
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's weights
 _FLOATS = ("F32", "F16", "BF16")
 _BLOCK = "model.layers.0."
 
@@ -80,9 +81,9 @@ class Mtp(TreeSpec):
         shapes, switch = step.head.model.cache_shapes, step.head.model.rope_switch
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:
-            return EagleDrafter(step, self.levels(context, cache, STOP_BELOW))
+            return EagleDrafter(step, self.growth_settings(context, cache, STOP_BELOW))
 
-        return on_features(target, shapes, 1, make, switch)
+        return feature_drafter(target, shapes, 1, make, switch)
 
     def examine(self, target: Target, read: Any = None) -> Examined:
         name = self.path or str(getattr(target, "name", ""))
@@ -92,7 +93,7 @@ class Mtp(TreeSpec):
 
 
 class MtpWeight(NamedTuple):
-    """A tensor of an MTP layer: its file, its name there and the one in a model of one layer."""
+    """A tensor of an MTP layer: its file, its name there and that in a model of one layer."""
 
     file: Path
     key: str
@@ -101,8 +102,8 @@ class MtpWeight(NamedTuple):
 
 
 def mtp_weights(model: str, layers: int) -> Iterator[MtpWeight]:
-    """The tensors of the first MTP layer in the files of a model with so many layers; none if it
-    has none. Raises ModelLoadError for damaged files."""
+    """The tensors of the first MTP layer, if any, in the files of a model with so many layers.
+    Raises ModelLoadError for damaged files."""
     tables = {file: read_table(file).entries for file in weight_files(Path(model_path(model)))}
     names = mtp_names(chain.from_iterable(tables.values()), layers)
     for file, entries in tables.items():
@@ -112,28 +113,28 @@ def mtp_weights(model: str, layers: int) -> Iterator[MtpWeight]:
 
 
 def mtp_names(keys: Iterable[str], layers: int) -> dict[str, str]:
-    """Of the tensors of the first MTP layer the names in a model of one layer. Empty if nothing
-    joins features and embeddings: then these are layers that the model's config leaves out."""
+    """Key -> name in a model of one layer, for the tensors of the first MTP layer. Empty without a
+    projection of features and embeddings: then these are layers that the config leaves out."""
     names = {key: name for key in keys if (name := mtp_name(key, layers)) is not None}
     return names if "eh_proj.weight" in names.values() else {}
 
 
 def mtp_name(key: str, layers: int) -> str | None:
-    """A tensor's name in a model of one layer; None for tensors that are no MTP layer's."""
-    match, beside = _LAYER.fullmatch(key), _BESIDE.fullmatch(key)
+    """A tensor's name in a model of one layer; None if it is not part of an MTP layer."""
+    match, outside = _LAYER.fullmatch(key), _OUTSIDE_LAYER.fullmatch(key)
     if match is not None:
         rest = match[3].removeprefix("mtp_block.")
         if int(match[2]) != (0 if match[1] else layers):
             return None
-    elif beside is not None:
-        rest = beside[1]
+    elif outside is not None:
+        rest = outside[1]
     else:
         return None
     return None if rest in _COPIES else _PART.get(rest, f"{_BLOCK}{rest}")
 
 
 def _found(model: str, layers: int) -> list[MtpWeight]:
-    """``mtp_weights``, which must be some. Raises ModelLoadError."""
+    """``mtp_weights``; raises ModelLoadError if there are none."""
     if weights := list(mtp_weights(model, layers)):
         return weights
     raise ModelLoadError(
@@ -163,8 +164,8 @@ class MtpHead(nn.Module):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, step: AttentionStep
     ) -> torch.Tensor:
-        """Embeddings of the next tokens and the target's or its own outputs ``[T, H]`` to outputs
-        ``[T, H]``, which the target's head turns into logits."""
+        """Outputs ``[T, H]`` for the target's head, from the embeddings of the next tokens ``[T,
+        H]`` and the target's or earlier outputs ``[T, H]``."""
         parts = self.enorm(embeds), self.hnorm(hidden)
         inputs = self.eh_proj(torch.cat(parts[::-1] if self._hidden_first else parts, -1))
         with self.model.reference.rows.correcting(step.batch), bound(STEP, step):
@@ -195,8 +196,8 @@ class MtpStep(EagleStep):
 
 
 def load_mtp(name: str, target: CausalModel) -> MtpHead:
-    """The first MTP layer in the files of ``name``, on the target's device and in its dtype. Raises
-    ModelLoadError, and UnsupportedModelError for a layer with state beside keys and values."""
+    """Load the first MTP layer in the files of ``name``, on the target's device and in its dtype.
+    Raises ModelLoadError, and UnsupportedModelError for a recurrent layer."""
     from safetensors import safe_open
 
     weights = _found(name, target.num_layers)
@@ -222,7 +223,7 @@ def load_mtp(name: str, target: CausalModel) -> MtpHead:
 
 
 def _one_layer(name: str, target: CausalModel, tensors: dict[str, torch.Tensor]) -> CausalModel:
-    """The decoder layer as a model of the target's architecture."""
+    """The decoder layer as a model of the target's architecture with one layer."""
     config = copy.deepcopy(target.hf.config.get_text_config(decoder=True))
     count = config.num_hidden_layers
     by_layer = [k for k, v in vars(config).items() if isinstance(v, list) and len(v) == count > 1]
@@ -233,7 +234,7 @@ def _one_layer(name: str, target: CausalModel, tensors: dict[str, torch.Tensor])
         if hasattr(config, key):
             setattr(config, key, value)
     if hasattr(config, "first_k_dense_replace"):
-        config.first_k_dense_replace = 0  # it is a mixture of experts, as the target's last one
+        config.first_k_dense_replace = 0  # a mixture of experts, like the target's last layer
     vars(config).pop("quantization_config", None)
     loader: Any = causal_class(config)
     try:

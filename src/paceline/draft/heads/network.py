@@ -1,4 +1,4 @@
-"""What the networks of EAGLE heads and block drafters share: sizes, layers, vocabulary, angles."""
+"""Modules of EAGLE heads and block drafters: configuration, layers, draft vocabulary, RoPE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.model.backends.base import Attend
 
-# Sizes: option of config.json -> field of HeadShape.
+# Option in config.json -> field of HeadShape.
 SIZES = {
     "hidden_size": "hidden_size",
     "intermediate_size": "ffn_size",
@@ -22,14 +22,14 @@ SIZES = {
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_positions",
 }
-Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [T, 1, head_dim]
+Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of RoPE, [T, 1, head_dim] each
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """Shape of a head, in elements. ``feature_layers``: layers of the target whose inputs it reads;
-    ``target_layers`` there means the final norm's output. ``vocab_size`` is the target's,
-    ``draft_vocab_size`` that of the logits (None: the same). A head without an embedding or a
+    """Shape of a head. ``feature_layers``: layers of the target whose inputs it reads; the number
+    ``target_layers`` among them means the final norm's output. ``vocab_size`` is the target's,
+    ``draft_vocab_size`` the width of the logits (None: the same). A head without an embedding or a
     language-model head uses the target's."""
 
     hidden_size: int
@@ -79,7 +79,7 @@ class HeadShape:
 
     @property
     def columns(self) -> int:
-        """Of the logits."""
+        """Width of the logits."""
         return self.draft_vocab_size or self.vocab_size
 
     @property
@@ -88,12 +88,12 @@ class HeadShape:
 
     @property
     def cache_shapes(self) -> list[tuple[int, int, int]]:
-        """Of each layer: key-value heads, and widths of a key and a value."""
+        """For each layer: number of key-value heads, widths of a key and of a value."""
         return [(self.kv_heads, self.head_dim, self.head_dim)] * self.layers
 
 
 def _llama(config: HeadShape) -> Any:
-    """transformers' config for its modules."""
+    """The config for transformers' modules."""
     from transformers import LlamaConfig
 
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})}
@@ -107,8 +107,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class _Attention(nn.Module):
-    """``inputs``: width of its rows. ``normed``: queries and keys are, and the output has a bias if
-    the others have (Qwen3)."""
+    """``inputs``: width of the input rows. ``normed`` (Qwen3): queries and keys are normalised, and
+    the output projection has a bias if the other projections have."""
 
     def __init__(self, config: HeadShape, inputs: int, normed: bool) -> None:
         super().__init__()
@@ -123,18 +123,23 @@ class _Attention(nn.Module):
         )
 
     def keys_values(self, x: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of rows ``x [T, inputs]``: ``[1, kv_heads, T, width]`` each."""
+        """Keys and values of rows ``x [T, inputs]``: ``[1, kv_heads, T, width]`` each."""
         keys = self.k_norm(self._by_head(self.k_proj(x)))
         values = self._by_head(self.v_proj(x))
         return _rotate(keys, *angles).transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def forward(
-        self, x: torch.Tensor, angles: Angles, attend: Attend, layer: int, only: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        angles: Angles,
+        attend: Attend,
+        layer: int,
+        output_rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """``x [T, inputs]`` to ``[T, hidden]``; with ``only [N]`` those rows' ``[N, hidden]``."""
         keys, values = self.keys_values(x, angles)
-        if only is not None:
-            x, angles = x[only], (angles[0][only], angles[1][only])
+        if output_rows is not None:
+            x, angles = x[output_rows], (angles[0][output_rows], angles[1][output_rows])
         query = _rotate(self.q_norm(self._by_head(self.q_proj(x))), *angles).transpose(0, 1)[None]
         out = attend(query, keys, values, layer=layer, scaling=self.width**-0.5)
         return self.o_proj(out[0].flatten(1))  # type: ignore[no-any-return]
@@ -144,7 +149,7 @@ class _Attention(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer behind the norms named ``norms``, which are its own but used by the head."""
+    """A decoder layer. ``norms``: names of its input norms, which the head applies."""
 
     def __init__(
         self, config: HeadShape, norms: Sequence[str], inputs: int, normed: bool = False
@@ -166,19 +171,19 @@ class HeadLayer(nn.Module):
         angles: Angles,
         attend: Attend,
         layer: int = 0,
-        only: torch.Tensor | None = None,
+        output_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of ``x [T, inputs]`` and then the MLP, added to ``residual [T, hidden]``; with
         ``only [N]`` of those rows."""
-        residual = residual if only is None else residual[only]
-        hidden: torch.Tensor = residual + self.self_attn(x, angles, attend, layer, only)
+        residual = residual if output_rows is None else residual[output_rows]
+        hidden: torch.Tensor = residual + self.self_attn(x, angles, attend, layer, output_rows)
         update: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden))
         return hidden + update
 
 
 class AttendingHead(nn.Module):
-    """A head of such layers, in any dtype. ``draft_ids``: target ids that it can draft, int64,
-    ascending; None for all. Raises ConfigError for a rotary embedding that is not known."""
+    """Base of heads made of ``HeadLayer``, in any dtype. ``draft_ids``: the target ids that it can
+    draft, int64, ascending; None for all. Raises ConfigError for an unknown rotary embedding."""
 
     draft_ids: torch.Tensor | None
     d2t: torch.Tensor
@@ -206,7 +211,7 @@ class AttendingHead(nn.Module):
     def register_vocabulary(
         self, config: HeadShape, draft_ids: Sequence[int] | torch.Tensor | None
     ) -> None:
-        """``draft_ids`` None: the first tokens."""
+        """Register the draft vocabulary; ``draft_ids`` None: the first ``config.columns`` ids."""
         count = config.columns
         # On the CPU even if the head is on the meta device: these values are read.
         ids = torch.as_tensor(range(count) if draft_ids is None else draft_ids, device="cpu")
@@ -222,7 +227,7 @@ class AttendingHead(nn.Module):
         return next(self.parameters()).dtype
 
     def angles(self, positions: torch.Tensor, like: torch.Tensor) -> Angles:
-        """At ``positions [T]``, on the device and in the dtype of ``like``."""
+        """RoPE at ``positions [T]``, on the device and in the dtype of ``like``."""
         if self.rotary.inv_freq.device != like.device:  # as it is no submodule, ``to`` leaves it
             self.__dict__["rotary"] = self.rotary.to(like.device)
         cos, sin = (part[0][:, None] for part in self.rotary(like, positions[None]))

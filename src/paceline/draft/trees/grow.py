@@ -1,10 +1,10 @@
-"""Growing trees level by level. A drafter's pass gives logits after the nodes it was given; these
-give candidates; the tree takes some as nodes and says which to expand next::
+"""Growing draft trees level by level. A pass of the drafter gives logits after the frontier, the
+nodes expanded last. Of the candidates, the tree takes some as nodes and expands some of these::
 
-    logits -> candidates -> nodes, of which some are expanded -> logits -> ...
+    logits -> candidates -> nodes, of which some are the next frontier -> logits -> ...
 
-Static shapes (SpecInfer, Miao et al. 2024) are known beforehand, so nothing waits for the device;
-shape.py finds the best one for a node budget. For dynamic trees see dynamic.py.
+The shapes of static trees (SpecInfer, Miao et al. 2024) are known beforehand, so nothing waits for
+the device; shape.py finds the best one for a node budget. For dynamic trees see dynamic.py.
 """
 
 from __future__ import annotations
@@ -28,42 +28,45 @@ from paceline.model.backends.base import GrownTree
 
 
 @dataclass(frozen=True)
-class Narrow:
-    """Logits ``[R, n]`` of the tokens ``ids`` alone, int64 ``[n]``, ascending, out of ``vocab``:
-    enough where the choice is the largest logit (``is_argmax``). A head that knows 8,192 of
-    49,152 tokens then costs a sixth per row."""
+class ReducedLogits:
+    """Logits ``[R, n]`` of only the tokens ``ids``, int64 ``[n]``, ascending, out of ``vocab``.
+
+    They suffice where the candidates are the largest logits (``is_argmax``). A head that
+    knows 8,192 of 49,152 tokens then costs a sixth per row."""
 
     logits: torch.Tensor
     ids: torch.Tensor
     vocab: int
 
-    def whole(self) -> torch.Tensor:
-        """``[R, vocab]``, minus infinity for the others."""
-        return widened(self.logits, self.ids, self.vocab)
+    def full(self) -> torch.Tensor:
+        """``[R, vocab]``, minus infinity for the other tokens."""
+        return scatter_to_vocabulary(self.logits, self.ids, self.vocab)
 
 
-def widened(logits: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
-    """``[..., n]`` of the tokens ``ids`` over ``width`` tokens, minus infinity for the others."""
-    full = logits.new_full((*logits.shape[:-1], width), -torch.inf)
+def scatter_to_vocabulary(logits: torch.Tensor, ids: torch.Tensor, vocab: int) -> torch.Tensor:
+    """``[..., n]`` of the tokens ``ids`` as ``[..., vocab]``, minus infinity for the others."""
+    full = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
     return full.index_copy_(-1, ids, logits)
 
 
-Logits = torch.Tensor | Narrow  # [R, vocab], or of some tokens
+Logits = torch.Tensor | ReducedLogits  # of all tokens [R, vocab], or of some
 
 
-class Growing(ABC):
-    """One tree while it grows.
+class GrowingTree(ABC):
+    """A tree while it grows. Its frontier is the nodes expanded last.
 
-    ``width``: candidates wanted after each newest expanded node; ``samples``: drawn by
-    ``draft_candidates``, else the ``top_candidates``. ``expanded_parents``: the nodes given to the
-    drafter so far, as a tree.
-    Where only the device knows which they are, ``ancestors`` bool ``[expanded, expanded]`` says
-    which nodes a node sees (itself, too), and the parents only have the right depths. ``fresh``
-    int64: tokens of the newest expanded nodes. ``above`` int64: the row, among the newest expanded
-    nodes before, of each one's parent; None if they are those rows.
+    ``width``: candidates wanted after each frontier node. They are drawn by ``draft_candidates`` if
+    ``samples``, else ``top_candidates``. ``frontier`` int64: the tokens of the frontier.
+    ``parent_rows`` int64: for each frontier node the index of its parent in the frontier before;
+    None if these are 0, 1, 2, ...
 
-    ``base``: rows of the text in the drafter's cache. ``outputs [rows, H]``: an EAGLE head's
-    outputs at the newest rows.
+    ``expanded_parents``: parents of all nodes expanded so far, numbered in the order of expansion.
+    In dynamic trees on a device the host does not know the parents. Then these only have the right
+    depths, and the mask ``ancestors`` bool ``[expanded, expanded]`` says which nodes a node attends
+    to, itself included.
+
+    ``base``: number of rows of the text in the drafter's cache. ``outputs [rows, H]``: outputs of
+    an EAGLE head at the frontier.
     """
 
     samples: bool
@@ -73,116 +76,117 @@ class Growing(ABC):
         self.outputs: torch.Tensor | None = None
         self.expanded_parents: tuple[int, ...] = ()
         self.ancestors: torch.Tensor | None = None
-        self.above: torch.Tensor | None = None
-        self.fresh = torch.empty(0, dtype=torch.int64, device=device)
-        self._expanded: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.parent_rows: torch.Tensor | None = None
+        self.frontier = torch.empty(0, dtype=torch.int64, device=device)
+        self._expanded: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # frontiers so far
         self._tokens: list[torch.Tensor] = []  # of all candidates or nodes, level by level
 
-    def _expand(self, fresh: torch.Tensor, above: torch.Tensor | None) -> None:
-        self.fresh, self.above = fresh, above
-        self._expanded.append((fresh, above))
+    def _expand(self, frontier: torch.Tensor, parent_rows: torch.Tensor | None) -> None:
+        self.frontier, self.parent_rows = frontier, parent_rows
+        self._expanded.append((frontier, parent_rows))
 
     @property
     def depth(self) -> int:
-        """Of the newest expanded nodes; 0 before there are any."""
+        """Depth of the frontier; 0 before there is one."""
         return sum(depths_of(self.expanded_parents)[-1:])
 
     @property
     def rows(self) -> int:
-        """Of logits, after which it wants candidates."""
-        return len(self.fresh) if self.expanded_parents else 1
+        """Number of rows of logits that the next ``extend`` is about."""
+        return len(self.frontier) if self.expanded_parents else 1
 
-    def first(self, span: Span) -> Span:
-        """What to run before the first candidates; ``span``: the tokens not read yet."""
+    def first_span(self, span: Span) -> Span:
+        """What the drafter runs before the first level. ``span``: the tokens it has not seen."""
         return span
 
-    def newest(self, nodes: torch.Tensor | None = None, adapter: Adapter | None = None) -> Span:
-        """The newest expanded nodes; ``nodes``: their tokens in the drafter's own vocabulary."""
-        parents, fresh = self.expanded_parents, self.fresh if nodes is None else nodes
-        seq_id, first_new = self.item.seq.seq_id, len(parents) - len(fresh)
+    def frontier_span(
+        self, nodes: torch.Tensor | None = None, adapter: Adapter | None = None
+    ) -> Span:
+        """The frontier as rows to run. ``nodes``: its tokens in the drafter's own vocabulary."""
+        parents, tokens = self.expanded_parents, self.frontier if nodes is None else nodes
+        seq_id, first_new = self.item.seq.seq_id, len(parents) - len(tokens)
         more = self.ancestors, adapter
-        return Span.of(seq_id, self.base, (), parents, fresh, first_new, True, *more)
+        return Span.of(seq_id, self.base, (), parents, tokens, first_new, True, *more)
 
-    def path_of_rows(self) -> torch.Tensor:
-        """int64 [rows, depth]: drafted tokens down to each newest expanded node."""
+    def drafted_paths(self) -> torch.Tensor:
+        """int64 ``[rows, depth]``: the drafted tokens down to each frontier node."""
         path: list[torch.Tensor] = []
         rows: torch.Tensor | None = None
-        for tokens, above in reversed(self._expanded):
+        for tokens, parent_rows in reversed(self._expanded):
             path.insert(0, tokens if rows is None else tokens[rows])
-            if above is not None:
-                rows = above if rows is None else above[rows]
-        return torch.stack(path, 1) if path else self.fresh.new_empty(self.rows, 0)
+            if parent_rows is not None:
+                rows = parent_rows if rows is None else parent_rows[rows]
+        return torch.stack(path, 1) if path else self.frontier.new_empty(self.rows, 0)
 
-    def plain_size(self) -> tuple[int, int, int] | None:
-        """Depth, width and nodes of a tree that needs no draws: the likeliest candidates (with a
-        seed: the race's winners). None for others."""
+    def growth_size(self) -> tuple[int, int, int] | None:
+        """Depth, width and nodes, if a backend's ``Growth`` can grow the tree in one call."""
         return None
 
     @abstractmethod
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
-        """Take nodes from the candidates ``[rows, >= width]`` after the newest expanded nodes.
-        ``weights``: the distributions ``[rows, vocab]`` they were drawn from, or log-probabilities
-        of the likeliest. False if the tree is complete."""
+        """Take nodes from the candidates ``tokens [rows, >= width]`` after the frontier.
+        ``weights``: the distributions ``[rows, vocab]`` from which they were drawn, or the
+        log-probabilities of the likeliest. Returns False if the tree is complete."""
 
-    def chosen(self) -> torch.Tensor | None:
-        """int64: the part of a complete tree's shape that only the device knows, if any."""
+    def shape_on_device(self) -> torch.Tensor | None:
+        """int64: what only the device knows of a complete tree's shape, if anything."""
         return None
 
     @abstractmethod
-    def finish(self, chosen: Sequence[int]) -> GrownTree:
-        """``chosen``: those values on the host."""
+    def finish(self, shape: Sequence[int]) -> GrownTree:
+        """The complete tree. ``shape``: the values of ``shape_on_device`` on the host."""
 
 
 def grow(
-    trees: Sequence[Growing],
+    trees: Sequence[GrowingTree],
     logits: Logits,
-    forward: Callable[[list[Growing]], Logits],
+    forward: Callable[[list[GrowingTree]], Logits],
     generator: torch.Generator | None,
 ) -> list[GrownTree]:
     """Grow all trees together and finish them; waits for the device at most once, at the end.
-    ``logits`` ``[len(trees), vocab]`` follow the committed tokens. ``forward`` runs the ``fresh``
-    nodes of some trees and returns the logits after each, ``[rows, vocab]``."""
+    ``logits [len(trees), vocab]`` follow the committed tokens. ``forward`` runs the frontiers of
+    some trees and returns the logits after each node, ``[rows, vocab]``."""
     growing = trees
     while growing:
         counts = [tree.rows for tree in growing]
-        grown = candidates(growing, counts, logits, generator)
-        growing = [tree for tree, part in zip(growing, grown, strict=True) if tree.extend(*part)]
+        drawn = tree_candidates(growing, counts, logits, generator)
+        growing = [tree for tree, part in zip(growing, drawn, strict=True) if tree.extend(*part)]
         if growing:
             logits = forward(list(growing))
-    chosen = [tree.chosen() for tree in trees]
-    unknown = [shape for shape in chosen if shape is not None]
+    on_device = [tree.shape_on_device() for tree in trees]
+    unknown = [shape for shape in on_device if shape is not None]
     values = iter(torch.cat(unknown).tolist() if unknown else ())
-    known = [() if shape is None else tuple(islice(values, len(shape))) for shape in chosen]
+    known = [() if shape is None else tuple(islice(values, len(shape))) for shape in on_device]
     return [tree.finish(shape) for tree, shape in zip(trees, known, strict=True)]
 
 
-_Part = tuple[torch.Tensor, torch.Tensor | None]
+_Candidates = tuple[torch.Tensor, torch.Tensor | None]  # the arguments of GrowingTree.extend
 
 
-def candidates(
-    trees: Sequence[Growing],
+def tree_candidates(
+    trees: Sequence[GrowingTree],
     counts: Sequence[int],
     logits: Logits,
     generator: torch.Generator | None,
-) -> list[_Part]:
-    """Each tree's candidates and their weights, drawn for all trees at once."""
-    if isinstance(logits, Narrow):
+) -> list[_Candidates]:
+    """The candidates of each tree, drawn for all trees at once. ``counts``: each tree's rows."""
+    if isinstance(logits, ReducedLogits):
         ids = logits.ids
-        # A static level takes a fixed number of candidates, however few the head knows.
-        drawn = max((tree.width for tree in trees if tree.samples), default=0)
-        if drawn > len(ids) or not all(is_argmax(tree.item.seq) for tree in trees):
-            return candidates(trees, counts, logits.whole(), generator)
-        grown = candidates(trees, counts, logits.logits, generator)
-        return [(ids[tokens], weights) for tokens, weights in grown]
+        # A level of a static tree takes a fixed number of candidates, even if the head knows fewer.
+        needed = max((tree.width for tree in trees if tree.samples), default=0)
+        if needed > len(ids) or not all(is_argmax(tree.item.seq) for tree in trees):
+            return tree_candidates(trees, counts, logits.full(), generator)
+        drawn = tree_candidates(trees, counts, logits.logits, generator)
+        return [(ids[tokens], weights) for tokens, weights in drawn]
     kinds = {tree.samples for tree in trees}
-    if len(kinds) > 1:
-        parts, result = torch.split(logits, list(counts)), dict[int, _Part]()
+    if len(kinds) > 1:  # each kind by itself
+        parts, result = torch.split(logits, list(counts)), dict[int, _Candidates]()
         for kind in kinds:
-            chosen = [i for i, tree in enumerate(trees) if tree.samples is kind]
-            rows = torch.cat([parts[i] for i in chosen])
-            same_kind, kind_counts = [trees[i] for i in chosen], [counts[i] for i in chosen]
-            grown = candidates(same_kind, kind_counts, rows, generator)
-            result.update(zip(chosen, grown, strict=True))
+            indices = [i for i, tree in enumerate(trees) if tree.samples is kind]
+            rows = torch.cat([parts[i] for i in indices])
+            same_kind, kind_counts = [trees[i] for i in indices], [counts[i] for i in indices]
+            drawn = tree_candidates(same_kind, kind_counts, rows, generator)
+            result.update(zip(indices, drawn, strict=True))
         return [result[i] for i in range(len(trees))]
     table, width = _row_table(trees, counts), max(tree.width for tree in trees)
     weights: torch.Tensor | None
@@ -194,12 +198,12 @@ def candidates(
     return list(zip(torch.split(tokens, list(counts)), probs, strict=True))
 
 
-def _row_table(trees: Sequence[Growing], counts: Sequence[int]) -> Rows:
+def _row_table(trees: Sequence[GrowingTree], counts: Sequence[int]) -> Rows:
     row_trees = [tree for tree, count in zip(trees, counts, strict=True) for _ in range(count)]
     seqs, depths = tuple(t.item.seq for t in row_trees), tuple(tree.depth for tree in row_trees)
     paths = None
     if any(depths) and needs_paths(seqs):
-        row_paths, deepest = [tree.path_of_rows() for tree in trees], max(depths)
+        row_paths, deepest = [tree.drafted_paths() for tree in trees], max(depths)
         pad = torch.nn.functional.pad
         paths = torch.cat([pad(path, (0, deepest - path.shape[1])) for path in row_paths])
     return Rows(seqs, depths, paths)
@@ -207,13 +211,13 @@ def _row_table(trees: Sequence[Growing], counts: Sequence[int]) -> Rows:
 
 @dataclass(frozen=True)
 class _Level:
-    """One level of a static shape: its nodes, and which of them are expanded."""
+    """One level of a static shape: its nodes, and which of them are the next frontier."""
 
-    rows: torch.Tensor  # int64 [nodes]: among the newest expanded nodes, the parent of each
-    picks: torch.Tensor  # int64 [nodes]: row * width + rank
-    above: torch.Tensor | None  # int64: rows of the expanded nodes; None is all, in their order
-    expanded: torch.Tensor | None  # int64: nodes of the level that have children; None is all
-    expanded_parents: tuple[int, ...]  # of all levels up to this one
+    rows: torch.Tensor  # int64 [nodes]: each node's parent, as an index in the frontier
+    picks: torch.Tensor  # int64 [nodes]: the node's candidate, row * width + rank
+    parent_rows: torch.Tensor | None  # of the next frontier, as in GrowingTree
+    expanded: torch.Tensor | None  # int64: nodes of the level that have children; None: all
+    expanded_parents: tuple[int, ...]  # of all expanded nodes up to this level
     nodes: int
 
 
@@ -221,25 +225,25 @@ class _Level:
 def levels_of(shape: Shape, width: int, device: torch.device) -> tuple[_Level, ...]:
     """The levels of a shape whose expanded nodes have ``width`` candidates each."""
     depths, inner = depths_of(shape.parents), set(shape.parents)
-    number_of = {-1: -1}  # node -> index among the expanded
+    number_of = {-1: -1}  # node -> index among the expanded nodes
     expanded_parents: tuple[int, ...] = ()
-    newest = [-1]
+    frontier = [-1]
     levels = []
     for depth in range(1, shape.depth + 1):
         nodes = [node for node, node_depth in enumerate(depths) if node_depth == depth]
-        rows = [newest.index(shape.parents[node]) for node in nodes]
+        rows = [frontier.index(shape.parents[node]) for node in nodes]
         picks = [row * width + shape.ranks[n] for row, n in zip(rows, nodes, strict=True)]
         kept = [i for i, node in enumerate(nodes) if node in inner]
-        above, in_order = [rows[i] for i in kept], list(range(len(newest)))
-        newest = [nodes[i] for i in kept]
-        for node in newest:
+        parent_rows, in_order = [rows[i] for i in kept], list(range(len(frontier)))
+        frontier = [nodes[i] for i in kept]
+        for node in frontier:
             number_of[node] = len(expanded_parents)
             expanded_parents = (*expanded_parents, number_of[shape.parents[node]])
         levels.append(
             _Level(
                 to_device(rows, device),
                 to_device(picks, device),
-                None if above == in_order else to_device(above, device),
+                None if parent_rows == in_order else to_device(parent_rows, device),
                 None if len(kept) == len(nodes) else to_device(kept, device),
                 expanded_parents,
                 len(nodes),
@@ -250,13 +254,15 @@ def levels_of(shape: Shape, width: int, device: torch.device) -> tuple[_Level, .
 
 @lru_cache(maxsize=512)
 def _slots(shape: Shape) -> tuple[int, ...]:
+    """``GrownTree.slots``: each node's index among the expanded nodes, -1 without children."""
     inner = sorted(set(shape.parents) - {-1})
     number_of = {node: index for index, node in enumerate(inner)}
     return tuple(number_of.get(node, -1) for node in range(len(shape)))
 
 
-class StaticTree(Growing):
-    """Grows into a shape; sampled without replacement (or as a chain) where possible."""
+class StaticTree(GrowingTree):
+    """A tree that grows into ``shape``. Where the request allows it, siblings are sampled without
+    replacement (in a chain: the tokens are sampled)."""
 
     samples = True
 
@@ -268,7 +274,7 @@ class StaticTree(Growing):
         assert self._draw is Draw.POINT or shape.complete, "siblings are drawn one after another"
         self._probs: list[torch.Tensor] = []
 
-    def plain_size(self) -> tuple[int, int, int] | None:
+    def growth_size(self) -> tuple[int, int, int] | None:
         shape, depth = self.shape, self.shape.depth
         chain = is_chain(shape.parents) and not any(shape.ranks)
         return (depth, 1, depth) if chain and is_unadjusted(self.item.seq) else None
@@ -276,22 +282,22 @@ class StaticTree(Growing):
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         level = self._plan[len(self._tokens)]
         if tokens.shape == (1, 1) and level.nodes == 1:
-            chosen = tokens[0]
+            nodes = tokens[0]
         else:
-            chosen = tokens[:, : self.width].reshape(-1).index_select(0, level.picks)
-        self._tokens.append(chosen)
+            nodes = tokens[:, : self.width].reshape(-1).index_select(0, level.picks)
+        self._tokens.append(nodes)
         if self._draw is not Draw.POINT:
             assert weights is not None
             in_order = level.nodes == len(weights) == 1
             self._probs.append(weights if in_order else weights.index_select(0, level.rows))
         if len(self._tokens) == len(self._plan):
             return False
-        fresh = chosen if level.expanded is None else chosen.index_select(0, level.expanded)
-        self._expand(fresh, level.above)
+        frontier = nodes if level.expanded is None else nodes.index_select(0, level.expanded)
+        self._expand(frontier, level.parent_rows)
         self.expanded_parents = level.expanded_parents
         return True
 
-    def finish(self, chosen: Sequence[int]) -> GrownTree:
+    def finish(self, shape: Sequence[int]) -> GrownTree:
         tokens = torch.cat(self._tokens) if len(self._tokens) > 1 else self._tokens[0]
         probs = None
         if self._draw is not Draw.POINT:

@@ -1,4 +1,4 @@
-"""Drafters that draft all their tokens in one pass; trees grow from its outputs."""
+"""Drafters that draft all their tokens in one pass. Their trees grow from its outputs."""
 
 from __future__ import annotations
 
@@ -10,84 +10,85 @@ import torch
 
 from paceline.core.batch import Span
 from paceline.core.tree import chain_parents
-from paceline.draft.trees.grow import Growing, Logits, grow
+from paceline.draft.trees.grow import GrowingTree, Logits, grow
 from paceline.draft.trees.levels import LevelDrafter
 
-# Options of a config.json, as vLLM reads them: the token of the rows behind the text.
+# Names in config.json, as vLLM reads them, of the mask token: it stands for a token to be drafted.
 MASK_OPTIONS = ("pard_token", "ptd_token_id")
 
 
 class OnePassDrafter(LevelDrafter):
-    """Drafts all its tokens in one pass (PARD, arXiv 2504.18583; P-EAGLE, arXiv 2602.01469): behind
-    the text stand tokens ``mask``, and the logits after the last token and after each mask are
-    those of the tokens to draft. The next step's text overwrites the masks' rows. A base to stand
-    before that of a drafter by levels::
+    """Drafts all its tokens in one pass (PARD, arXiv 2504.18583; P-EAGLE, arXiv 2602.01469).
+
+    Mask tokens follow the text. The logits after the text's last token and after each mask are
+    those of the drafted tokens. The next step's text overwrites the rows of the masks. A mixin:
+    list it before a level-by-level drafter, whose passes it replaces::
 
         rows      x_n-1    x_n      mask     mask
         drafts             x_n+1    x_n+2    x_n+3
     """
 
     growth = None
-    _along = False
+    _follows_grammar = False
 
-    def __init__(self, mask: int, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, mask: int, *args: Any) -> None:
+        """``mask``: the mask token. The other arguments are the level-by-level drafter's."""
+        super().__init__(*args)
         self._mask = mask
-        self._after: dict[int, Any] = {}  # what this step's pass says of each sequence, by depth
+        self._pass_outputs: dict[int, Any] = {}  # of this step's pass, by ``seq_id``
 
     def passes(self, length: int) -> int:
         return min(1, length)
 
-    def _room(self, length: int) -> int:
+    def _rows_for_nodes(self, length: int) -> int:
         return max(0, self._policy.depth(length) - 1)
 
-    def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Logits ``[R, columns]`` of spans, in a vocabulary that ``_narrow`` knows."""
+    def _pass_logits(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Run the model over the spans: logits ``[R, columns]``, before ``_as_target_logits``."""
         raise NotImplementedError
 
-    def _first(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
-        """Run the text and its masks: logits of the first drafted token."""
-        ends = {t.item.seq.seq_id: t.base + self._room(t.item.draft_length) for t in trees}
-        known = [(span, span.context + span.pending) for span in spans]
-        masked = [self._masked(span, ends.get(span.seq_id, end) - end) for span, end in known]
-        return self._drafted(masked, trees)
+    def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
+        """Run the text with masks after it: logits of the first drafted token."""
+        counts = {t.item.seq.seq_id: self._rows_for_nodes(t.item.draft_length) for t in trees}
+        masked = [self._with_masks(span, counts.get(span.seq_id, 0)) for span in spans]
+        return self._run_pass(masked, trees)
 
-    def _masked(self, span: Span, count: int) -> Span:
+    def _with_masks(self, span: Span, count: int) -> Span:
         return replace(span, parents=chain_parents(count), nodes=[self._mask] * count)
 
-    def _drafted(self, spans: Sequence[Span], trees: Sequence[Growing]) -> Logits:
-        logits = self._pass(spans)
+    def _run_pass(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
+        logits = self._pass_logits(spans)
         if not trees:
             return logits
         drafting = [span for span in spans if span.wants_logits]
         counts = [(span.pending > 0) + len(span.nodes) for span in drafting]
         parts = torch.split(logits, counts)
         ids = [tree.item.seq.seq_id for tree in trees]
-        self._after = dict(zip(ids, parts, strict=True))
-        return self._level(list(trees))
+        self._pass_outputs = dict(zip(ids, parts, strict=True))
+        return self._run_frontiers(list(trees))
 
-    def _level(self, trees: list[Growing]) -> Logits:
-        """Logits at the trees' depths, counted from the deepest."""
+    def _run_frontiers(self, trees: list[GrowingTree]) -> Logits:
+        """Logits at the depths of the trees' frontiers, counted from the pass's last row."""
         parts = []
         for tree in trees:
-            depth = tree.depth - 1 - self._room(tree.item.draft_length)
-            parts.append(self._after[tree.item.seq.seq_id][depth].expand(tree.rows, -1))
-        return self._narrow(torch.cat(parts))
+            depth = tree.depth - 1 - self._rows_for_nodes(tree.item.draft_length)
+            parts.append(self._pass_outputs[tree.item.seq.seq_id][depth].expand(tree.rows, -1))
+        return self._as_target_logits(torch.cat(parts))
 
     def forget(self, seq_id: int) -> None:
-        self._after.pop(seq_id, None)
+        self._pass_outputs.pop(seq_id, None)
         super().forget(seq_id)
 
-    def _made_up(self, trees: Sequence[Growing]) -> Logits:
-        """A pass behind the rows of made-up sequences."""
-        rows = 1 + self._room(2)
-        spans = [self._masked(Span.of(t.item.seq.seq_id, t.base, ()), rows) for t in trees]
-        return self._drafted(spans, trees)
+    def _warm_up_logits(self, trees: Sequence[GrowingTree]) -> Logits:
+        """Run masks after the rows of made-up sequences."""
+        rows = 1 + self._rows_for_nodes(2)
+        spans = [self._with_masks(Span.of(t.item.seq.seq_id, t.base, ()), rows) for t in trees]
+        return self._run_pass(spans, trees)
 
     @torch.inference_mode()
     def warm_up(self, batch_size: int) -> None:
-        """A pass of some made-up sequences, and the growth of their trees."""
-        rows = 1 + self._room(2)
-        if self.cache.num_blocks * self.cache.block_size > rows:  # else it never drafts
-            with self._made_up_trees(batch_size, rows, self._policy) as trees:
-                grow(trees, self._made_up(trees), self._level, self._generator)
+        """Run a pass over some made-up sequences, and grow their trees."""
+        rows = 1 + self._rows_for_nodes(2)
+        if self.cache.num_blocks * self.cache.block_size > rows:  # a smaller cache never drafts
+            with self._warm_up_trees(batch_size, rows, self._policy) as trees:
+                grow(trees, self._warm_up_logits(trees), self._run_frontiers, self._generator)

@@ -1,4 +1,4 @@
-"""The kind and the size of a request's tree, and the tree along a grammar."""
+"""Which kind of tree a request gets, and of what size; and chains that obey a grammar."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.core.draws import draw_kind, draws_unseeded
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.draft.trees.dynamic import DynamicTree
-from paceline.draft.trees.grow import Growing, StaticTree
+from paceline.draft.trees.grow import GrowingTree, StaticTree
 from paceline.draft.trees.shape import Shape, best_shape
 from paceline.model.backends.base import WHOLE, Ending, GrownTree
 
 
-class GrammarChain(Growing):
-    """A chain along a request's grammar. What that forces needs no pass of its own: it is run with
-    the token before it. It ends with the text, and where ``ending`` says."""
+class GrammarChain(GrowingTree):
+    """A chain that obeys a request's grammar. Forced tokens need no pass of their own: they run
+    with the token before them. The chain ends with the text, and where ``ending`` says."""
 
     def __init__(
         self, item: Slice, length: int, device: torch.device, base: int = 0, ending: Ending = WHOLE
@@ -34,18 +34,19 @@ class GrammarChain(Growing):
         least = ending.stop ** (1 / ending.power)
         self._least = math.log(least) if least > 0 else -math.inf
         self._path: list[int] = []
-        self._scores: list[float] = []  # log-probabilities of the path up to each token
-        self._run = 0  # tokens of the path that the drafter has run
-        self._probs: dict[int, torch.Tensor] = {}  # of a sampled chain: where it was drawn
-        self._force(length - 1)
+        self._scores: list[float] = []  # log-probability of the path up to each token
+        self._num_run = 0  # tokens of the path that the drafter has run
+        self._probs: dict[int, torch.Tensor] = {}  # sampled token's index -> its distribution
+        self._append_forced(length - 1)
 
-    def _force(self, most: int, score: float = 0.0) -> bool:
-        """Take in what is forced behind a path with this score; False where the text ends."""
+    def _append_forced(self, max_length: int, score: float = 0.0) -> bool:
+        """Append the tokens that the grammar forces after the path, whose score is ``score``, up to
+        a path of ``max_length`` tokens. Returns False if the text ends here."""
         constraint = self.item.seq.constraint
         assert constraint is not None
         forced: Sequence[int] | None = ()
-        while len(self._path) < most and (forced := constraint.forced_tokens(tuple(self._path))):
-            self._path += forced[: most - len(self._path)]
+        while len(self._path) < max_length and (forced := constraint.forced_tokens(tuple(self._path))):
+            self._path += forced[: max_length - len(self._path)]
         self._scores += [score] * (len(self._path) - len(self._scores))
         return forced is not None
 
@@ -53,62 +54,63 @@ class GrammarChain(Growing):
     def depth(self) -> int:
         return len(self._path)
 
-    def first(self, span: Span) -> Span:
+    def first_span(self, span: Span) -> Span:
         tokens = [*span.tokens, *self._path]
-        self._run = len(self._path)
+        self._num_run = len(self._path)
         return Span.of(span.seq_id, span.context, tokens, adapter=span.adapter)
 
-    def newest(self, nodes: torch.Tensor | None = None, adapter: Adapter | None = None) -> Span:
-        begin, self._run = self._run, len(self._path)
+    def frontier_span(
+        self, nodes: torch.Tensor | None = None, adapter: Adapter | None = None
+    ) -> Span:
+        begin, self._num_run = self._num_run, len(self._path)
         tokens = self._path[begin:]
         return Span.of(self.item.seq.seq_id, self.base + begin, tokens, adapter=adapter)
 
-    def path_of_rows(self) -> torch.Tensor:
-        return to_device([self._path], self.fresh.device)
+    def drafted_paths(self) -> torch.Tensor:
+        return to_device([self._path], self.frontier.device)
 
     def extend(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> bool:
         assert weights is not None
         chance = weights.gather(1, tokens).log() if self.samples else weights
-        # A grammar is followed on the host: both in one copy, which doubles hold exactly.
+        # The grammar is on the host: one copy has both, which doubles hold exactly.
         number, log_chance = torch.stack([tokens[0, 0].double(), chance[0, 0].double()]).tolist()
         token = int(number)
         if self.samples:
             self._probs[len(self._path)] = weights
         score = sum(self._scores[-1:]) + log_chance
         self._path.append(token)
-        goes_on = self._force(self._length, score)
-        return goes_on and len(self._path) < self._length and score >= self._least
+        continues = self._append_forced(self._length, score)
+        return continues and len(self._path) < self._length and score >= self._least
 
-    def finish(self, chosen: Sequence[int]) -> GrownTree:
-        tokens, q = to_device(self._path, self.fresh.device), None
+    def finish(self, shape: Sequence[int]) -> GrownTree:
+        tokens, q = to_device(self._path, self.frontier.device), None
         if self._probs:
             drawn = torch.cat([*self._probs.values()])
             q = torch.nn.functional.one_hot(tokens, drawn.shape[1]).to(drawn.dtype)
             q[to_device([*self._probs], q.device)] = drawn
         parents, slots = chain_parents(len(tokens)), range(len(tokens))
         tree = TokenTree(tokens, parents, self._draw, q, known=tuple(self._path))
-        run = tuple(slot if slot < self._run else -1 for slot in slots)
-        return GrownTree(tree, run, tuple(self._scores))
+        expanded = tuple(slot if slot < self._num_run else -1 for slot in slots)
+        return GrownTree(tree, expanded, tuple(self._scores))
 
 
 _CHAIN = Shape.branching((1,) * 64)
-_EVENLY = 8  # levels
+_EVENLY = 8  # levels over which the nodes of a dynamic tree are spread
 TYPICAL = (0.6, 0.18, 0.08)  # how often the candidates of a node are right, by rank
-_ROWS = 8  # over which the price of a row is averaged
-_SPEEDUP = 1.75  # of drafts that pay: a token takes so much less than a plain step
+_ROWS = 8  # rows over which the cost of one more row is averaged
+_SPEEDUP = 1.75  # assumed speedup of drafts that pay, over plain decoding
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The trees of one drafter, at most as deep as the draft length; by default a chain.
-
-    ``shape``: this static tree. ``nodes``: dynamic trees of up to that many nodes, expanding
-    ``width`` a level; shallow ones have fewer (``width`` a level, or an even share of ``nodes`` in
-    eight levels). Requests that are sampled without a seed then get a static tree of as many nodes,
-    drawn from q: accepted more often than the likeliest tokens, and than a chain (embedded pair,
-    temperature 1, four levels: 3.03 tokens a step with 8 nodes, 2.69 with a chain). No tree has
-    more than ``levels`` levels. ``shared``: sequences that decode together share out ``nodes``, but
-    for one a level: what pays for one sequence does not for each of several.
+    """The trees of one drafter, at most as deep as the draft length and ``levels``; by default
+    chains. ``shape``: a static tree. ``nodes``: above 0, dynamic trees of up to so many nodes that
+    expand ``width`` nodes per level; per level they have ``width`` nodes, or an eighth of ``nodes``
+    if that is more. Requests that are sampled without a seed then get a static tree of as many
+    nodes, sampled from q. It is accepted more often than the likeliest tokens, and than a chain
+    (embedded pair, temperature 1, four levels: 3.03 tokens a step with 8 nodes, 2.69 with a chain).
+    ``shared``: ``nodes`` are for all sequences that decode together, at least one per level for
+    each: what pays for one sequence does not pay for each of several.
     """
 
     shape: Shape = _CHAIN
@@ -118,7 +120,7 @@ class Policy:
     shared: bool = False
 
     def depth(self, length: int) -> int:
-        """Levels of a tree for a draft length: passes of the drafter."""
+        """Levels of a tree for a draft length, which is also the number of passes."""
         return min(length, self.levels, self.nodes or self.shape.depth)
 
     @property
@@ -126,7 +128,7 @@ class Policy:
         return not self.nodes and self.shape is _CHAIN
 
     def max_nodes(self, length: int, sequences: int = 1) -> int:
-        """Most nodes of the tree of each of so many sequences."""
+        """The most nodes of each sequence's tree if so many sequences decode together."""
         length = self.depth(length)
         if not self.nodes:
             return len(self.shape.cut(length))
@@ -135,42 +137,42 @@ class Policy:
         return min(nodes, per_level * length)
 
     def max_expanded(self, length: int) -> int:
-        """Most nodes that the drafter expands while a tree grows."""
+        """The most nodes that the drafter expands while a tree grows."""
         if not self.nodes:
             return len(self.shape.cut(max(0, length - 1)))
         return max(self.nodes, self.width * max(0, length - 1))
 
-    def start(
+    def new_tree(
         self,
         item: Slice,
         device: torch.device,
         base: int = 0,
         ending: Ending = WHOLE,
-        along: bool = False,
+        follow_grammar: bool = False,
         sequences: int = 1,
-    ) -> Growing:
-        """An empty tree for a sequence with a draft length above 0, of so many that decode;
-        ``base`` as in Growing. ``along``: a chain along its grammar."""
+    ) -> GrowingTree:
+        """An empty tree for a slice with a draft length above 0. ``base`` as in ``GrowingTree``.
+        ``follow_grammar``: a ``GrammarChain``. ``sequences``: how many decode together."""
         length = self.depth(item.draft_length)
-        if along:
+        if follow_grammar:
             return GrammarChain(item, length, device, base, ending)
         if not self.nodes:
             return StaticTree(item, self.shape.cut(length), device, base)
         nodes = self.max_nodes(item.draft_length, sequences)
         if draws_unseeded(item.seq.params):
-            return StaticTree(item, sampled_shape(nodes, length), device, base)
-        most = max(1, self.nodes // sequences) if self.shared else self.width
-        return DynamicTree(item, length, min(self.width, most), nodes, device, base, ending)
+            return StaticTree(item, shape_for_sampling(nodes, length), device, base)
+        max_width = max(1, self.nodes // sequences) if self.shared else self.width
+        return DynamicTree(item, length, min(self.width, max_width), nodes, device, base, ending)
 
 
 @lru_cache(maxsize=256)
-def sampled_shape(nodes: int, length: int) -> Shape:
-    """The static tree for drafts that are drawn, with ``TYPICAL`` acceptance at each level."""
+def shape_for_sampling(nodes: int, length: int) -> Shape:
+    """The best static tree for sampled drafts, assuming ``TYPICAL`` acceptance at each level."""
     return best_shape([TYPICAL] * length, nodes)
 
 
-def paying_chance(price: CostCurve) -> float:
-    """The chance of acceptance from which a node more pays. ``price``: seconds of a target forward
-    over so many tokens of one sequence (nodes + 1)."""
-    row = max(0.0, price(1 + _ROWS) - price(1)) / _ROWS
-    return min(_SPEEDUP * row / price(1), 0.5)
+def break_even_chance(cost: CostCurve) -> float:
+    """The chance of acceptance from which one more node pays. ``cost``: seconds of a target forward
+    by number of tokens (nodes + 1) of one sequence."""
+    row = max(0.0, cost(1 + _ROWS) - cost(1)) / _ROWS
+    return min(_SPEEDUP * row / cost(1), 0.5)

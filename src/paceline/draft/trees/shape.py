@@ -16,8 +16,8 @@ from paceline.core.tree import depths_of
 
 @dataclass(frozen=True)
 class Shape:
-    """A static tree: node i is candidate number ``ranks[i]`` of its parent. Nodes are ordered by
-    level; children of a node are adjacent and in rank order."""
+    """A static tree: node i is candidate number ``ranks[i]`` of its parent. Nodes are in order of
+    their levels; the children of a node are adjacent and in order of rank."""
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def complete(self) -> bool:
-        """Whether siblings have ranks 0, 1, 2, ...: what sampling without replacement draws."""
+        """Whether siblings have ranks 0, 1, 2, ...: sampling without replacement needs it."""
         return all(
             rank == 0 or (self.parents[node - 1], self.ranks[node - 1]) == (parent, rank - 1)
             for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True))
@@ -79,10 +79,10 @@ def _cut(shape: Shape, depth: int) -> Shape:
 
 
 def best_shape(accuracy: Sequence[Sequence[float]], nodes: int) -> Shape:
-    """The shape of at most ``nodes`` nodes with the most expected accepted tokens.
-    ``accuracy[d][r]``: chance that candidate r at depth d + 1 is the target's choice, given that
-    its parent is. A node's chance is the product along its path, so the best tree is the ``nodes``
-    likeliest paths (Sequoia)."""
+    """The shape of at most ``nodes`` nodes with the most expected accepted tokens. ``accuracy[d]
+    [r]``: chance that candidate r at depth d + 1 is the target's choice, given that its parent is.
+    A node's chance is the product along its path, so the best tree is the ``nodes`` likeliest paths
+    (Sequoia)."""
 
     def entry(chance: float, path: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         return (-chance * accuracy[len(path) - 1][path[-1]], path)
@@ -93,7 +93,7 @@ def best_shape(accuracy: Sequence[Sequence[float]], nodes: int) -> Shape:
     while heap and len(chosen) < nodes:
         negative, path = heapq.heappop(heap)
         if not negative:
-            break  # the rest has no chance
+            break  # all other paths have chance 0
         chosen.append(path)
         above[path] = -negative
         depth = len(path)
@@ -107,9 +107,9 @@ def best_shape(accuracy: Sequence[Sequence[float]], nodes: int) -> Shape:
 def merge(
     candidates: Iterable[Sequence[int]], max_nodes: int | None = None, max_branch: int | None = None
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Tokens and parents of the trie over ``candidates``, in the order of first use, with at most
-    ``max_nodes`` nodes. Every candidate but the first adds at most ``max_branch`` nodes. Parents
-    are topologically ordered; -1 is the root."""
+    """Merge candidate continuations into a trie of at most ``max_nodes`` nodes: its tokens and
+    parents, in topological order, -1 for the root. Every candidate but the first adds at most
+    ``max_branch`` nodes."""
     tokens: list[int] = []
     parents: list[int] = []
     children: dict[tuple[int, int], int] = {}  # (parent, token) -> node

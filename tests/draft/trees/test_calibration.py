@@ -11,13 +11,13 @@ import torch
 from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 from paceline.core.tree import TokenTree
-from paceline.draft.trees.confidence import Confidence, Confidences
+from paceline.draft.trees.calibration import Calibration, Calibrations
 from paceline.model.backends.base import GrownTree
 
 
-def drafts(power: float, count: int) -> Confidence:
-    """After ``count`` chains of which a token of probability p is accepted with p ** power."""
-    confidence, rng = Confidence(), random.Random(1)
+def drafts(power: float, count: int) -> Calibration:
+    """The calibration after ``count`` chains whose tokens are accepted with chance p ** power."""
+    confidence, rng = Calibration(), random.Random(1)
     for _ in range(count):
         scores = [0.0]
         for _ in range(8):
@@ -43,7 +43,7 @@ def test_a_wanted_chance_as_a_probability_of_the_drafter() -> None:
 
 
 def test_drafts_that_are_never_refused_go_on_to_the_end() -> None:
-    confidence = Confidence()
+    confidence = Calibration()
     for _ in range(2000):
         confidence.learn([-1.0, -5.0], False)
     assert confidence.least(0.6) < 1e-30 and confidence.power > 0
@@ -74,7 +74,7 @@ TREE = GrownTree(
 def test_a_tree_tries_the_likeliest_child_of_each_node_of_the_path(
     path: tuple[int, ...], reached: int, tried: list[tuple[float, bool]]
 ) -> None:
-    drafter, expected, params = Confidences(), Confidence(), SamplingParams()
+    drafter, expected, params = Calibrations(), Calibration(), SamplingParams()
     drafter.proposed(7, params, TREE)
     drafter.observe([Commit(7, (1,) * (len(path) + 1), path, 5, 2, reached)])
     run: list[float] = []
@@ -86,4 +86,4 @@ def test_a_tree_tries_the_likeliest_child_of_each_node_of_the_path(
     if run:
         expected.learn(run, False)
     assert drafter.of(params).power == pytest.approx(expected.power)
-    assert drafter.of(SamplingParams(temperature=1.0)).power == Confidence().power
+    assert drafter.of(SamplingParams(temperature=1.0)).power == Calibration().power
