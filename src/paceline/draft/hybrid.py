@@ -160,9 +160,8 @@ class HybridDrafter(_Joined):
 
 
 class Router(_Joined):
-    """Gives each member the slices whose requests name it; requests that name no drafter get the
-    first member. All share the engine and its cache. A request with another name, such as "none",
-    is decoded without drafts."""
+    """Gives each member the slices whose requests name it; the first one gets those that name none.
+    All share the engine and its cache. Another name, such as "none", means no drafts."""
 
     name = "router"
 

@@ -47,8 +47,7 @@ class Matrix:
         self.known: set[int] = set()
 
     def grow(self, roots: Sequence[int], shape: Shape) -> torch.Tensor:
-        """Trees of tokens below each root, int64 ``[len(roots), len(shape)]``; tokens below one
-        without a row are 0."""
+        """int64 ``[len(roots), len(shape)]``: a tree below each root; 0 below unknown tokens."""
         device, k = self.candidates.device, self.candidates.shape[1]
         expanded = to_device(roots, device).unsqueeze(1)
         levels: list[torch.Tensor] = []

@@ -34,8 +34,7 @@ class Suffix(DraftSpec):
     """Options of suffix decoding. ``file``: earlier outputs, loaded if it exists. ``max_depth``:
     longest match, in tokens. A match of m tokens allows ``factor * m + offset`` nodes, at most
     ``nodes`` (None: draft length + 2), none less likely than ``min_prob``. ``max_tokens``: size of
-    the global tree (the earlier outputs); 0 or ``shared`` False (in specs ``global=off``) switches
-    it off."""
+    the global tree of outputs; ``shared`` False (in specs ``global=off``) or 0 switches it off."""
 
     kind = "suffix"
     page = "suffix.md"
@@ -176,8 +175,7 @@ class SuffixDrafter(IndexedDrafter):
 
     def save(self, path: str | Path | None = None) -> Path:
         """Write the memory, by default to the spec's file: safetensors with ``vocab_size`` and the
-        texts as int32 ids, oldest first, with -1 after each. Raises ConfigError if there is no path
-        at all, WriteError."""
+        texts as int32 ids, oldest first, -1 after each. ConfigError without path, WriteError."""
         target = self._file if path is None else Path(path)
         if target is None:
             raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")

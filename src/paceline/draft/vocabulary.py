@@ -153,8 +153,7 @@ def shared_ids(target: TokenTexts, draft: TokenTexts) -> dict[int, int]:
 def shared_token_share(
     target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sample: str
 ) -> float:
-    """Share of a text's tokens that both vocabularies have, in the target's or the draft's tokens,
-    whichever is less."""
+    """Share of a text's tokens that both vocabularies have (the lower of the two shares)."""
 
     def share(ids: Sequence[int], common: set[int]) -> float:
         return sum(index in common for index in ids) / max(1, len(ids))

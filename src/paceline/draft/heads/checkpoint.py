@@ -114,9 +114,8 @@ class Checkpoint:
 
 def read_checkpoint(source: str | Checkpoint, files: Sequence[str], noun: str) -> Checkpoint:
     """Read config.json and the first of ``files`` that exists in a folder, built-in or hub name.
-    Pickled files may hold only tensors. A Checkpoint is taken as it is: its tensors, except tables
-    of token ids, may be on the meta device; a head made of it is then, too. Raises
-    ModelLoadError."""
+    Pickled files may hold only tensors. A Checkpoint is taken as it is; its tensors, except token
+    ids, may be on the meta device, and then its head is, too. Raises ModelLoadError."""
     if isinstance(source, Checkpoint):
         return replace(source, noun=noun)
     name = source
@@ -301,8 +300,7 @@ def shape_of(
 
 
 def draft_ids(title: str, config: HeadShape, tensors: HeadTensors) -> torch.Tensor:
-    """The target ids of the draft vocabulary, ascending; brings the tensors into that order. Raises
-    ModelLoadError."""
+    """The target ids of the draft vocabulary, ascending; sorts the tensors. ModelLoadError."""
     count, vocab = config.columns, config.vocab_size
     offsets = tensors.get("d2t")
     if offsets is None and count != vocab:

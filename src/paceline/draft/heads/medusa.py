@@ -211,8 +211,7 @@ class MedusaDrafter:
     # -- observing ---------------------------------------------------------------------------
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
-        """Store the hidden state from which each commit's last token was chosen, for sequences that
-        may draft."""
+        """Store the hidden state from which each commit's last token was chosen."""
         for commit in commits:
             if commit.seq_id in self._seen:
                 row = commit.row + commit.scheduled + (commit.path[-1] if commit.path else -1)

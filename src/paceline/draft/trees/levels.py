@@ -131,8 +131,7 @@ class LevelDrafter(ABC):
 
     @property
     def ends_early(self) -> bool:
-        """Whether trees end where acceptance is unlikely; level by level that would wait for the
-        device."""
+        """Whether trees end where acceptance is unlikely (by levels it would wait for a device)."""
         return self.growth is not None and self.stop > 0
 
     def _rows_for_nodes(self, length: int) -> int:

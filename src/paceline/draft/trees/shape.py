@@ -107,9 +107,8 @@ def best_shape(accuracy: Sequence[Sequence[float]], nodes: int) -> Shape:
 def merge(
     candidates: Iterable[Sequence[int]], max_nodes: int | None = None, max_branch: int | None = None
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Merge candidate continuations into a trie of at most ``max_nodes`` nodes: its tokens and
-    parents, in topological order, -1 for the root. Every candidate but the first adds at most
-    ``max_branch`` nodes."""
+    """Merge candidates into a trie of at most ``max_nodes`` nodes: its tokens and parents, -1 for
+    the root. Every candidate but the first adds at most ``max_branch`` nodes."""
     tokens: list[int] = []
     parents: list[int] = []
     children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
