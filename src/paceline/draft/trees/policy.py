@@ -45,7 +45,9 @@ class GrammarChain(GrowingTree):
         constraint = self.item.seq.constraint
         assert constraint is not None
         forced: Sequence[int] | None = ()
-        while len(self._path) < max_length and (forced := constraint.forced_tokens(tuple(self._path))):
+        while len(self._path) < max_length and (
+            forced := constraint.forced_tokens(tuple(self._path))
+        ):
             self._path += forced[: max_length - len(self._path)]
         self._scores += [score] * (len(self._path) - len(self._scores))
         return forced is not None
