@@ -19,21 +19,21 @@ _MOST_SHOWN = 160  # characters of a server's error
 
 
 class RequestRefusedError(Exception):
-    """The server answered with an error of the request's (4xx): it may not know the feature."""
+    """The server refused the request (4xx): it may not support a field."""
 
 
 class ServerFailedError(Exception):
-    """The server did not answer, or with an error of its own (5xx), or not in the protocol."""
+    """The server did not answer, failed (5xx), or its answer is not valid in the protocol."""
 
 
 class ServerTimeoutError(ServerFailedError):
-    """Nothing came in time."""
+    """The server did not answer in time."""
 
 
 @dataclass(frozen=True)
 class OpenAIClient:
-    """A server at ``url``, which ends in its version. ``timeout``: seconds until something comes.
-    ``fields`` go into every body, the model's name among them. All methods raise
+    """A server at ``url``, which ends in the API version. ``timeout``: seconds without any data.
+    ``fields`` are added to every request, the model's name among them. All methods raise
     RequestRefusedError and ServerFailedError."""
 
     url: str
@@ -43,7 +43,7 @@ class OpenAIClient:
 
     @classmethod
     def at(cls, url: str, key: str | None = None, timeout: float = 120.0) -> OpenAIClient:
-        """``url``: with its version or without, which is /v1 then. Raises ConfigError."""
+        """A client for ``url``, to which /v1 is added if it has no version. Raises ConfigError."""
         try:
             parts = urlsplit(url)
             known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -60,7 +60,7 @@ class OpenAIClient:
         return [model for model in listed or () if isinstance(model, dict) and "id" in model]
 
     def answer(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What is posted to a path, or with None what is there."""
+        """The answer to a POST of ``body``, or to a GET without a body."""
         with _failing(), self._open(path, body) as response:
             answer = json.load(response)
         if not isinstance(answer, dict):
@@ -94,7 +94,7 @@ class OpenAIClient:
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """Errors of the connection and of the protocol as the two of this module."""
+    """Translate errors of connection and protocol into the exceptions of this module."""
     try:
         yield
     except HTTPError as error:

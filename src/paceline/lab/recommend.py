@@ -1,8 +1,9 @@
-"""``paceline recommend``: what a model would run at on this processor, from its headers.
+"""``paceline recommend``: estimates how fast a model would run on this machine, from its headers.
 
-A Llama of the model's width, with random weights and at most ``_PARAMETERS`` numbers, is measured
-in 16, 8 and 4 bits as targets are at start-up. A forward of the model takes as much longer as it
-reads more bytes. What the engine adds is measured on the embedded toy; memory is the doctor's.
+A Llama of the model's width, with random weights and at most ``_PARAMETERS`` parameters, is
+measured in 16, 8 and 4 bits, as targets are at start-up. Its forward times are scaled by the bytes
+that the model reads. The engine's overhead is measured on the embedded toy model; the memory is
+that of the doctor.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
 
 _PARAMETERS = 1 << 26  # of the sample: in 4 bits 50 MB, more than most caches hold
-_WIDEST, _HEAD = 2048, 1 << 24  # of its layers, and numbers of its head
+_WIDEST, _HEAD = 2048, 1 << 24  # width of its layers at most, and parameters of its head
 _ROWS = (1, 3, 9, 17)
-_TIMES = 5  # of a forward; the median is what decoding meets beside other jobs
-_TOKENS = 48  # of the toy
-_CONTEXT = 4096  # tokens whose keys and values are counted
-_BUSY = 0.75  # of the threads' time that a measuring process gets, less than that
+_TIMES = 5  # measurements of a forward; the median includes the effect of other jobs
+_TOKENS = 48  # decoded with the toy
+_CONTEXT = 4096  # tokens for which the memory of keys and values is counted
+_BUSY = 0.75  # below this share of its threads' time the process was disturbed by others
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class PricedForm:
-    """One way to run a model. ``precision``: what its weights are rounded to when it is loaded,
-    None if they stay. ``rate``: tokens a second. ``memory``: bytes of weights, cache and process;
-    ``loading``: at the most, while it is loaded."""
+    """One way to run a model. ``precision``: to what its weights are quantised when it is loaded,
+    None for none. ``rate``: tokens per second. ``memory``: bytes of weights, cache and process;
+    ``loading``: the peak while the model is loaded."""
 
     name: str
     precision: str | None
@@ -69,7 +70,7 @@ class PricedForm:
 
     @property
     def flags(self) -> str:
-        """Of a command. Drafts are left to ``auto``, which is no slower than plain decoding."""
+        """Options of a command. The draft is ``auto``, which is no slower than plain decoding."""
         return f" --quantize {self.precision}" if self.precision else ""
 
 
@@ -88,8 +89,8 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Recommendation:
-    """``memory``: bytes that the process may take. ``auto``: what that is composed of. ``got``: the
-    share of its threads' time that the process got while it measured."""
+    """``memory``: bytes that the process may use. ``auto``: the drafters that "auto" stands for.
+    ``got``: the share of its threads' time that the process got while it measured."""
 
     model: str
     memory: int
@@ -110,7 +111,7 @@ class Recommendation:
 
     @property
     def notes(self) -> list[str]:
-        """What the table does not say."""
+        """Advice that is not in the table."""
         notes, best = [self.auto.line()], self.best
         write = f"paceline quantize {self.model} --out FOLDER --to"
         for form in self.forms:
@@ -118,10 +119,10 @@ class Recommendation:
                 notes.append(f"{form.name}: round it on a larger machine: {write} {form.precision}")
             if best is not None and form.fits and form.rate > best.rate:
                 times = f"{form.rate / best.rate:.1f} times as fast as {best.name}"
-                notes.append(f"{form.name}: {times}, but the text of rounded weights:{form.flags}")
+                notes.append(f"{form.name}: {times}, but rounding changes its text:{form.flags}")
         if self.got < _BUSY:
             notes.append(
-                f"other work took {1 - self.got:.0%} of the processors: run it again without"
+                f"other programs took {1 - self.got:.0%} of the processors: close them, and repeat"
             )
         if best is None:
             notes.append("nothing fits: use --offload disk, or a GGUF file of the model in 4 bits")
@@ -129,7 +130,7 @@ class Recommendation:
 
     @property
     def lines(self) -> list[str]:
-        """To paste: a chat, a server, Python."""
+        """Commands and code to copy: a chat, a server, Python."""
         if (best := self.best) is None:
             return []
         keyword = f", quantize={best.precision!r}" if best.precision else ""
@@ -147,8 +148,8 @@ class Recommendation:
 
 
 def recommend(name: str, memory: int | None = None) -> Recommendation:
-    """``memory``: bytes that the process may take, by default what is free. Raises ModelLoadError
-    and UnsupportedModelError."""
+    """Estimate speed and memory of each form. ``memory``: bytes that the process may use (default:
+    all that are free). Raises ModelLoadError and UnsupportedModelError."""
     limit_threads()
     model = _model(name)
     options = (EngineOptions(device="cpu", quantize=precision) for precision in (None, *BITS))
@@ -214,7 +215,7 @@ def _read_bytes(model: Model, setting: Setting) -> float:
 
 
 def _sample(model: Model, dtype: torch.dtype) -> CausalModel:
-    """A Llama as wide as the model within limits, and as deep as ``_PARAMETERS`` allow."""
+    """A Llama with the model's width, within limits, and as deep as ``_PARAMETERS`` allows."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width = max(64, min(_WIDEST, model.hidden_size) // 64 * 64)
@@ -257,7 +258,7 @@ def _price(sample: CausalModel, precision: str | None) -> tuple[CostCurve, float
 
 
 def _added() -> float:
-    """Seconds of a plain step beside its forward: the engine's, whatever the model."""
+    """Seconds of a plain step outside its forward: overhead of the engine, for any model."""
     toy = LLM(EMBEDDED, "none", device="cpu", max_batch_size=1)
     params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
     drive = Drive(toy.engine, [sequence([1], params)]).run()
@@ -266,8 +267,8 @@ def _added() -> float:
 
 
 def _drafted(spec: DraftSpec, step: CostCurve, passes: CostCurve) -> float:
-    """Tokens a second at the draft length that promises most, by the drafter's prior acceptance and
-    its own end where it is unsure."""
+    """Tokens per second at the best draft length, expected from the drafter's prior acceptance, for
+    a drafter that ends a draft early when it is unsure."""
     lengths = tuple(range(spec.deepest + 1))
     costs = DrafterCosts(lengths, lengths, passes, ends_early=True, prior=spec.acceptance)
     cost = CostModel(TargetCosts((1,), (step,)), {spec.kind: costs})

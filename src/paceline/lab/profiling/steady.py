@@ -1,5 +1,5 @@
-"""Steady decoding: sequences that are past their prompts and past the first, slower steps; by
-itself or under ``torch.profiler``."""
+"""Runs of steady decoding (after prefill and the first, slower steps), timed or under
+``torch.profiler``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from paceline.files import check_writable, replace_files, write_errors
 from paceline.lab.profiling.limits import is_kernel
 from paceline.llm import LLM
 
-WARM_UP = 12  # steps: kernels are chosen, and an adaptive draft length has found its place
-FEWEST = 5  # steps: fewer say nothing of a steady state
+WARM_UP = 12  # steps after which kernels are chosen and an adaptive draft length has settled
+FEWEST = 5  # steps that a measurement needs
 _TOKENS_A_STEP = 17  # at most, with an adaptive draft length
-# Methods of an engine, and the phase that each belongs to.
+# Methods of the engine, with the phase that each belongs to.
 _METHODS = {"draft": "draft", "observe": "draft", "forward": "target"}
 _METHODS |= {"verify": "verify", "step": "step"}
 
@@ -37,8 +37,8 @@ Enter = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Some steady steps. ``busy``: share of the time in which this thread had no processor; 0 on
-    devices. ``drafters``, ``not_drafted``: as in RunProfile."""
+    """A run of steady steps. ``busy``: share of the time in which this thread did not run, because
+    others had the processor; 0 on devices. ``drafters``, ``not_drafted``: see RunProfile."""
 
     sums: StepSums
     busy: float
@@ -53,9 +53,10 @@ def run(
     around: Enter | None = None,
     inside: AbstractContextManager[Any] | None = None,
 ) -> Stretch:
-    """``steps`` steady steps, or as many as there is room for; the same ones each time.
-    ``around("step")`` is entered around every step, and ``around(phase)`` around its phases;
-    ``inside`` once around all. Raises ConfigError if fewer than ``FEWEST`` fit."""
+    """Decode ``steps`` steady steps, or as many as fit into the context; every call decodes the
+    same. The context manager ``around("step")`` is entered around every step, ``around(phase)``
+    around its phases, and ``inside`` once around all steps. Raises ConfigError if fewer than
+    ``FEWEST`` steps fit."""
     most = (WARM_UP + steps) * _TOKENS_A_STEP
     rooms = [llm.max_model_len - len(ids) for ids in prompts]
     params = [SamplingParams(max_tokens=min(most, room), ignore_eos=True) for room in rooms]
@@ -100,7 +101,7 @@ def _too_few(steps: int, room: int) -> ConfigError:
 
 @contextmanager
 def _entered(llm: LLM, around: Enter) -> Iterator[None]:
-    """Enter ``around`` in the engine's steps and phases, of which its loop knows nothing."""
+    """Wrap the engine's methods so that ``around`` is entered in its steps and phases."""
 
     def call(phase: str, method: Callable[..., Any], *args: Any) -> Any:
         with around(phase):
@@ -120,9 +121,9 @@ PREFIX = "paceline: "  # of the ranges in the trace
 
 @dataclass
 class Share:
-    """What one phase did under the profiler, in all steps. Seconds: ``wall`` of the phase,
-    ``called`` within operators that Python called, ``kernel_seconds`` within products and attention
-    (``kernel_calls`` of them), ``device`` of a GPU."""
+    """Seconds of one phase under the profiler, over all steps: ``wall`` in all, ``called`` within
+    operators that Python called, ``kernel_seconds`` within matrix products and attention (in
+    ``kernel_calls`` calls), and ``device`` on a GPU."""
 
     wall: float = 0.0
     called: float = 0.0
@@ -133,9 +134,9 @@ class Share:
     def split(
         self, seconds: float, product_seconds: float, steps: int
     ) -> tuple[float, float, float]:
-        """``seconds`` of the phase in a step as those in kernels, in calling operators, and between
-        operators. A call of a product or an attention costs ``product_seconds``. On CUDA kernels
-        are what the device did in ``steps``; the rest goes by the host's shares."""
+        """Split the ``seconds`` of a phase in a step into time in kernels, in calling operators,
+        and in Python between operators. The overhead of a kernel call is ``product_seconds``. On
+        CUDA the kernel time is the device's in ``steps``; the rest is split as on the host."""
         if self.wall <= 0:
             return 0.0, 0.0, seconds
         called = min(self.called, self.wall)
@@ -149,15 +150,15 @@ class Share:
 
 
 def check_path(path: str | Path) -> None:
-    """Refuse a trace of unknown kind, or over a file that is none of ours, before the work.
-    Raises ConfigError."""
+    """Check the path of a trace before measuring. Raises ConfigError on another suffix, or if the
+    file exists and is no trace of ours."""
     if not str(path).endswith((".json", ".json.gz")):
         raise ConfigError(f"trace {str(path)!r}: end its name in .json or .json.gz")
     check_writable(path, "the trace", is_trace)
 
 
 def is_trace(file: Path) -> bool:
-    """Whether ``profiled`` wrote a file: it holds the ranges that stand for our phases."""
+    """Whether ``profiled`` wrote a file: it contains the ranges named after our phases."""
     content = file.read_bytes()
     return f'"{PREFIX}'.encode() in (gzip.decompress(content) if file.suffix == ".gz" else content)
 
@@ -186,21 +187,21 @@ def _export(recorder: Any, path: Path) -> None:
             raw = Path(made, "trace.json")
             recorder.export_chrome_trace(str(raw))
             content = raw.read_bytes() if raw.exists() else b""
-        if not content.rstrip().endswith(b"}"):  # its library says nothing when the disk is full
+        if not content.rstrip().endswith(b"}"):  # the profiler raises nothing on a full disk
             raise OSError(errno.ENOSPC, "the profiler wrote no whole trace, as on a full disk")
     packed = gzip.compress(content) if path.suffix == ".gz" else content
     replace_files({path: packed}, "the trace", is_trace)
 
 
 def shares(events: Iterable[Any]) -> dict[str, Share]:
-    """By phase; what is in a step, but in no phase of it, is "other". Of steps that called the same
-    operators the median one counts, as often as there are such, so that a slow call is not blamed
-    on its operator, and a step with a draft not taken for one without."""
+    """The shares by phase; "other" is what is in a step but in no phase. Steps that called the same
+    operators are grouped, and each group counts with its median, so that one slow call does not
+    distort the figures and steps with and without drafts are kept apart."""
     of_steps: defaultdict[str, defaultdict[int, Share]] = defaultdict(lambda: defaultdict(Share))
     called: defaultdict[int, list[str]] = defaultdict(list)  # operators, by the share they are in
 
     def share(event: Any) -> Share:
-        """Of the phase and step whose range an event is."""
+        """The share of the phase and step that the event is the range of."""
         name = event.name.removeprefix(PREFIX)
         if name == "step":
             return of_steps["other"][id(event)]
@@ -235,7 +236,7 @@ def shares(events: Iterable[Any]) -> dict[str, Share]:
 
 
 def _typical(steps: Iterable[tuple[tuple[str, ...], Share]]) -> Share:
-    """The sum over steps, each as the median of those that called the same operators."""
+    """The sum over steps, each replaced by the median of the steps with the same operators."""
     alike: defaultdict[tuple[str, ...], list[tuple[float, ...]]] = defaultdict(list)
     for operators, share in steps:
         alike[operators].append(astuple(share))

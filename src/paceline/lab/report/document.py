@@ -1,6 +1,6 @@
-"""The parts of a report: sections of tables and paragraphs. A command builds one
-``Report``, prints it and, if asked, writes it to a file (render.py). What is measured is said once,
-as columns, for JSON and for tables."""
+"""The parts of a report: sections of tables and paragraphs. A command builds one ``Report``, prints
+it and, if asked, writes it to a file (render.py). Columns define figures once, for JSON and for
+tables."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NOTES = read_toml(Path(__file__).with_name("notes.toml"), "the notes of reports"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under ``columns``; numbers stand to the right, None is an empty cell. ``note``
-    stands below. Floats are shown with three digits."""
+    """Rows of cells under ``columns``; numbers are aligned right, None is an empty cell, floats are
+    shown with three digits. ``note`` is printed below the table."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -52,7 +52,7 @@ class Section:
 
 @dataclass
 class Report:
-    """A title and sections, in the order in which they come."""
+    """A title and sections, in order."""
 
     title: str
     sections: list[Section] = field(default_factory=list)
@@ -68,18 +68,19 @@ def show(cell: Cell) -> str:
 
 
 def is_number(cell: Cell) -> bool:
-    """Whether a cell belongs to the right: a number, perhaps with a unit (1.83x, 12 ms, 4 %)."""
+    """Whether a cell is aligned right: a number, perhaps with a unit (1.83x, 12 ms, 4 %)."""
     if isinstance(cell, str):
         return bool(cell) and (cell[0].isdigit() or (cell[0] in "+-±<" and len(cell) > 1))
     return cell is not None
 
 
-# An acceptance where there was a drafter that drafted nothing.
+# Shown as the acceptance rate of a drafter that drafted nothing.
 NONE_TRIED = "none tried"
 
 
 def untried(reasons: Iterable[Mapping[str, int]]) -> str:
-    """The note beside such a table, from ``not_drafted`` of those that drafted nothing."""
+    """The note for a table with ``NONE_TRIED``, with the most frequent reason in ``reasons``, the
+    ``not_drafted`` counts of the drafters that drafted nothing."""
     counts = sum(map(Counter, reasons), Counter[str]())
     why = "".join(f" ({reason})" for reason, _ in counts.most_common(1))
     return f"{NONE_TRIED}: no draft was tried{why}."
@@ -91,12 +92,12 @@ share = "{:.0%}".format
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits, without a unit: the heading has it."""
+    """Milliseconds with three digits, without the unit, which is in the heading."""
     return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
 def size(count: float) -> str:
-    """Bytes by powers of 1000, as bandwidths are."""
+    """Bytes with decimal units (powers of 1000), like bandwidths."""
     return decimal(round(count))
 
 
@@ -106,7 +107,7 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median over rounds, the lowest and the highest."""
+    """The median over rounds, with the lowest and the highest value."""
 
     median: float
     low: float
@@ -117,15 +118,16 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def shown(self, digits: int, unit: str = "") -> str:
-        """Half of what lies between the lowest and the highest round stands beside the median."""
+        """The median ± half of the range between the lowest and the highest round."""
         half = (self.high - self.low) / 2
         return f"{self.median:.{digits}f}{unit}" + (f" ±{half:.{digits}f}" if half else "")
 
 
 class Column(NamedTuple):
-    """A figure of an item: its key in JSON, its heading in a table, and how it is shown there.
-    ``path``: the attributes, or keys of mappings, that lead to it; "" is the item itself, None the
-    key. Without a key or a heading it is left out there. What is None is an empty cell."""
+    """A figure of an item: its key in JSON and its heading in tables; without a key or a heading it
+    is left out there. ``path``: the dotted attributes or mapping keys that lead to the value; "" is
+    the item itself, None means the same as the key. ``shown`` and ``stored`` convert the value for
+    tables and for JSON. None is an empty cell."""
 
     key: str
     heading: str = ""
@@ -145,7 +147,7 @@ class Column(NamedTuple):
 
 
 def record_of(item: Any, columns: Sequence[Column]) -> dict[str, Any]:
-    """What JSON has of an item."""
+    """The JSON object of an item: the columns with a key."""
     return {c.key: c.stored(c.value(item)) for c in columns if c.key}
 
 
