@@ -26,7 +26,7 @@ from support.command_lines import paceline
 
 @pytest.fixture(autouse=True)
 def nothing_asked_yet() -> None:
-    names._ask.cache_clear()
+    names._download.cache_clear()
 
 
 @pytest.fixture

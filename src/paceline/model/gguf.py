@@ -1,7 +1,7 @@
-"""GGUF files, llama.cpp's format: read by transformers and dequantised, refused in one line.
+"""GGUF files, the format of llama.cpp. transformers reads and dequantises them.
 
-The metadata is read first, so that a file that cannot be loaded is refused before its weights are
-read. Needs the extra ``paceline[gguf]``: the package ``gguf``.
+The metadata is read first, so that a file that cannot be loaded is refused, in one line, before its
+weights are read. Needs the extra ``paceline[gguf]``: the package ``gguf``.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ _SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-_END_ROLES = ("eos", "eot", "eom")  # ends of a text, a turn, a message
+_END_ROLES = ("eos", "eot", "eom")  # end of text, of a turn, of a message
 ROPE_FACTORS = {f"rope_{kind}.weight" for kind in ("freqs", "factors_long", "factors_short")}
 PLAIN = {"F32", "F16", "BF16", "F64"}
 _UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
-# tokenizer.ggml.pre of files that llama.cpp splits by digits, then as GPT-2; or only as GPT-2.
+# Values of tokenizer.ggml.pre: llama.cpp splits text at single digits and then as GPT-2 does, or
+# only as GPT-2 does.
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _AS_GPT2 = {"gpt-2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file that a model's name means: the file, or the only one in a folder without a
-    config.json; None if it means none. Raises ModelLoadError if it may mean several."""
+    """The GGUF file that a model's name refers to: the file itself, or the only one in a folder
+    without a config.json; None if there is none. Raises ModelLoadError if there are several."""
     path = Path(name).expanduser()
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         return path
@@ -58,7 +59,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def require_gguf(purpose: str) -> None:
-    """Raises ModelLoadError where the extra is not installed."""
+    """Raises ModelLoadError if the package gguf is not installed."""
     try:
         importlib.import_module("gguf")
     except ImportError:
@@ -69,16 +70,16 @@ def require_gguf(purpose: str) -> None:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file's metadata. ``types``: counts of tensors by quantisation, the most frequent first."""
+    """A file's metadata. ``types``: tensors by quantisation type, the most frequent type first."""
 
     path: Path
     fields: Mapping[str, Any]
     types: Mapping[str, int]
     parameters: int
     stored_bytes: int
-    vocabulary: int  # tokens
-    names: frozenset[str]  # of the tensors
-    rope_factors: Mapping[str, list[float]]  # tensors that stretch rotary positions, by name
+    vocab_size: int
+    tensor_names: frozenset[str]
+    rope_factors: Mapping[str, list[float]]  # tensors that scale RoPE frequencies, by name
 
     @property
     def architecture(self) -> str:
@@ -86,34 +87,34 @@ class GgufFile:
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """Its quantised types."""
+        """The quantised types among ``types``."""
         return tuple(name for name in self.types if name not in PLAIN)
 
     @cached_property
     def end_tokens(self) -> list[int]:
-        """Ids that end an answer."""
+        """Ids of the tokens that end an answer."""
         ids = [self.fields.get(f"tokenizer.ggml.{role}_token_id") for role in _END_ROLES]
         return list(dict.fromkeys(int(token) for token in ids if token is not None))
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Its sampling options by the names of a generation config."""
+        """The file's sampling options under their names in a generation config."""
         options: dict[str, Any] = {}
         for name, key in _SAMPLING.items():
             value = self.fields.get(f"general.sampling.{key}")
-            if value is not None:  # float32: 0.95 and not 0.94999998
+            if value is not None:  # stored as float32: six digits make 0.94999998 0.95
                 options[name] = int(value) if name == "top_k" else float(f"{value:.6g}")
         return options and options | {"do_sample": options.get("temperature") != 0}
 
     @property
     def pre_tokenizer(self) -> str | None:
-        """Name of the way in which text is split before merges, if the file states one."""
+        """Name of the pre-tokenizer, which splits text before merges, if the file states one."""
         name = self.fields.get("tokenizer.ggml.pre")
         return None if name is None else str(name)
 
     @property
-    def splits_otherwise(self) -> bool:
-        """Whether that way is unknown to us and to transformers."""
+    def has_unknown_pre_tokenizer(self) -> bool:
+        """Whether neither we nor transformers know the file's pre-tokenizer."""
         known = {None, *_DIGITS_APART, *_AS_GPT2}
         known |= {*_of_transformers("gguf.gguf_tokenizer_mapping", "GGUF_PRE_TOKENIZER_SPLITS")}
         return self.is_byte_level and self.pre_tokenizer not in known
@@ -124,8 +125,8 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read a file's metadata. Raises ModelLoadError (no such file, no GGUF, damaged, no extra
-    installed), UnsupportedModelError (an architecture or a quantisation that is not read)."""
+    """Read a file's metadata. Raises ModelLoadError (no such file, not a GGUF file, damaged, or the
+    package gguf missing), UnsupportedModelError (unknown architecture or quantisation type)."""
     if not path.is_file():
         raise ModelLoadError(f"GGUF file {path} does not exist; check the path")
     require_gguf("to read GGUF files")
@@ -133,7 +134,7 @@ def read_gguf(path: Path) -> GgufFile:
     return _read(path.absolute(), status.st_mtime_ns, status.st_size)
 
 
-@lru_cache(maxsize=4)  # a vocabulary takes seconds, and model and tokenizer both ask
+@lru_cache(maxsize=4)  # reading a vocabulary takes seconds, and model and tokenizer both need it
 def _read(path: Path, modified: int, size: int) -> GgufFile:
     from gguf import GGUFReader, dequantize
 
@@ -143,11 +144,11 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
             fields = {
                 key: field.contents()
                 for key, field in reader.fields.items()
-                if len(field.types) < 2 or not key.startswith("tokenizer.")  # not its long lists
+                if len(field.types) < 2 or not key.startswith("tokenizer.")  # skip its long arrays
             }
     except OSError as error:
         raise ModelLoadError(f"GGUF file {path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # numpy's and struct's, of whatever the bytes lead to
+    except Exception as error:  # numpy and struct raise various errors on damaged bytes
         kind = _UNKNOWN_TYPE.search(str(error))
         if kind is not None:
             raise UnsupportedModelError(
@@ -165,8 +166,8 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
         types=dict(Counter(tensor.tensor_type.name for tensor in tensors).most_common()),
         parameters=sum(int(tensor.n_elements) for tensor in tensors),
         stored_bytes=sum(int(tensor.n_bytes) for tensor in tensors),
-        vocabulary=0 if tokens is None else len(tokens.data),
-        names=frozenset(tensor.name for tensor in tensors),
+        vocab_size=0 if tokens is None else len(tokens.data),
+        tensor_names=frozenset(tensor.name for tensor in tensors),
         rope_factors={t.name: dequantize(t.data, t.tensor_type).tolist() for t in factors},
     )
     _check(file, reader)
@@ -174,7 +175,7 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
 
 
 def _check(file: GgufFile, reader: GGUFReader) -> None:
-    """Refuse by name what transformers or the gguf package cannot read."""
+    """Raises ModelLoadError or UnsupportedModelError for a file that cannot be loaded."""
     name = file.fields.get("general.architecture")
     if not isinstance(name, str):
         raise ModelLoadError(f"GGUF file {file.path} names no architecture; it holds no model")
@@ -210,8 +211,9 @@ def _check(file: GgufFile, reader: GGUFReader) -> None:
 
 @contextmanager
 def dequantising(path: Path) -> Iterator[None]:
-    """A stage in place of transformers' own bar. gguf's table of names is cached meanwhile, as
-    transformers asks for it once a submodule: 25 of 27 s for a model of 46 layers."""
+    """A context in which transformers' progress bar is replaced by a stage, and gguf's table of
+    tensor names is cached: transformers builds it for every submodule, which took 25 of 27 s for a
+    model of 46 layers."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reader
 
@@ -232,7 +234,7 @@ def dequantising(path: Path) -> Iterator[None]:
 
 
 def architectures() -> frozenset[str]:
-    """The names that transformers reads from GGUF."""
+    """Names of the architectures that transformers reads from GGUF."""
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     new = _of_transformers("gguf", "GGUF_ARCHS")
@@ -240,7 +242,7 @@ def architectures() -> frozenset[str]:
 
 
 def _of_transformers(module: str, name: str) -> Iterable[str]:
-    """A table of the integrations of transformers; empty in a version without it."""
+    """A table of ``transformers.integrations``; empty in versions that do not have it."""
     with suppress(ImportError, AttributeError):
         table: Iterable[str] = getattr(
             importlib.import_module(f"transformers.integrations.{module}"), name
@@ -250,7 +252,7 @@ def _of_transformers(module: str, name: str) -> Iterable[str]:
 
 
 def _dequantisable(kind: str) -> bool:
-    """Tried on one block of zeros, as the package has no public list."""
+    """Whether the gguf package dequantises a type; tried on a block of zeros, as it has no list."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
@@ -263,13 +265,13 @@ def _dequantisable(kind: str) -> bool:
     return True
 
 
-def fixed_tokenizer(backend: Tokenizer, file: GgufFile) -> Tokenizer:
-    """The tokenizer, splitting text as the file says, without tokens that the file does not hold:
+def corrected_tokenizer(backend: Tokenizer, file: GgufFile) -> Tokenizer:
+    """The tokenizer with the file's pre-tokenizer, and without tokens that the file does not have:
     transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary."""
     from tokenizers import Tokenizer, pre_tokenizers
 
     content = json.loads(backend.to_str())
-    added = [token for token in content["added_tokens"] if token["id"] < file.vocabulary]
+    added = [token for token in content["added_tokens"] if token["id"] < file.vocab_size]
     if len(added) < len(content["added_tokens"]):
         backend = Tokenizer.from_str(json.dumps({**content, "added_tokens": added}))
     if file.pre_tokenizer in _DIGITS_APART and file.is_byte_level:

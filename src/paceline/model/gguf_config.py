@@ -1,23 +1,24 @@
-"""Metadata of a GGUF file that transformers does not read.
+"""Metadata of a GGUF file that transformers ignores.
 
-transformers takes the sizes and leaves the rest at an architecture's defaults: rope scaling, its
-tensors of factors, windows, soft caps, scales. Here every key of the architecture is read into the
-config or refused by its name.
+transformers reads the sizes, and leaves the rest at the architecture's defaults: RoPE scaling, its
+factor tensors, windows, soft caps, scales. Here every key of the architecture is either read into
+the config or refused by name.
 
 ======================================  =======================================================
-key, after the architecture's name      goes to
+key, without the architecture's name    goes to
 ======================================  =======================================================
 ``rope.freq_base``, ``_swa``            ``rope_theta``, of sliding layers
 ``rope.scaling.*``                      ``rope_parameters``: linear, yarn, longrope
-tensor ``rope_freqs``                   ``rope_parameters``: llama3, whose options it must equal
+tensor ``rope_freqs``                   ``rope_parameters``: llama3, if it equals its factors
 tensors ``rope_factors_long, _short``   ``rope_parameters``: longrope
 ``rope.dimension_count``                ``partial_rotary_factor``
 ``attention.sliding_window``            ``sliding_window``
 ``attention.sliding_window_pattern``    ``layer_types``
-``attention.scale``                     ``query_pre_attn_scalar``; Gemma's 27B have it without
+``attention.scale``                     ``query_pre_attn_scalar``; implied for Gemma's 27B
 ======================================  =======================================================
 
-(The keys: gguf-py's constants; their meaning: llama.cpp's conversion scripts and hyperparameters.)
+(The keys are from gguf-py's constants, their meaning from llama.cpp's conversion scripts and
+hyperparameters.)
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from typing import Any, NoReturn
 from paceline.errors import UnsupportedModelError
 from paceline.model.gguf import GgufFile
 
-# Keys that the config does not need.
+# Keys that do not matter here.
 _HARMLESS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
-# Features that no model read here has: the only allowed values.
+# Features that are not implemented for GGUF: the only values allowed.
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "expert_count": (0,),
     "expert_used_count": (0,),
     "nextn_predict_layers": (0,),
 }
-# Numbers that transformers does not read, and their possible names in a config.
+# Numbers that transformers does not read, and the names that they may have in a config.
 _NUMBERS = {
     "attention.key_length": ("head_dim",),
     "attention.layer_norm_epsilon": ("norm_eps", "norm_epsilon", "layer_norm_epsilon"),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
-_WINDOWED = {"phi3", "starcoder2"}  # in all layers alike; Gemma's have layer_types
+_WINDOWED = {"phi3", "starcoder2"}  # the same window in all layers; Gemma has layer_types
 _GEMMA = {"gemma2", "gemma3"}
-_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # recognised by these in llama.cpp, too
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # llama.cpp, too, recognises the 27B models by these
 _YARN = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -55,8 +56,8 @@ _LLAMA3_CONTEXT = 8192  # assumed by llama.cpp's converter
 
 
 def complete_config(config: Any, file: GgufFile) -> Any:
-    """The config that transformers read from ``file``, with what it left out. Raises
-    UnsupportedModelError that names a key whose meaning is not known here."""
+    """Complete ``config``, which transformers read from ``file``, by the keys that it ignored.
+    Raises UnsupportedModelError, naming the key, for a key or value that is not implemented."""
     keys = _Keys(file)
     changes = _numbers(config, keys) | _attention(config, keys)
     if getattr(config, "rope_parameters", None):
@@ -72,7 +73,8 @@ def complete_config(config: Any, file: GgufFile) -> Any:
 
 
 class _Keys:
-    """The keys of a file's architecture, without its name; those ``unread`` are refused at last."""
+    """The keys of a file's architecture, without its name. ``unread``: the keys that nobody has
+    read so far; those left at the end are refused."""
 
     def __init__(self, file: GgufFile) -> None:
         from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
@@ -90,22 +92,23 @@ class _Keys:
         self.unread -= {key for key, name in taken.items() if name is not None} & single
 
     def take(self, key: str) -> Any:
-        """The value, or None; it is read then."""
+        """The value or None; marks the key as read."""
         self.unread.discard(key)
         return self.values.get(key)
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Refuse a value that is none of these; the key may be absent."""
+        """Refuse the file if the key has another value than these; it may be absent."""
         value = self.take(key)
         if value is not None and not any(_equal(value, other) for other in allowed):
             self.refuse(key)
 
     def width(self, config: Any) -> int:
+        """The width of an attention head."""
         width = self.values.get("attention.key_length") or getattr(config, "head_dim", None)
         return int(width or config.hidden_size // config.num_attention_heads)
 
     def refuse(self, key: str, why: str = "is not read here") -> NoReturn:
-        """``key``: of the architecture, or a tensor."""
+        """Raise UnsupportedModelError; ``key`` names a key of the architecture or a tensor."""
         what = f"sets {self.architecture}.{key} to {self.values.get(key)}, which"
         if key in self.file.rope_factors:
             what = f"holds the tensor {key},"
@@ -116,6 +119,7 @@ class _Keys:
 
 
 def _numbers(config: Any, keys: _Keys) -> dict[str, Any]:
+    """Sizes and caps that transformers does not read, as changes of the config."""
     changes: dict[str, Any] = {}
     for key, names in _NUMBERS.items():
         value = keys.values.get(key)
@@ -133,14 +137,14 @@ def _numbers(config: Any, keys: _Keys) -> dict[str, Any]:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """As float32, in which files hold numbers."""
+    """Whether two values are equal in float32, in which files store numbers."""
     if isinstance(value, float) and isinstance(other, (int, float)):
         return math.isclose(value, other, rel_tol=1e-6)
     return bool(value == other)
 
 
 def _attention(config: Any, keys: _Keys) -> dict[str, Any]:
-    """Windows, and the factor of scores."""
+    """Sliding windows, and the scaling of attention scores, as changes of the config."""
     context = keys.values.get("context_length") or config.max_position_embeddings
     window = keys.take("attention.sliding_window")
     if keys.architecture not in _GEMMA:
@@ -168,7 +172,7 @@ def _attention(config: Any, keys: _Keys) -> dict[str, Any]:
 
 
 def _rope(config: Any, keys: _Keys) -> dict[str, Any]:
-    """``rope_parameters``; nested by kinds of layers where they were."""
+    """The completed ``rope_parameters``; by layer type where they were so before."""
     parameters = config.rope_parameters
     sliding = parameters.get("sliding_attention")
     options = dict(parameters["full_attention"] if sliding else parameters)
@@ -189,6 +193,7 @@ def _rope(config: Any, keys: _Keys) -> dict[str, Any]:
 
 
 def _scaling(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The RoPE scaling, as entries of ``rope_parameters``; empty without scaling."""
     kind = keys.take("rope.scaling.type")
     factor = keys.take("rope.scaling.factor") or keys.take("rope.scale_linear") or 1.0
     original = keys.take("rope.scaling.original_context_length") or config.max_position_embeddings
@@ -228,7 +233,8 @@ def _longrope(keys: _Keys) -> dict[str, Any]:
 
 
 def _llama3(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options from which llama.cpp's converter made the factors, if they give the same."""
+    """The llama3 options from which llama.cpp's converter computed the tensor of factors. Refuses
+    the file if they give other factors."""
     factors = keys.file.rope_factors["rope_freqs.weight"]
     factor = max(factors)
     if factor == min(factors) == 1:
@@ -240,7 +246,7 @@ def _llama3(config: Any, keys: _Keys, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _llama3_factors(theta: float, width: int, factor: float) -> Sequence[float]:
-    """Divisors of the frequencies of a head of ``width`` numbers."""
+    """The factors by which Llama 3 divides the RoPE frequencies of a head of width ``width``."""
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     factors = []
     for pair in range(width // 2):

@@ -1,9 +1,9 @@
-"""Weights of a GGUF file kept in its blocks, without another rounding, in a module that
-transformers has dequantised. A tensor replaces a layer's weight only if its numbers are the same,
-so names and orders of rows need not be known here.
+"""Keep the weights of a GGUF file quantised, in a module that transformers has dequantised, without
+rounding them again. A tensor replaces a layer's weight only if both have the same numbers, so this
+file need not know how an architecture permutes rows.
 
 =====  =====  ============================================================================
-type   block  what a number is (d, m, dmin: half precision; sc, mn: whole numbers)
+type   block  value of a weight (d, m, dmin: float16; sc, mn: integers)
 =====  =====  ============================================================================
 Q8_0      32  ``d * q``, q in 8 bits
 Q4_0      32  ``d * (q - 8)``, q in 4 bits: inputs 0 to 15 in the low halves of bytes
@@ -12,7 +12,7 @@ Q4_K     256  ``d * sc * q - dmin * mn``, sc and mn (6 bits) of each 32 inputs
 Q6_K     256  ``d * sc * (q - 32)``, q in 6 bits, sc (8 bits) of each 16 inputs
 =====  =====  ============================================================================
 
-(ggml-common.h and ggml-quants.c of llama.cpp; the ``gguf`` package dequantises the same.)
+(From ggml-common.h and ggml-quants.c of llama.cpp; the ``gguf`` package dequantises alike.)
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.model.gguf import PLAIN, ROPE_FACTORS, GgufFile
 from paceline.model.quantised.weights import QuantisedLinear, QuantisedWeight
 
-_FREQUENCIES = ".attn_rot_embd.weight"  # in each layer of old files
-_HEAD, _EMBEDDING = "output", "token_embd"  # without a head, the embedding is used for both
+_FREQUENCIES = ".attn_rot_embd.weight"  # RoPE frequencies, in each layer of old files
+_HEAD, _EMBEDDING = "output", "token_embd"  # without "output" the head shares the embedding
 
 
 def check_all_tensors_used(file: GgufFile, hf: Any) -> None:
-    """Raises UnsupportedModelError that names a tensor of the file which is no weight of ``hf``."""
+    """Raises UnsupportedModelError, naming the tensor, if the file holds one that is no weight of
+    ``hf``."""
     names = _tensor_names(file.architecture, hf)
     if names is None:
         return
-    taken = {
+    used = {
         f"{names.get_name(stem)}.{suffix}"
         for stem, _, suffix in (name.rpartition(".") for name in hf.state_dict())
     }
-    unused = file.names - taken - ROPE_FACTORS
+    unused = file.tensor_names - used - ROPE_FACTORS
     left = sorted(name for name in unused if not name.endswith(_FREQUENCIES))
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -56,7 +57,7 @@ def check_all_tensors_used(file: GgufFile, hf: Any) -> None:
 
 
 def _tensor_names(architecture: str, hf: Any) -> Any | None:
-    """The gguf package's table of tensors' names by modules'; None for other architectures."""
+    """The gguf package's table from module names to tensor names; None if it has none."""
     import gguf
 
     number = next((n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
@@ -65,8 +66,9 @@ def _tensor_names(architecture: str, hf: Any) -> Any | None:
 
 
 def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
-    """Put the file's blocks into the linear layers of ``hf``; a line says which stay dequantised.
-    Raises ModelLoadError that names a tensor whose scales are no numbers."""
+    """Replace linear layers of ``hf`` by layers with the file's quantised blocks; a log line says
+    which ones stay dequantised. Raises ModelLoadError, naming the tensor, for scales that are NaN
+    or infinite."""
     from gguf import GGUFReader
 
     names = _tensor_names(architecture, hf)
@@ -85,7 +87,7 @@ def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
             weight = None
             if tensor is not None and kind in KINDS and module.in_features % 32 == 0:
                 blocks = weight_of_blocks(tensor.name, kind, tensor.data)
-                weight = _as_laid_out(blocks, module, config)
+                weight = _in_module_order(blocks, module, config)
             if weight is not None:
                 hf.set_submodule(name, QuantisedLinear(weight, module.bias))
             elif kind not in PLAIN:
@@ -96,23 +98,26 @@ def keep_blocks(path: Path, architecture: str, hf: Any) -> None:
         info(f"{path.name}: {sum(left.values())} of {len(layers)} layers are dequantised: {kinds}")
 
 
-def _as_laid_out(weight: QuantisedWeight, module: nn.Linear, config: Any) -> QuantisedWeight | None:
-    """The weight with its rows in the module's order; None if no order gives its numbers."""
-    wanted = module.weight.detach().float()
-    for order in _orders(weight.shape[0], config):
+def _in_module_order(
+    weight: QuantisedWeight, module: nn.Linear, config: Any
+) -> QuantisedWeight | None:
+    """The weight with its rows in the module's order; None if none gives the module's weight."""
+    dense = module.weight.detach().float()
+    for order in _row_orders(weight.shape[0], config):
         ordered = weight if order is None else weight.rows(order)
-        if ordered.shape == wanted.shape and _same(ordered.dense(), wanted):
+        if ordered.shape == dense.shape and _equal_in_bf16(ordered.dense(), dense):
             return ordered
     return None
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Up to the rounding of one of them to bf16."""
+def _equal_in_bf16(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two weights are equal, up to the rounding of one of them to bf16."""
     return float((a - b).norm()) <= 2**-7 * float(b.norm()) + 1e-12
 
 
-def _orders(rows: int, config: Any) -> Iterator[torch.Tensor | None]:
-    """Row orders: unchanged, or rotated pairs split into halves of a head as in transformers."""
+def _row_orders(rows: int, config: Any) -> Iterator[torch.Tensor | None]:
+    """Possible row orders. None: unchanged. Others take the two rows of each RoPE pair, which GGUF
+    stores side by side, to the two halves of a head, as transformers has them."""
     yield None
     for heads in (config.num_attention_heads, getattr(config, "num_key_value_heads", None)):
         if heads and rows % (2 * heads) == 0:
@@ -123,8 +128,8 @@ Array = np.ndarray[Any, Any]
 
 
 def weight_of_blocks(name: str, kind: str, data: Array) -> QuantisedWeight:
-    """The weight that ``data [out, bytes]`` of a tensor of type ``kind`` holds. Raises
-    ModelLoadError that names the tensor, where its scales are no numbers."""
+    """Read the weight from ``data [out, bytes]``, a tensor of type ``kind``. Raises ModelLoadError,
+    naming the tensor, for scales that are NaN or infinite."""
     read, size, inputs, bits, unsigned = KINDS[kind]
     blocks = np.ascontiguousarray(data).reshape(-1, size)
     codes, scales, offsets = read(blocks)
@@ -150,11 +155,12 @@ _Parts = tuple[Array, Array, Array | None]
 
 
 def _half(blocks: Array, at: int) -> Array:
+    """The float16 at byte ``at`` of each block."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
 def _nibbles(codes: Array) -> Array:
-    """Codes of bytes ``[blocks, parts, n]``: the low halves of a part, then the high ones."""
+    """4-bit codes of bytes ``[blocks, parts, n]``: of each part the low halves, then the high."""
     return np.concatenate([codes & 15, codes >> 4], -1).reshape(len(codes), -1).view(np.int8)
 
 
@@ -190,7 +196,7 @@ def _q6_k(blocks: Array) -> _Parts:
 
 
 _Kind = tuple[Callable[[Array], _Parts], int, int, int, bool]
-# By type: the reader, bytes and inputs of a block, bits of a code here, ``unsigned``.
+# By type: reader, bytes of a block, inputs of a block, bits of our codes, ``unsigned``.
 KINDS: dict[str, _Kind] = {
     "Q8_0": (_q8_0, 34, 32, 8, False),
     "Q4_0": (_q4_0, 18, 32, 4, False),

@@ -99,7 +99,7 @@ def _load_gguf(
     with quiet(), dequantising(path):
         options = read_config(name, str(path)) if config is None else config
         check_architecture(options)
-        check_sizes(name, options, len(file.names), file.parameters)
+        check_sizes(name, options, len(file.tensor_names), file.parameters)
         module = _load_weights(name, str(path), options, dtype, attention)
     if config is None:  # a given config may leave out layers of the file
         check_all_tensors_used(file, module)

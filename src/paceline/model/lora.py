@@ -1,4 +1,5 @@
-"""LoRA adapters from folders in peft's layout: adapter_config.json, adapter_model.safetensors."""
+"""Load LoRA adapters from folders in peft's layout: adapter_config.json and
+adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -21,20 +22,20 @@ from paceline.model.text_part import plain_name
 
 MAX_RANK = 64
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Options of peft that change more than a linear module's product, unless they are empty.
+# Options of peft that, if set, change more than the product of a linear module.
 _CHANGING = (
     *("use_dora", "bias", "lora_bias", "modules_to_save", "trainable_token_indices", "use_qalora"),
     *("target_parameters", "layer_replication", "alora_invocation_tokens", "arrow_config"),
 )
-# Initialisations that change the base weights, which the adapter then needs.
+# Initialisations that change the base model's weights; the adapter fits only these.
 _REBASING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class Adapters:
-    """The adapters of a model that requests may name; any thread may load and unload them."""
+    """The adapters of a model, which requests select by name; any thread may load and unload."""
 
     def __init__(self, model: CausalModel, folders: Mapping[str, str | Path] | None) -> None:
-        """Loads those of these ``folders``, by name. Raises what ``load`` does."""
+        """Load an adapter from each of ``folders``, by name. Raises what ``load`` raises."""
         if not isinstance(folders, Mapping | None):
             raise ConfigError(f"lora is {folders!r:.80}; give adapters as {{name: folder}}")
         self._model = model
@@ -47,7 +48,7 @@ class Adapters:
         return tuple(self._by_name.values())
 
     def named(self, name: str | None) -> Adapter | None:
-        """The adapter of this name, none for None. Raises ConfigError."""
+        """The adapter ``name``; None for None. Raises ConfigError if it is not loaded."""
         if name is None:
             return None
         adapter = self._by_name.get(name)
@@ -57,8 +58,8 @@ class Adapters:
         return adapter
 
     def load(self, name: str, folder: str | Path, replace: bool = False) -> Adapter:
-        """``replace``: in place of one of that name. Raises ConfigError for a name in use, and what
-        ``read_adapter`` raises."""
+        """Load an adapter. ``replace``: an adapter of that name may exist, and is replaced. Raises
+        ConfigError for a name in use, and what ``read_adapter`` raises."""
         named = isinstance(name, str) and name.strip()
         if not named or (name in self._by_name and not replace):
             problem = "is loaded already; unload it first" if named else "has no name; give it one"
@@ -67,14 +68,14 @@ class Adapters:
         return adapter
 
     def unload(self, name: str) -> None:
-        """Requests under way keep it to their end. Raises ConfigError."""
+        """Unload an adapter; running requests keep it until they end. Raises ConfigError."""
         self.named(name)
         del self._by_name[name]
 
 
 def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
-    """An adapter for ``model``, its weights in the model's dtype and on its device. Raises
-    ModelLoadError if it is none, or another model's, ConfigError if it cannot be served."""
+    """Read an adapter for ``model``, in the model's dtype and on its device. Raises ModelLoadError
+    if the folder holds no intact adapter, ConfigError if it cannot be served with this model."""
     where, path = f"the adapter {name}", Path(folder).expanduser()
     config = _read_config(where, path)
     tensors = load_tensors(path / _WEIGHTS)
@@ -98,7 +99,7 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
 
 
 def adapter_size(name: str, folder: str) -> tuple[int, int]:
-    """An adapter's numbers and highest rank, by its headers. Raises ModelLoadError, ConfigError."""
+    """An adapter's weights and highest rank, by its header. Raises ModelLoadError, ConfigError."""
     path = Path(folder).expanduser()
     _read_config(f"the adapter {name}", path)
     shapes = {key: entry.shape for key, entry in read_table(path / _WEIGHTS).entries.items()}
@@ -107,6 +108,8 @@ def adapter_size(name: str, folder: str) -> tuple[int, int]:
 
 
 def _read_config(where: str, path: Path) -> Mapping[str, Any]:
+    """The adapter_config.json of a folder. Raises ModelLoadError, and ConfigError for options that
+    are not implemented; ``where`` names the adapter in messages."""
     try:
         config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
@@ -143,7 +146,7 @@ def _pair(
     config: Mapping[str, Any],
     model: CausalModel,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and the scaled B of a module. Raises ConfigError, ModelLoadError."""
+    """A and the scaled B for a module. Raises ConfigError and ModelLoadError."""
     if pair.keys() != {"A", "B"}:
         raise ModelLoadError(f"{where} has one of lora_A and lora_B of {module}; save it again")
     a, b = pair["A"], pair["B"]
@@ -185,10 +188,11 @@ def _pair(
 
 
 def linear_sizes(name: str, hf: Any) -> tuple[int, int] | None:
-    """Inputs and outputs of a linear module that all rows go through; None: it is none."""
+    """Inputs and outputs of a linear module that all rows go through; None for other modules."""
     module: Any = dict(hf.named_modules()).get(name)
-    routes = type(module).__module__.startswith("transformers.models.")  # and returns a tuple
-    if ".experts." in name or (routes and type(module).forward is not nn.Linear.forward):
+    # A model's own subclass of nn.Linear is a router: it returns a tuple.
+    own_class = type(module).__module__.startswith("transformers.models.")
+    if ".experts." in name or (own_class and type(module).forward is not nn.Linear.forward):
         return None
     if isinstance(module, nn.Linear | LinearBase):
         return module.in_features, module.out_features

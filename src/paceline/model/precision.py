@@ -1,4 +1,4 @@
-"""Models in 8 and 4 bits: checkpoints, models quantised when loaded, sizes of matrices."""
+"""Models in 8 and 4 bits: quantised checkpoints, quantising at load time, sizes of matrices."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from paceline.model.quantised.weights import (
 from paceline.model.tensorfile import load_tensors
 from paceline.model.text_part import plain_name
 
-_LIBRARIES = {"fp8": "kernels", "quanto": "optimum-quanto"}  # others have their format's name
+_LIBRARIES = {"fp8": "kernels", "quanto": "optimum-quanto"}  # others are named as their format
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """The ``quantization_config`` of a model's config, or None."""
+    """The ``quantization_config`` in a model's config, or None."""
     options = getattr(config, "quantization_config", None)
     if options is None:
         return None
@@ -37,20 +37,20 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def library_of(options: Mapping[str, Any]) -> str:
-    """The package that transformers reads such a checkpoint with, as pip knows it."""
+    """The pip name of the package with which transformers reads such a checkpoint."""
     method = str(options.get("quant_method"))
     return _LIBRARIES.get(method, method)
 
 
 def stays_quantised(options: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether such weights stay quantised and are multiplied by our own arithmetic: on a CPU."""
+    """Whether a checkpoint's weights stay quantised in our layers: on a CPU, in known formats."""
     return device.type == "cpu" and is_supported(options)
 
 
 def dense_tensors(
     files: list[Path], options: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, QuantisedWeight]]:
-    """A checkpoint's tensors, dequantised, and quantised weights. Raises ModelLoadError."""
+    """A checkpoint's tensors, dequantised, and its quantised weights. Raises ModelLoadError."""
     tensors = {key: tensor for file in files for key, tensor in load_tensors(file).items()}
     weights = quantised_weights(options, tensors)
     packed = {f"{layer}{ending}" for layer in weights for ending in tensor_suffixes(options)}
@@ -60,10 +60,10 @@ def dense_tensors(
 
 
 def restore_quantised(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None:
-    """Put quantised weights into a plain model; a line says how many layers do not take them."""
+    """Replace layers of a dequantised model by quantised ones; a log line counts the others."""
     left, modules = 0, dict(split_experts(hf).named_modules(remove_duplicate=False))
-    for stated, weight in weights.items():
-        layer = stated if stated in modules else plain_name(stated)
+    for name_in_file, weight in weights.items():
+        layer = name_in_file if name_in_file in modules else plain_name(name_in_file)
         module = modules.get(layer)
         if type(module) is not nn.Linear or not weight.has_supported_groups:
             left += 1
@@ -77,7 +77,8 @@ def restore_quantised(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]
 
 
 def quantise_loaded(name: str, hf: Any, precision: str) -> Any:
-    """Quantise a loaded module, its head in 8 bits; "none" dequantises it. Raises ConfigError."""
+    """Quantise a loaded module to "int8" or "int4", with the head in 8 bits; "none" dequantises it.
+    Raises ConfigError if it is quantised already, or not on a CPU."""
     if precision == "none":
         dequantise(hf)
         return hf
@@ -97,7 +98,7 @@ def quantise_loaded(name: str, hf: Any, precision: str) -> Any:
 
 
 def dequantise(hf: Any) -> int:
-    """Replace quantised layers by plain ones of the same numbers; returns how many there were."""
+    """Replace quantised layers by ordinary ones; returns how many there were."""
     layers = [(name, m) for name, m in hf.named_modules() if isinstance(m, QuantisedLinear)]
     for name, module in layers:
         hf.set_submodule(name, module.plain().to(hf.dtype))
@@ -105,40 +106,43 @@ def dequantise(hf: Any) -> int:
 
 
 def is_quantised(hf: nn.Module) -> bool:
-    """Whether a layer multiplies by quantised weights."""
+    """Whether a model has layers that we keep quantised."""
     return any(isinstance(module, QuantisedLinear) for module in hf.modules())
 
 
 # -- sizes of matrices -------------------------------------------------------------------------
 
-# Bytes of a number with its share of scales: in four bits a scale and an offset per 32, in eight a
-# scale per 64, in half precision for the kernels; elsewhere codes are bytes and scales float32.
+# Bytes per weight, with its share of the scales: 4-bit weights have a scale and an offset per 32
+# weights, 8-bit weights a scale per 64. The kernels store scales in half precision; the reference
+# backend stores codes as bytes and scales in float32.
 _KERNELS = {"int8": 1.0 + 2 / EIGHT_BIT_GROUP, "int4": 0.5 + 2 * 2 / ROW_GROUP}
-_READABLE = {"int8": 1.0 + 4 / EIGHT_BIT_GROUP, "int4": 1.0 + 2 * 4 / ROW_GROUP}
+_REFERENCE = {"int8": 1.0 + 4 / EIGHT_BIT_GROUP, "int4": 1.0 + 2 * 4 / ROW_GROUP}
 
 
 def _linears(hf: nn.Module) -> Iterator[tuple[Any, MatrixSize]]:
+    """The linear layers of a model, and their sizes."""
     for module in hf.modules():
         if isinstance(module, LinearBase):
             yield module, module.matrix_size()
         elif isinstance(module, nn.Linear):
             numbers = module.weight.detach()
             elements, size = module.in_features * module.out_features, numbers.nbytes
-            bits = 8 * size // max(1, elements)  # of a library's own layer
+            bits = 8 * size // max(1, elements)  # for a library's own quantised layer
             if is_plain(numbers) and numbers.is_floating_point():
                 elements, bits = numbers.numel(), 8 * numbers.dtype.itemsize
             yield module, MatrixSize(bits, elements, size)
 
 
 def matrix_sizes(hf: nn.Module) -> Iterator[MatrixSize]:
-    """Of all linear layers, in any layout. Not of embeddings, of which a step reads a few rows."""
+    """The sizes of all linear layers. Embeddings are left out: a step reads only a few rows."""
     return (size for _, size in _linears(hf))
 
 
 def rounded_bytes(hf: Any, precision: str, width: int, readable: bool = False) -> int:
-    """Memory of a model's matrices in ``precision``, the head in 8 bits, those that do not divide
-    into groups in ``width`` bytes a number. ``readable``: not in the kernels' layout."""
-    widths = _READABLE if readable else _KERNELS
+    """Bytes that a model's matrices take in ``precision``, with the head in 8 bits. Matrices that
+    do not divide into groups take ``width`` bytes per weight. ``readable``: in the reference
+    backend's layout instead of the kernels'."""
+    widths = _REFERENCE if readable else _KERNELS
     head, total = hf.get_output_embeddings(), 0.0
     for module, size in _linears(hf):
         number = widths["int8" if module is head else precision]
@@ -147,7 +151,7 @@ def rounded_bytes(hf: Any, precision: str, width: int, readable: bool = False) -
 
 
 def usual_bits(hf: nn.Module) -> int:
-    """Bits of most numbers of the matrices; 0 without any."""
+    """The bits that most weights of the matrices have; 0 without matrices."""
     counts = Counter[int]()
     for size in matrix_sizes(hf):
         counts[size.bits] += size.elements
@@ -155,5 +159,5 @@ def usual_bits(hf: nn.Module) -> int:
 
 
 def is_few(hf: nn.Module) -> bool:
-    """Whether most numbers have at most 8 bits, which only quantised weights have."""
+    """Whether most weights have at most 8 bits, so that the model is quantised."""
     return 0 < usual_bits(hf) <= 8

@@ -1,8 +1,8 @@
-"""What a loaded model does in attention, recorded in a forward of two tokens.
+"""Finds out how a loaded model uses attention, by a forward over two tokens.
 
-Two attention functions are registered with transformers: the real one, for which it builds no
-masks, and a probe. The numbers in the probe's masks are a layer's window or chunk, so these are not
-guessed from the configuration, and layers that call neither function are noticed.
+Two attention functions are registered with transformers: the real one, for which transformers
+builds no masks, and a probe. The probe's masks carry a layer's window or chunk size as numbers. So
+these are not guessed from the config, and layers that do not call the function are noticed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from paceline.model.paged.states import StatePart
 
 ATTENTION = "paceline"
 PROBE = "paceline_probe"
-STATELESS = {"mlp", "moe", "dummy"}  # kinds of layers without a cache
-_FAR = 1 << 30  # a position beyond every window
-_FARTHEST = 1 << 17  # the last position that is run: rotary tables for more may take long
-_BOTH_WAYS = 1 << 40  # the code of a mask that hides a row's past or shows what follows it
+STATELESS = {"mlp", "moe", "dummy"}  # types of layers without a cache
+_FAR = 1 << 30  # a position farther than any window reaches
+_LAST_RUN_POSITION = 1 << 17  # the largest position run: larger RoPE tables may take long
+_NOT_CAUSAL = 1 << 40  # code of a mask that hides a row itself or shows a later row
 
 
 class AttentionCall(NamedTuple):
-    """A layer's call of the probing attention function."""
+    """A layer's call of the probe."""
 
     layer: int
     module: torch.nn.Module
@@ -49,8 +49,9 @@ CALLS: ContextVar[list[AttentionCall]] = ContextVar("probed_calls")
 
 
 def probe_batch(lasts: Sequence[int], context: int = 0, switch: int | None = None) -> Batch:
-    """A sequence of the tokens 1, 2 for each of ``lasts``, its last position, in a block of two;
-    with context 1 only the second tokens. From position ``switch`` on they are long."""
+    """A batch with a sequence of the tokens 1, 2 for each of ``lasts``, the position of its second
+    token; blocks have two tokens. With ``context`` 1 only the second tokens are in the batch. From
+    position ``switch`` on a sequence uses the long RoPE factors."""
     new, copies = 2 - context, len(lasts)
     ids = [1, 2][context:] * copies
     positions = [last - 1 + index for last in lasts for index in range(context, 2)]
@@ -62,8 +63,8 @@ def probe_batch(lasts: Sequence[int], context: int = 0, switch: int | None = Non
 
 @torch.inference_mode()
 def probe(reference: TorchBackend, layers: int) -> tuple[int, list[list[StatePart]]]:
-    """Find shapes, patterns and names of all ``layers``, which ``reference`` then has; returns the
-    number of logits, and by layer the parts of a recurrent layer's state. Raises
+    """Set the cache shapes, patterns and names of all ``layers`` in ``reference``. Returns the
+    logits' width, and by layer the shapes and dtypes of a recurrent state. Raises
     UnsupportedModelError for layers that cannot be paged."""
     register()
     hf, calls = reference.hf, list[AttentionCall]()
@@ -75,13 +76,14 @@ def probe(reference: TorchBackend, layers: int) -> tuple[int, list[list[StatePar
     finally:
         hf.set_attn_implementation(ATTENTION)
     calls.sort(key=lambda call: call.layer)
-    made = {call.layer: call for call in calls}
+    by_layer = {call.layer: call for call in calls}
     states = adapt_mixers(hf, layers)
     types = getattr(hf.config.get_text_config(decoder=True), "layer_types", None) or []
-    without = {n for n, parts in enumerate(states) if parts}
-    without |= {n for n, name in enumerate(types) if name in STATELESS}
-    if not calls or made.keys() | without != {*range(layers)} or len(calls) > len(made):
-        missing = sorted({*range(layers)} - made.keys() - without)
+    no_attention = {n for n, parts in enumerate(states) if parts}
+    no_attention |= {n for n, name in enumerate(types) if name in STATELESS}
+    complete = by_layer.keys() | no_attention == {*range(layers)}
+    if not calls or not complete or len(calls) > len(by_layer):
+        missing = sorted({*range(layers)} - by_layer.keys() - no_attention)
         what = f"layers {missing} of {layers} did not go through"
         if not missing:
             what = "some layers went more than once through"
@@ -89,10 +91,10 @@ def probe(reference: TorchBackend, layers: int) -> tuple[int, list[list[StatePar
             f"{type(hf).__name__}: {what} the attention interface of transformers, so their state "
             "cannot be paged; use another architecture"
         )
-    known = {FULL: FULL}  # equal ones are one object, see AttentionStep
-    patterns = (made[n].pattern if n in made else FULL for n in range(layers))
-    reference.shapes = [made[n].shape if n in made else (0, 0, 0) for n in range(layers)]
-    reference.patterns = tuple(known.setdefault(it, it) for it in patterns)
+    patterns = (by_layer[n].pattern if n in by_layer else FULL for n in range(layers))
+    reference.shapes = [by_layer[n].shape if n in by_layer else (0, 0, 0) for n in range(layers)]
+    unique = {FULL: FULL}  # AttentionStep needs equal patterns to be one object
+    reference.patterns = tuple(unique.setdefault(pattern, pattern) for pattern in patterns)
     _refuse_stateful_positions(hf, reference.patterns)
     reference.name_layers([call.module for call in calls])
     return logits.shape[-1], states
@@ -100,18 +102,19 @@ def probe(reference: TorchBackend, layers: int) -> tuple[int, list[list[StatePar
 
 @torch.inference_mode()
 def verify(model: Any, exact: bool) -> None:
-    """Two equal sequences beside a third, then a cached step, must give equal logits: they do not
-    with state outside keys and values, or a recurrent layer that reads a chunk unlike its rows.
-    ``model``: a CausalModel; ``exact``: in float32. Raises UnsupportedModelError."""
+    """Check that two equal sequences in a batch with a third, and a step on the cache, give equal
+    logits. They do not if a layer keeps state outside keys and values, or a recurrent layer gives a
+    chunk another result than its rows one by one. ``model``: a CausalModel; ``exact``: it computes
+    in float32 and is not quantised. Raises UnsupportedModelError."""
     cache = model.new_cache(3, 2)
-    far = min(model.max_positions, _FARTHEST) - 1
+    far = min(model.max_positions, _LAST_RUN_POSITION) - 1
     batch = probe_batch((1, 1, far), switch=model.rope_switch)
-    if cache.states is not None:  # the second token as a draft, which leaves a state before it
+    if cache.states is not None:  # make the second token a draft, so that the state before it stays
         drafted = replace(batch.spans[0], pending=1, parents=(-1,))
         batch = replace(batch, spans=(drafted, *batch.spans[1:]))
     first, second, _ = model(batch, cache).logits.chunk(3)
     cached = model(probe_batch((1,), context=1), cache).logits
-    # Rounding may change a code of quantised activations.
+    # With quantised activations a small rounding difference may move a value to the next code.
     limit = 1e-2 if exact else 0.25
     for other in (second[-1:], cached):
         if not relative_error(other, first[-1:]) <= limit:
@@ -124,7 +127,7 @@ def verify(model: Any, exact: bool) -> None:
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Register both functions with transformers, once per process."""
+    """Register both attention functions with transformers, once per process."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, _attention)
@@ -172,7 +175,7 @@ def _pattern(mask: Tensor | None, window: int | None) -> Pattern:
     if mask is None:  # the model builds no masks through transformers' functions
         return Pattern(window=window)
     code = int(mask.flatten()[0].item())
-    if code == _BOTH_WAYS:
+    if code == _NOT_CAUSAL:
         raise UnsupportedModelError(
             "attention is bidirectional, so it is no model to decode with; use a causal one"
         )
@@ -184,18 +187,21 @@ def _pattern(mask: Tensor | None, window: int | None) -> Pattern:
 def _probing_mask(
     mask_function: Callable[..., Any], device: Any = "cpu", config: Any = None, **sizes: Any
 ) -> Tensor:
-    """An int64 mask whose every entry is W for a window, -C for chunks, 0 for no limit."""
+    """A mask for the probe: every entry is W for a window, -C for chunks, 0 for full attention."""
     code = _code(mask_function, getattr(config, "attention_chunk_size", None))
     shape = sizes["batch_size"], 1, sizes["q_length"], sizes["kv_length"]
     return torch.full(shape, code, device=device)
 
 
 def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
+    """Find out a mask's code by asking transformers' ``mask_function`` about single positions."""
+
     def sees(query: int, key: int) -> bool:
         index = [torch.tensor(value) for value in (0, 0, query, key)]
         return bool(mask_function(*index))
 
     def first(query: int) -> int:
+        """The first key that a query sees, by bisection."""
         low, high = 0, query
         while low < high:
             middle = (low + high) // 2
@@ -203,14 +209,14 @@ def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
         return low
 
     try:
-        other = sees(_FAR, _FAR + 1) or not sees(_FAR, _FAR)
+        not_causal = sees(_FAR, _FAR + 1) or not sees(_FAR, _FAR)
     except IndexError:
         raise UnsupportedModelError(
             "a layer's attention mask is a table of the tokens, images among them, which is not "
             "supported; use the model's text-only checkpoint"
         ) from None
-    if other:  # an error only if a layer uses it; Qwen2 MoE makes a mask of window 0 that none does
-        return _BOTH_WAYS
+    if not_causal:  # an error only if a layer uses it: Qwen2 MoE makes an unused mask of window 0
+        return _NOT_CAUSAL
     if sees(_FAR, 0):
         return 0
     windows = [query - first(query) + 1 for query in (_FAR, _FAR + 1, _FAR + 2)]
@@ -224,8 +230,8 @@ def _code(mask_function: Callable[..., Any], chunk: int | None) -> int:
 
 
 def _refuse_stateful_positions(hf: Any, patterns: Sequence[Pattern]) -> None:
-    """Raises UnsupportedModelError for positions numbered from the padding token on (RoBERTa) and
-    windows of the cache alone (Moshi), which no forward of two tokens shows."""
+    """Raises UnsupportedModelError for positions counted from the padding token (RoBERTa), and for
+    windows that only transformers' cache applies (Moshi): a forward of two tokens shows neither."""
     kind = type(hf).__name__
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in hf.modules()):
         raise UnsupportedModelError(
@@ -236,8 +242,8 @@ def _refuse_stateful_positions(hf: Any, patterns: Sequence[Pattern]) -> None:
     types = getattr(config, "layer_types", None)
     windowed = getattr(config, "sliding_window", None) is not None
     for layer, pattern in enumerate(patterns):
-        cut = types[layer] == "sliding_attention" if types else windowed
-        if cut and pattern == FULL:
+        has_window = types[layer] == "sliding_attention" if types else windowed
+        if has_window and pattern == FULL:
             raise UnsupportedModelError(
                 f"{kind}: the attention of layer {layer} has no window, but its cache in "
                 "transformers has, so what is right depends on the forwards; use another model"

@@ -1,8 +1,8 @@
-"""Safetensors files: their table of tensors, and checksums.
+"""Safetensors files: the table of tensors, and checksums.
 
-A file has eight bytes for the length of a JSON table (dtype, shape, first and last byte of each
-tensor), the table and the tensors. The format has no checksums: our files carry the SHA-256 of
-every tensor's bytes in the metadata, and are verified when they are read.
+A file begins with the length, in eight bytes, of a JSON table (dtype, shape, first and last byte of
+each tensor); the table and the tensors follow. The format has no checksums. Files that we write
+have the SHA-256 of each tensor's bytes in their metadata, and are verified when they are read.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorTable:
-    """``sums``: the file's digests by tensor, empty if it has none."""
+    """A file's tensors, and its checksums by tensor, empty if it has none."""
 
     entries: Mapping[str, Entry]
     sums: Mapping[str, str]
 
 
 def read_table(file: Path) -> TensorTable:
-    """The table of a file, compared with its length. Raises ModelLoadError."""
+    """Read a file's table, and check it against the file's length. Raises ModelLoadError."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -78,7 +78,7 @@ def _entry(value: Mapping[str, Any], base: int) -> Entry:
     first, last = value["data_offsets"]
     shape = tuple(value["shape"])
     if not all(type(n) is int and n >= 0 for n in (first, last, *shape)) or last < first:
-        raise ValueError("an offset or a size that is none")
+        raise ValueError("an offset or size is not a natural number")
     return Entry(str(value["dtype"]), shape, base + first, base + last)
 
 
@@ -87,7 +87,7 @@ def _damaged(file: Path, what: str) -> ModelLoadError:
 
 
 def verify(file: Path, table: TensorTable | None = None) -> bool:
-    """Whether there are checksums, which are compared (1 to 2 GB/s). Raises ModelLoadError."""
+    """Compare checksums (1 to 2 GB/s); False if the file has none. Raises ModelLoadError."""
     table = read_table(file) if table is None else table
     if not table.sums:
         return False
@@ -102,13 +102,14 @@ def verify(file: Path, table: TensorTable | None = None) -> bool:
 
 
 def check_sizes(name: str, config: Any, tensors: int, numbers: int) -> None:
-    """Raises ModelLoadError for sizes that no model of so many ``tensors`` and ``numbers`` has:
-    transformers would make it first, which takes all memory, or for ever."""
+    """Raises ModelLoadError if a config states sizes that a checkpoint of ``tensors`` tensors and
+    ``numbers`` weights cannot have. transformers would first build such a model, which takes all
+    memory or does not end."""
     text = config.get_text_config(decoder=True)
-    most = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), numbers)
-    for key, limit in (most | {"num_hidden_layers": tensors}).items():
+    limits = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), numbers)
+    for key, limit in (limits | {"num_hidden_layers": tensors}).items():
         value = getattr(text, key, None)
-        least = int(key != "intermediate_size")  # 0: layers without an MLP
+        least = int(key != "intermediate_size")  # layers without an MLP state 0
         if tensors and isinstance(value, int) and not least <= value <= limit:
             what = "more than its weights hold" if value > 0 else "which is no size"
             raise ModelLoadError(f"{name} states {value} for {key}, {what}; copy its files again")
@@ -120,7 +121,7 @@ def _digest(content: mmap, entry: Entry) -> str:
 
 
 def load_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """A file's tensors on the CPU. Raises ModelLoadError."""
+    """Read a file's tensors to the CPU. Raises ModelLoadError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -133,8 +134,8 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
 def as_bytes(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, str]]:
-    """The bytes of a file with checksums and more ``metadata``, and the checksums. The same tensors
-    are the same bytes, which receipts hash: safetensors writes its metadata in random order."""
+    """The content of a file with checksums and ``metadata``, and the checksums. Equal tensors give
+    equal bytes, as receipts hash files: safetensors alone writes metadata in random order."""
     import torch
     from safetensors.torch import save
 
@@ -153,12 +154,12 @@ def as_bytes(
 
 
 def fingerprint(sums: Mapping[str, str]) -> str:
-    """One digest of a file's checksums, for other files to refer to it."""
+    """A digest of a file's checksums, by which other files refer to it."""
     return hashlib.sha256(json.dumps(dict(sums), sort_keys=True).encode()).hexdigest()
 
 
 def add_checksums(file: Path) -> None:
-    """Add checksums to a file of another library by writing it anew; nobody may read it yet."""
+    """Add checksums to a file of another library by rewriting it; nobody may be reading it."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:
@@ -168,12 +169,12 @@ def add_checksums(file: Path) -> None:
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:
-    """Raises ModelLoadError for NaN or infinity; ``what`` names the weights."""
+    """Raises ModelLoadError if a tensor holds NaN or infinity; ``what`` names the weights."""
     for key, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
             continue
         wide = tensor if tensor.element_size() > 1 else tensor.float()
-        low, high = wide.aminmax()  # not-a-number is carried on
+        low, high = wide.aminmax()  # NaN propagates
         if not (bool(low.isfinite()) and bool(high.isfinite())):
             raise ModelLoadError(
                 f"{what}: tensor {key} holds NaN or infinity; copy the weights again, and if they "

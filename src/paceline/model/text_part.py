@@ -1,6 +1,6 @@
-"""The text part of models that also read images: loaded alone, as the decoder that it is.
+"""The text part of multimodal models, which is loaded alone, as a decoder.
 
-Its weights have other names in such checkpoints; those of the vision tower are not read.
+Its weights have other names in such checkpoints; the vision tower's weights are not read.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# Types whose text part computes what the decoder of its own type does.
+# Model types whose text part is a decoder that transformers also has as a model of its own.
 _WITH_IMAGES = {"gemma3", "internvl", "llava", "mistral3"}
-# Names in checkpoints, of older and of newer transformers, and those of the decoder.
+# Prefixes of names in checkpoints, of older and newer transformers, and those of the decoder.
 _NAMES = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
@@ -20,7 +20,7 @@ _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "architectures")
 
 
 def text_part(config: Any) -> Any:
-    """The config of the decoder inside; a config of other types is returned as it is."""
+    """The config of a multimodal model's decoder; other configs are returned unchanged."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     text = config.get_text_config(decoder=True)
@@ -34,12 +34,12 @@ def text_part(config: Any) -> Any:
 
 
 def key_mapping(kind: Any) -> dict[str, str] | None:
-    """Of ``kind.from_pretrained``; None for a class that has a text part of its own."""
+    """The ``key_mapping`` for ``kind.from_pretrained``; None for classes that have a text part."""
     return _NAMES if kind.__name__.endswith("ForCausalLM") else None
 
 
 def plain_name(name: str) -> str:
-    """A layer's or tensor's name in the decoder; one that is no part of it keeps its own."""
+    """A layer's or tensor's name in the decoder; names of other parts are returned unchanged."""
     for pattern, plain in _NAMES.items():
         if re.match(pattern, name):
             return re.sub(pattern, plain, name)

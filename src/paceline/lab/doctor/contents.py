@@ -27,7 +27,7 @@ _LOOKED_AT = 64  # rows
 
 def check_files(files: ModelFiles) -> Iterator[Finding]:
     if files.gguf is not None:
-        if files.gguf.splits_otherwise:
+        if files.gguf.has_unknown_pre_tokenizer:
             yield finding("gguf-tokenizer-unsure", pre=files.gguf.pre_tokenizer)
         return
     if files.absent:

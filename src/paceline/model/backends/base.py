@@ -262,8 +262,7 @@ class Ranks(Protocol):
         """Free bytes of the rank that has the fewest."""
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
-        """Register a callback that is called once, on any thread, with the reason why the model
-        cannot run any more."""
+        """Call ``callback`` once, on any thread, with the reason if the model can no longer run."""
 
     def close(self) -> None:
         """End the other processes."""
@@ -311,8 +310,7 @@ _registered: dict[str, MakeBackend] = {}
 
 
 def register_backend(name: str, make: MakeBackend) -> None:
-    """Make ``backend=name`` known; ``make`` creates it for a model. Raises ConfigError if ``name``
-    is that of a built-in backend."""
+    """Make ``backend=name`` known; ``make`` creates it. Raises ConfigError for built-in names."""
     if name in (AUTO, NATIVE, REFERENCE):
         raise ConfigError(f"there is a backend {name!r} already; use another name")
     _registered[name] = make

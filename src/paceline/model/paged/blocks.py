@@ -20,8 +20,7 @@ class OutOfBlocksError(PacelineError):
 
 
 def prefix_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest of a full block and all blocks before it. The hash is cryptographic, as a collision
-    would change answers."""
+    """Digest of a full block and all before it; cryptographic, as a collision changes answers."""
     digest = blake2b(parent, digest_size=16)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()

@@ -114,8 +114,7 @@ class PagedCache:
         self.on_move: Callable[[Sequence[tuple[int, int]]], None] | None = None
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, ``[slots, kv_heads, width]``; in an int8 cache ``width`` is 4
-        larger."""
+        """Keys and values of a layer, ``[slots, kv_heads, width]``; in int8 ``width + 4``."""
         return self._layers[layer]
 
     def __contains__(self, seq_id: int) -> bool:
@@ -214,8 +213,7 @@ class PagedCache:
             self.states.free(seq_id)
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy entries ``(seq_id, from index, to index)`` in all layers; all are read before any is
-        written."""
+        """Copy entries ``(seq_id, from index, to index)`` in all layers, reading before writing."""
         if not moves:
             return
         slots = [(self._slot(seq, src), self._slot(seq, dst)) for seq, src, dst in moves]

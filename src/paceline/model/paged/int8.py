@@ -31,8 +31,7 @@ def stored_width(width: int, dtype: torch.dtype) -> int:
 
 
 def encode(numbers: Tensor) -> Tensor:
-    """Quantise ``[..., width]`` to int8 ``[..., width + 4]``. The scale is NaN for a head with
-    numbers that are not finite."""
+    """Quantise ``[..., width]`` to int8 ``[..., width + 4]``; numbers not finite: a NaN scale."""
     exact = numbers.float()
     scale = exact.abs().amax(-1, keepdim=True) / 127
     scale = torch.where(scale.isfinite(), scale, torch.nan)

@@ -228,8 +228,7 @@ class AttentionLayout:
 
     @property
     def order(self) -> Tensor | None:
-        """int64 ``[T]``: the index of each row of the batch among the rows of all segments; None:
-        the order is the same."""
+        """int64 ``[T]``: each row's index among the rows of all segments; None: the same order."""
         return None if self._order is None else self._staging.numbers[self._order]
 
     def _groups(self) -> list[list[int]]:

@@ -87,8 +87,7 @@ class Experts(nn.ModuleList):
 
 
 def split_experts(hf: Any) -> Any:
-    """Make the experts of ``hf`` separate linear modules, in place, where their class is known;
-    returns ``hf``."""
+    """Make experts of known classes separate linear modules, in place; returns ``hf``."""
     for parent in list(hf.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__ in _EXPERT_CLASSES:

@@ -257,8 +257,7 @@ _READERS: dict[str, tuple[_Reader, str]] = {
 
 
 def tensors_of(hf: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All tensors of a model under their names in compressed-tensors; unquantised ones in
-    ``dtype``."""
+    """All tensors of a model, as compressed-tensors names them; unquantised ones in ``dtype``."""
     quantised = {n: m for n, m in hf.named_modules() if isinstance(m, QuantisedLinear)}
     tensors = {name: t.to(dtype).contiguous() for name, t in hf.state_dict().items()}
     if hf.config.get_text_config(decoder=True).tie_word_embeddings:

@@ -98,8 +98,7 @@ def _joined(
 
 
 def _limits(bits: int, zero: ZeroPoint) -> tuple[int, int]:
-    """The smallest and the largest code. -128 is not used: sums with it overflow in some
-    instructions."""
+    """The smallest and largest code; with -128 sums would overflow in some instructions."""
     if bits == 8:
         return -127, 127
     return (0, 15) if zero == "free" else (-8, 7)
@@ -117,8 +116,7 @@ def _codes(
 
 
 def _best_grid(parts: torch.Tensor, bits: int, zero: ZeroPoint) -> _Grid:
-    """The grid of least squared error for each group of ``parts``, float32 ``[rows, groups,
-    group]``."""
+    """The grid of least squared error per group of ``parts [rows, groups, group]``, float32."""
     low, high = parts.amin(-1), parts.amax(-1)
     best: _Grid | None = None
     least_error = torch.full(parts.shape[:2], torch.inf)
@@ -189,8 +187,7 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
 def round_to_nearest(
     weight: torch.Tensor, bits: int, group: int, zero: ZeroPoint = "none"
 ) -> QuantisedWeight:
-    """``nearest``, computed by the kernels where they are available: in a tenth of the time, with
-    the same result."""
+    """``nearest``, by the kernels where available: the same result in a tenth of the time."""
     rows, columns = weight.shape
     lanes = 16  # see _sum
     if weight.device.type != "cpu" or columns % group or group % lanes:

@@ -174,8 +174,7 @@ class MatrixSize:
 
 
 class LinearBase(nn.Module, ABC):
-    """A linear layer whose matrix is stored in a layout of our own; ``weight`` is computed when it
-    is read."""
+    """A linear layer with its matrix in a layout of our own; reading ``weight`` computes it."""
 
     in_features: int
     out_features: int

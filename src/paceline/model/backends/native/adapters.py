@@ -35,8 +35,7 @@ class NativeAdapters:
         ] + [(("lm_head",), False)]
 
     def check(self, adapter: Adapter) -> None:
-        """Pack an adapter. Raises ConfigError if it changes modules that the kernels run without
-        adapters."""
+        """Pack an adapter. Raises ConfigError if the kernels cannot adapt one of its modules."""
         known = {name for names, _ in self._matrices for name in names}
         for name in adapter.pairs.keys() - known:
             raise ConfigError(

@@ -69,8 +69,7 @@ class _Matrix:
 
     @property
     def key(self) -> list[Any]:
-        """Identifies the matrix and its rounding. Its bytes are hashed in up to 64 parts, at the
-        speed of memory."""
+        """Identifies matrix and rounding; up to 64 parts are hashed, at the speed of memory."""
         packed, words = self.packed, self.packed.data.view(torch.int64)
         hashes = torch.hash_tensor(words.view(math.gcd(64, len(words)), -1), 1)
         return [hashes.tolist(), str(packed.dtype), packed.form, self.rounding]
@@ -89,8 +88,7 @@ class _Matrix:
 
 
 def rounded_copy(model: Adapted, precision: str) -> Any:
-    """The modules of a native model with quantised matrices, all else shared; None if no matrix
-    divides into groups."""
+    """A native model's modules with quantised matrices; None if no matrix divides into groups."""
     name = f"{model.name} in {precision}"
     hf = copy_sharing_parameters(
         model.hf, lambda m: m if isinstance(m, nn.Linear | LinearBase) else None

@@ -48,8 +48,7 @@ class RopeTables:
         self._growing = threading.Lock()
 
     def covering(self, length: int) -> Any:
-        """A C array of pointers to tables of at least ``length`` positions; the array keeps the
-        tables alive."""
+        """A C array of pointers to tables of ``length`` or more positions, which it keeps alive."""
         with self._growing:  # several engines may decode with one model
             if length > self._length:
                 padded = max(256, 1 << (length - 1).bit_length())

@@ -51,8 +51,7 @@ AnyLinear = nn.Linear | LinearBase
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """One or more matrices with the same input, in the kernels' layout (csrc/gemm.h and
-    csrc/quantised.h)."""
+    """Matrices with the same input, in the kernels' layout (csrc/gemm.h, csrc/quantised.h)."""
 
     data: torch.Tensor  # bytes
     bias: torch.Tensor | None  # float32, one for each packed output
@@ -146,8 +145,7 @@ class PackedMatrix:
         return out
 
     def multiply(self, x: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
-        """The product ``[..., outputs]`` of ``x [..., inputs]``, with bias. ``cap``: the soft cap
-        of logits, 0 for none."""
+        """``[..., outputs]`` of ``x [..., inputs]``, with bias; ``cap``: soft cap, 0 for none."""
         rows = x.to(self.dtype).reshape(-1, self.inputs).contiguous()
         count, threads = len(rows), torch.get_num_threads()
         out = torch.empty(count, self.outputs, dtype=self.dtype)

@@ -215,8 +215,7 @@ def _mlps(layer: Any) -> list[Any]:
 
 
 def as_rms_norm(module: Any, gemma: bool) -> RMSNorm | None:
-    """The module as an ``RMSNorm``, recognised by its class's name; None for other modules. Gemma
-    stores each weight minus 1."""
+    """A module whose class's name says RMSNorm; None for others. Gemma stores weights minus 1."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
         return None

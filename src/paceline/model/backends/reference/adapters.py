@@ -24,8 +24,7 @@ ROWS: ContextVar[Tensor | None] = ContextVar("rows", default=None)
 
 @contextmanager
 def applying_adapters(hf: Any, runs: Sequence[AdapterRun], rows: int) -> Iterator[None]:
-    """A context for one forward over ``rows`` rows, in which the modules of ``hf`` apply the
-    adapters of ``runs``."""
+    """A context for one forward over ``rows`` rows: modules of ``hf`` apply the adapters."""
     names = {name for run in runs for name in run.adapter.pairs}
     added = {hf.get_submodule(name): partial(_add, runs, name, rows) for name in names}
 

@@ -35,8 +35,7 @@ _PRECOMPUTED: ContextVar[Mapping[str, Tensor | None] | None] = ContextVar("ready
 
 
 class _Mixer(nn.Module):
-    """Becomes the first base class of a mixer's class, as a ``forward`` set on the instance would
-    not survive copying."""
+    """First base of a mixer's class, as a ``forward`` of the instance would not survive copying."""
 
     layer_idx: int
     cache_parameter: str  # the parameter of the original forward that takes a cache
@@ -175,8 +174,7 @@ class _Mixer(nn.Module):
 
 
 def _layer(name: str) -> property:
-    """An attribute of a mixer: its child layer, or during a step a function that returns what has
-    been computed already."""
+    """A mixer's attribute: its child layer, or in a step a function with precomputed outputs."""
 
     def layer(self: _Mixer) -> Any:
         precomputed = _PRECOMPUTED.get()
