@@ -127,9 +127,9 @@ def test_every_section_is_used() -> None:
         ("[engine]\nkv_cache_memory = 0", "not a size above 0"),
         ('[model]\ndraft_length = "long"', "it must be auto or a whole number"),
         ("[model]\ndraft = [1]", "it must be a list of texts"),
-        ('[model]\ndraft = ["none", "ngram"]', "draft 'none' stands alone"),
-        ('[security]\ncors_origin = "chat.example"', "is no origin"),
-        ('[security]\ncors_origin = "https://chat.example/"', "is no origin"),
+        ('[model]\ndraft = ["none", "ngram"]', "draft 'none' cannot be combined"),
+        ('[security]\ncors_origin = "chat.example"', "is not an origin"),
+        ('[security]\ncors_origin = "https://chat.example/"', "is not an origin"),
         ("[model", "is not valid TOML"),
     ],
 )
