@@ -119,7 +119,9 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_taken_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        assert_one_line(run("--port", port), f"port {port} of 127.0.0.1 is taken", "--port")
+        assert_one_line(
+            run("--port", port), f"port {port} of 127.0.0.1 is already in use", "--port"
+        )
 
 
 @pytest.mark.usefixtures("no_models")

@@ -317,7 +317,9 @@ def test_those_that_never_ran_have_waited_since_they_came(
     service = service_of(target.beside(max_batch_size=1), max_queue=8)
     metrics = service.client.engine.loop.metrics
     monkeypatch.setattr(
-        metrics, "finished", lambda request, outcome: seen.append((request.seq.queued, outcome))
+        metrics,
+        "record_finished",
+        lambda request, outcome: seen.append((request.seq.queued, outcome)),
     )
     gate = threading.Event()
     llm = service.client.engine.llm

@@ -231,7 +231,7 @@ def test_tools_of_other_servers_beside_functions_are_left_out(server: Running) -
         ({"input": []}, "input", "at least 1"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools of type 'web_search' are not run"),
         ({"conversation": "x"}, "conversation", "conversations are not stored"),
-        ({"background": True}, "background", "not made in the background"),
+        ({"background": True}, "background", "background responses are not supported"),
         ({"n": 2}, None, "n must be 1 here"),
     ],
 )

@@ -42,7 +42,9 @@ def test_a_free_port_is_found_and_told() -> None:
 def test_a_taken_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(run.AddressError, match=f"port {port} of 127.0.0.1 is taken.*--port"):
+        with pytest.raises(
+            run.AddressError, match=f"port {port} of 127.0.0.1 is already in use.*--port"
+        ):
             run.bind("127.0.0.1", port)
 
 
@@ -81,7 +83,7 @@ def test_somebody_was_quicker(target: LLM) -> None:
         theirs.bind(ours.getsockname())
         theirs.listen()
         service = service_of(target.beside(), port=ours.getsockname()[1])
-        with pytest.raises(run.AddressError, match="is taken"):
+        with pytest.raises(run.AddressError, match="already in use"):
             run.run(service, Keys(), ours)
 
 

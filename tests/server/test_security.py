@@ -181,7 +181,7 @@ def test_what_is_open_without_a_key(guarded: Running) -> None:
 def test_openai_client_with_keys(guarded: Running) -> None:
     options = {"base_url": f"{guarded.url}/v1", "max_retries": 0, "timeout": 30}
     assert openai.OpenAI(api_key=KEY, **options).models.list().data[0].id == MODEL
-    with pytest.raises(openai.AuthenticationError, match="not known here"):
+    with pytest.raises(openai.AuthenticationError, match="key is not valid"):
         openai.OpenAI(api_key="wrong", **options).models.list()
 
 
