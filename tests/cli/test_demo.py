@@ -209,7 +209,7 @@ def test_the_real_model_is_asked_real_questions_twice(
         "with --draft auto",
         "story again",
         "total",
-        "made from 4-bit ones",
+        "converted from 4-bit weights",
     ):
         assert words in text
 

@@ -55,7 +55,7 @@ class BenchedModel(MeasuredModel):
         EngineSettings,
         "draft_length",
         None,
-        help="Draft tokens per step, or auto to adapt. Several, as in 1,2,4,8, are compared.",
+        help="Draft tokens a step, or auto to adapt. Several, as in 1,2,4,8, are compared.",
         kind="lengths",
         low=1,
     )
