@@ -69,10 +69,7 @@ class Metrics:
         self.prefix_hits = counter("prefix_cache_hit_tokens", text)
         text = "Sequences whose cache blocks were taken away and that are prefilled again."
         self.preemptions = counter("preemptions", text)
-        text = (
-            f"Seconds of steps by phase: {', '.join(PHASES)}. The time of a step is divided "
-            "evenly between its sequences."
-        )
+        text = f"Seconds of steps by phase: {', '.join(PHASES)}; divided evenly between sequences."
         self.phase_seconds = counter("step_seconds", text, ["phase", "drafter"])
         # speculation
         spec = "spec_decode"
