@@ -38,3 +38,10 @@ def test_what_the_doctor_asks_transformers_for_needs_no_extra() -> None:
     """It builds a model without memory, and transformers then insists on accelerate."""
     packaging = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert '"accelerate>=' in packaging.partition("[project.optional-dependencies]")[0]
+
+
+@pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="an sdist may have none")
+def test_make_docs_fails_on_warnings() -> None:
+    """``--quiet`` drops the warnings that ``--strict`` counts: broken links would pass."""
+    (command,) = re.findall(r"^\t.*\bmkdocs build.*$", (ROOT / "Makefile").read_text(), re.M)
+    assert "--strict" in command and not re.search(r"\s(--quiet|-q)\b", command)

@@ -140,11 +140,11 @@ def test_a_sentence_says_which_drafter_did_it() -> None:
 
     several = {"ngram": 3, "quantized": 40, "suffix": 0, "mine": 7}
     assert words(several, 50, {}) == (
-        "50 of 100 tokens were drafted: 40 by quantized, 7 by mine, 3 by ngram."
+        "50 of 100 tokens came from drafts: 40 by quantized, 7 by mine, 3 by ngram."
     )
-    assert words({}, 9, {}) == "9 of 100 tokens were drafted."
-    assert words({}, 0, {"a": 1, "would not pay": 7}) == "No draft was of use: would not pay."
-    assert words({}, 0, {}) == "No draft was of use."
+    assert words({}, 9, {}) == "9 of 100 tokens came from drafts."
+    assert words({}, 0, {"a": 1, "would not pay": 7}) == "No draft was accepted: would not pay."
+    assert words({}, 0, {}) == "No draft was accepted."
 
 
 def test_both_take_turns_on_clocks_of_their_own(
@@ -209,7 +209,7 @@ def test_the_real_model_is_asked_real_questions_twice(
         "with --draft auto",
         "story again",
         "total",
-        "converted from 4-bit weights",
+        "dequantised from a 4-bit file",
     ):
         assert words in text
 

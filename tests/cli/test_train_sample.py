@@ -60,7 +60,7 @@ def test_answers_are_the_targets_own(tiny_pair: TinyPair, prompts: str, tmp_path
     assert not list(tmp_path.glob("*.partial*"))
     again = paceline(*arguments(tiny_pair, prompts, out))
     assert again.exit_code == 0
-    assert "exists already" in again.stderr
+    assert "is there already" in again.stderr
 
 
 def test_the_end_token_is_written(tiny_pair: TinyPair, prompts: str, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_killed_run_goes_on(tiny_pair: TinyPair, prompts: str, tmp_path: Path)
     assert "records of a command with other options" in other.stderr
     result = paceline(*command)
     assert result.exit_code == 0, result.output
-    assert "continuing after 7 records" in result.stderr
+    assert "resuming after 7 records" in result.stderr
     records = records_of(out)
     assert sorted(record["job"] for record in records) == list(range(20))
 

@@ -92,14 +92,14 @@ def test_ours_is_replaced_and_a_users_is_with_force(writer: str, tmp_path: Path)
 @pytest.mark.parametrize("what", ["added", "changed", "linked"])
 def test_a_folder_with_anything_else_in_it_is_refused(what: str, tmp_path: Path) -> None:
     model(tmp_path, 1)
-    in_window, other = tmp_path / "model" / "deep", tmp_path / "mine"
+    inside, other = tmp_path / "model" / "deep", tmp_path / "mine"
     other.write_bytes(MINE)
     if what == "added":
-        (in_window / "notes.txt").write_bytes(MINE)
+        (inside / "notes.txt").write_bytes(MINE)
     elif what == "changed":
-        (in_window / "weights").write_text("2")  # of the same size
+        (inside / "weights").write_text("2")  # of the same size
     else:
-        (in_window / "link").symlink_to(other)
+        (inside / "link").symlink_to(other)
     before = content_of(tmp_path)
     with pytest.raises(WriteError, match="did not write or that were changed: deep"):
         model(tmp_path, 3)

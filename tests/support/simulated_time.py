@@ -91,9 +91,9 @@ class Machine:
     """Decodes one sequence after another with a drafter; ``seconds`` is the simulated time."""
 
     def __init__(self, drafter: Drafter, mistaken: float = 1.0, parts: bool = True) -> None:
-        """``mistaken``: what start-up took a pass for, relative to the truth. ``micro_batches``:
-        whether the controller is told what drafting took."""
-        self.micro_batches = parts
+        """``mistaken``: what start-up took a pass for, relative to the truth. ``parts``: whether
+        the controller is told what drafting took."""
+        self.parts = parts
         self.drafter = drafter
         self.guessers = drafter.members if isinstance(drafter, HybridDrafter) else (drafter,)
         self.controller = controller_of(drafter, mistaken)
@@ -172,7 +172,7 @@ class Machine:
         seconds = (STEP + TOKEN * rows) * (1 + self.colder * self._cold) + passes + REST
         seconds += self.looking * len(seqs)
         slower = self.hiccups.get(self.steps, 1.0)
-        self.controller.observe(commits, seconds * slower, passes if self.micro_batches else None)
+        self.controller.observe(commits, seconds * slower, passes if self.parts else None)
         self.seconds += seconds
         self.steps += 1
         self.commits += [len(commit.tokens) for commit in commits]

@@ -22,10 +22,10 @@ from paceline.lab.report.document import Report, Text
 from paceline.lab.report.render import write
 from paceline.settings import tuned
 from paceline.settings.tuned import ModelIdentity, TunedSettings
-from paceline.train.acceptance import load_held_out_texts
+from paceline.train.acceptance import written_texts
 from paceline.train.card import write_card
-from paceline.train.data import TokenStream, Windows, write_stream
-from paceline.train.reading import FeatureCache, TargetOutputs
+from paceline.train.data import Stream, Windows, write_stream
+from paceline.train.reading import FeatureCache, Observed
 
 Write = Callable[[Path, int], Any]  # writes another content for every number
 
@@ -47,7 +47,7 @@ def report(folder: Path, number: int, name: str) -> None:
 def suffix(folder: Path, number: int) -> None:
     drafter = SuffixDrafter("cpu", 50)
     drafter._texts[0] = [1, 2, *range(3, 30)], drafter.memory()
-    drafter.run_target([Commit(0, (number,), finish_reason="stop")], cast(Any, None))
+    drafter.observe([Commit(0, (number,), finish_reason="stop")], cast(Any, None))
     drafter.save(folder / "memory")
 
 
@@ -81,22 +81,20 @@ def medusa(folder: Path, number: int) -> None:
 
 
 def features(folder: Path, number: int) -> None:
-    def run_target(windows: Windows) -> TargetOutputs:
+    def observe(windows: Windows) -> Observed:
         final = torch.full((1, 3, 4), float(number))
-        return TargetOutputs(windows.ids, windows.loss_mask, final, final, None)
+        return Observed(windows.ids, windows.learn, final, final, None)
 
     ids = torch.full((1, 3), number)
     windows = Windows(ids, ids > 0, (3,))
-    FeatureCache(folder / "f", run_target, torch.device("cpu"), 4).get(windows)
+    FeatureCache(folder / "f", observe, torch.device("cpu"), 4).look(windows)
 
 
 def held_out(folder: Path, number: int) -> None:
     class Target:
         device = torch.device("cpu")
 
-    load_held_out_texts(
-        cast(Any, Target()), cast(Any, None), [], number, 9, (), folder / "held_out.json"
-    )
+    written_texts(cast(Any, Target()), cast(Any, None), [], number, 9, (), folder / "held_out.json")
 
 
 class Recorder:
@@ -126,9 +124,9 @@ def tuned_settings(folder: Path, number: int) -> None:
     made.write(folder / "p.toml")
 
 
-def load_token_stream(folder: Path, number: int) -> None:
+def token_stream(folder: Path, number: int) -> None:
     ids = np.full(99, number, np.uint16)
-    stream = TokenStream("t.jsonl", ids, np.ones(99, np.bool_), np.zeros(1, np.int64))
+    stream = Stream("t.jsonl", ids, np.ones(99, np.bool_), np.zeros(1, np.int64))
     write_stream(folder / "tokens" / "t.npz", stream)
 
 
@@ -143,7 +141,7 @@ def card(folder: Path, number: int) -> None:
         sources=[],
         history=[],
     )
-    run.step, run.describe = number, lambda: "x" * 99
+    run.step, run.about = number, lambda: "x" * 99
     write_card(run, "train it")
 
 
@@ -158,7 +156,7 @@ KINDS = {
     "cached features": Kind(features),
     "held-out texts": Kind(held_out, limit=10),
     "card": Kind(card),
-    "token stream": Kind(load_token_stream),
+    "token stream": Kind(token_stream),
     "trace": Kind(lambda folder, number: steady._export(Recorder(number), folder / "t.json")),
     "packed trace": Kind(
         lambda folder, number: steady._export(Recorder(number), folder / "t.json.gz")

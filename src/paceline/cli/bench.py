@@ -1,5 +1,5 @@
-"""``paceline bench``, ``tune`` and ``profile``: measure the speed of decoding with different
-drafts, and what takes the time."""
+"""``paceline bench``, ``tune`` and ``profile``: how fast decoding is with which drafts, and where
+the time goes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paceline.cli.output import (
     Interruption,
     ReportOptions,
     RunOptions,
-    budget_progress,
     debugging,
+    spending,
 )
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from paceline.lab.profiling.runs import ProfileResult
 
 _PER_CATEGORY = 3
-_MIN_BATCH = 8  # smallest batch size of the engines of profile
+_BATCH = 8  # sequences that an engine of profile has room for at least
 
 
 @dataclass(frozen=True)
 class MeasuredModel(ModelOptions):
-    """Model options without --max-batch-size: the concurrency determines the batch size."""
+    """As many sequences are decoded together as ``concurrency`` says."""
 
     max_batch_size: int | None = changed(
         EngineSettings, "max_batch_size", None, except_in=("command",)
@@ -49,13 +49,14 @@ class MeasuredModel(ModelOptions):
 
 @dataclass(frozen=True)
 class BenchedModel(MeasuredModel):
-    """Model options in which --draft-length may have several values."""
+    """Drafts may have several lengths."""
 
     draft_length: int | str | tuple[int, ...] | None = changed(  # type: ignore[assignment]
         EngineSettings,
         "draft_length",
         None,
-        help="Draft tokens a step, or auto to adapt. Several, as in 1,2,4,8, are compared.",
+        help="Draft tokens per step; auto adapts the number while decoding. "
+        "Several, such as 1,2,4,8, are compared.",
         kind="lengths",
         low=1,
     )
@@ -63,7 +64,7 @@ class BenchedModel(MeasuredModel):
 
 @dataclass(frozen=True)
 class BenchRun(RunOptions):
-    """The time budget, by default two minutes."""
+    """Two minutes, if nobody says otherwise."""
 
     seconds: float = changed(RunOptions, "seconds", 120.0)
     details: bool = under("Output")(
@@ -73,7 +74,7 @@ class BenchRun(RunOptions):
 
 @dataclass(frozen=True)
 class _Plan:
-    """A checked command line; ``settings`` go into the record of the result."""
+    """A checked command line."""
 
     methods: list[Method]
     sweep: Sweep
@@ -88,11 +89,10 @@ def bench(
     options: BenchOptions,
     run: BenchRun,
 ) -> int:
-    """Compare plain decoding with other methods: speed, latency, acceptance, and whether the text
-    is the same.
+    """Compare plain decoding with other methods: speed, latency, acceptance and text.
 
-    Exit status 1 if a text differs from that of plain decoding or a method never drafted, 3 if the
-    time was not enough to measure anything.
+    Exits with 1 if a text differs from plain decoding's or none of a method's drafts was accepted,
+    with 3 if the time was too short to measure anything.
     """
     budget = run.begin()
     with stage("starting"):
@@ -100,20 +100,20 @@ def bench(
         from paceline.lab.bench.pages import report_of
         from paceline.lab.bench.result import BenchResult
 
-    # This LLM only shares its weights, so its cache is small; each method gets its own cache.
+    # It decodes nothing itself, so a small cache will do; every method gets one of its own.
     llm = replace(engine, draft_length=None, max_batch_size=1, kv_cache_memory=None).open(None)
     record: list[JobResult] = []
-    interrupted, fields = _measure(engine, plan, llm, record, budget)
+    interrupted, about = _measured(engine, plan, llm, record, budget)
     if not record:
         if not interrupted.code:
             info(
-                f"error: {budget.seconds:g} s were not enough to measure anything, because every "
-                "method must be loaded and answer a prompt; give more --seconds or fewer methods"
+                f"error: {budget.seconds:g} s were not enough to measure anything: all methods "
+                "must be loaded and answer a prompt; give more --seconds, or fewer methods"
             )
         return interrupted.code or NOT_ENOUGH
     with stage("comparing the texts"):
         result = BenchResult.of(plan.methods, plan.settings, llm, record)
-        result = replace(result, **fields)
+        result = replace(result, **about)
     run.emit(result.record(), report_of(result), run.details)
     failures = result.failures(options.allow_idle)
     for line in failures:
@@ -122,7 +122,7 @@ def bench(
 
 
 def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) -> _Plan:
-    """Check the command line before a model is loaded. Raises ConfigError and DataError."""
+    """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
     from paceline.lab.bench.engines import parse_methods
 
     length, rule = engine.length_and_rule
@@ -148,11 +148,11 @@ def _default_methods(model: str, draft: str | None) -> list[str]:
     return ["plain", *(["draft"] if draft is not None else []), *(others or ["ngram"])]
 
 
-def _measure(
+def _measured(
     engine: ModelOptions, plan: _Plan, llm: LLM, record: list[JobResult], budget: Budget
 ) -> tuple[Interruption, dict[str, Any]]:
-    """Append measurements to ``record``; returns whether Ctrl-C was pressed, and further fields of
-    BenchResult. Raises DataError if no prompt leaves room for an answer."""
+    """Measure into ``record``: whether Ctrl-C came, and other fields of BenchResult. Raises
+    DataError if no prompt leaves room for an answer."""
     from paceline.lab.bench.engines import EngineFactory
     from paceline.lab.bench.prompts import fit, tokens_needed
     from paceline.lab.bench.runner import spending_of
@@ -165,8 +165,8 @@ def _measure(
     sizes = {"max_model_len": needed, "kv_cache_memory": memory}
     factory = EngineFactory(llm, rule=rule, **sizes)
     runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
-    with Interruption() as interrupted, budget_progress("measuring", budget, runs) as advance:
-        sweep.run(prompts, methods, factory.create, record, advance, budget)
+    with Interruption() as interrupted, spending("measuring", budget, runs) as note:
+        sweep.run(prompts, methods, factory.create, record, note, budget)
     return interrupted, {
         "left_out": left_out,
         "interrupted": bool(interrupted.code),
@@ -176,7 +176,7 @@ def _measure(
 
 
 _model = under("Model")
-_TUNING_PROMPTS = 8
+_TUNED_BY = 8
 
 
 @dataclass(frozen=True)
@@ -185,18 +185,18 @@ class TargetOptions(LoadSettings, TargetName):
 
     draft: tuple[str, ...] = _model(
         (),
-        "A drafter to try, as for generate. Draft models and EAGLE heads are tried "
-        "as chains and as trees. Drafters that need no training are always tried.",
-        shown="all available drafters",
+        "A drafter to try, written as for `generate`. Draft models and EAGLE heads are tried as "
+        "chains and as trees. Drafters that need no training are tried as well.",
+        shown="the built-in drafters of the model",
     )
-    only: bool = _model(False, "Try only the given drafters.")
+    only: bool = _model(False, "Try only the drafters that --draft names.")
 
 
 @dataclass(frozen=True)
 class TuneRun(RunOptions):
-    """The time budget and the output file. Raises ConfigError if the file cannot be written."""
+    """Where the tuned settings go, too. Raises ConfigError, before measuring, if they may not."""
 
-    out: str = setting("tuned.toml", "File for the tuned settings.")
+    out: str = setting("tuned.toml", "File to write the tuned settings to.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,12 +217,12 @@ def tune(
     options: TuneOptions,
     run: TuneRun,
 ) -> int:
-    """Find the fastest drafter and settings, and write them to a file for --config.
+    """Find the fastest drafter and settings; write these tuned settings to a file for --config.
 
-    Exit status 3 if the time was not enough to confirm a result; then no file is written.
+    Exits with 3, and writes nothing, if the time was too short to confirm a result.
     """
     budget = run.begin()
-    chosen_prompts = prompts.load(_TUNING_PROMPTS)
+    chosen_prompts = prompts.load(_TUNED_BY)
     from paceline.lab.tune.candidates import at_hand
     from paceline.lab.tune.plan import TuningOutcome, num_tasks
     from paceline.lab.tune.plan import tune as search
@@ -233,13 +233,13 @@ def tune(
     llm = load_llm(target, target.model, "none", max_batch_size=1)
     outcome = TuningOutcome.start(options, llm)
     tasks = num_tasks(candidates, options)
-    with Interruption() as interrupted, budget_progress("tuning", budget, tasks) as advance:
+    with Interruption() as interrupted, spending("tuning", budget, tasks) as advance:
         search(llm, candidates, chosen_prompts, outcome, advance, budget)
     confirmed = outcome.chosen is not None
     record = {**tuning_record(outcome), "config": run.out if confirmed else None}
     run.emit(record, report_of(outcome))
     if not confirmed:
-        info("no tuned settings were written, because no result was confirmed")
+        info("no tuned settings were written: nothing is confirmed")
         return interrupted.code or NOT_ENOUGH
     tuned_settings(outcome, llm).write(run.out)
     info(f"tuned settings: {run.out} (use them with --config {run.out})")
@@ -251,18 +251,18 @@ def profile(
     engine: MeasuredModel,
     source: PromptOptions,
     output: ReportOptions,
-    concurrency: int = setting(1, "Concurrent requests.", low=1),
-    steps: int = setting(40, "Decode steps per round.", low=5),
-    rounds: int = setting(5, "Timed rounds; the median is reported.", low=1),
+    concurrency: int = setting(1, "Requests that run at once.", low=1),
+    steps: int = setting(40, "Measured steps per round, after warm-up.", low=5),
+    rounds: int = setting(5, "Timed rounds; the median counts.", low=1),
     trace: str | None = setting(
         None,
-        "Write a trace of the run with drafts (or, without a draft, of plain decoding) for "
+        "Write a trace of the run with drafts (without drafts, of the plain run) for "
         "ui.perfetto.dev.",
         metavar="FILE.json[.gz]",
     ),
 ) -> int:
-    """Find out whether memory, compute, kernel launches or Python limit the speed of decoding."""
-    if not debugging():  # the profiler's library logs starts and stops to stderr
+    """Show whether decoding is limited by memory bandwidth, compute, kernel launches or Python."""
+    if not debugging():  # the profiler's library reports its starts and stops on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with stage("starting"):
         from paceline.lab.bench.prompts import fit
@@ -272,14 +272,14 @@ def profile(
     if trace is not None:
         check_path(trace)
     prompts = source.load()
-    engines = _engines(replace(engine, max_batch_size=max(_MIN_BATCH, concurrency)))
+    engines = _engines(replace(engine, max_batch_size=max(_BATCH, concurrency)))
     target = engines[0][1]
-    half = -(-target.max_model_len // 2)  # left for decoding
+    half = -(-target.max_model_len // 2)  # to decode in
     fitting, _ = fit(prompts, target, half, "shorter prompts")
     chosen, encoded = zip(*islice(cycle(fitting), concurrency), strict=True)
     result = runs.ProfileResult()
     tasks = runs.stages(len(engines), rounds)
-    with Interruption() as interrupted, budget_progress("profile", Budget(), tasks) as advance:
+    with Interruption() as interrupted, spending("profile", Budget(), tasks) as advance:
         runs.profile_all(engines, encoded, steps, rounds, trace, result, advance)
     names = list(dict.fromkeys(prompt.name for prompt in chosen))
     record = {
@@ -290,13 +290,12 @@ def profile(
         **runs.record(result),
         "trace": trace if len(result.runs) == len(engines) else None,
     }
-    output.emit(record, runs.report_of(result, _title(engine, concurrency, names, result)))
+    output.emit(record, runs.report_of(result, _setting(engine, concurrency, names, result)))
     return interrupted.code
 
 
 def _engines(engine: ModelOptions) -> list[tuple[str, LLM]]:
-    """The engines to profile, by name: plain decoding and, if there is a draft, decoding with it,
-    sharing the weights."""
+    """Plain decoding, and then the draft's if there is one, over the same weights."""
     draft = engine.resolved_draft
     loaded = engine.open(draft)
     if draft is None:
@@ -304,9 +303,10 @@ def _engines(engine: ModelOptions) -> list[tuple[str, LLM]]:
     return [("plain", engine.plain_beside(loaded)), (draft, loaded)]
 
 
-def _title(engine: ModelOptions, concurrency: int, names: list[str], result: ProfileResult) -> str:
-    """What was profiled, for the report."""
-    sequences = "1 sequence" if concurrency == 1 else f"{concurrency} sequences at once"
+def _setting(
+    engine: ModelOptions, concurrency: int, names: list[str], result: ProfileResult
+) -> str:
+    together = "1 sequence" if concurrency == 1 else f"{concurrency} sequences at once"
     context = f" with about {result.runs[0].context:.0f} tokens of context" if result.runs else ""
     prompts = f"prompt {names[0]}" if len(names) == 1 else f"{len(names)} prompts"
-    return f"{engine.model}, {sequences}{context}, {prompts}."
+    return f"{engine.model}, {together}{context}, {prompts}."

@@ -1,4 +1,4 @@
-"""``paceline datastore``: build the files that ``--draft datastore:FILE`` drafts from."""
+"""``paceline datastore``: texts that ``--draft datastore:FILE`` looks things up in."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from paceline.model.tokenizer import Tokenizer
 
 app = typer.Typer(help="Datastores for drafting by retrieval.", no_args_is_help=True)
-_TEXT_SUFFIXES = (".txt", ".text", ".md")
+_PLAIN = (".txt", ".text", ".md")
 
 
 @app.callback()
 def root() -> None:
-    """Makes ``build`` a subcommand, although it is the only one."""
+    """Keeps ``build`` a word of the command."""
 
 
 @app.command("build", cls=Command)
@@ -36,34 +36,31 @@ def build(
     target: TargetName,
     output: WriteOptions,
     files: tuple[Path, ...] = setting(
-        MISSING, "JSONL(.gz) files with records as for `train`, or text files.", flags=("FILES",)
+        MISSING, "JSONL(.gz) files in the format of `train`, or plain text files.", flags=("FILES",)
     ),
     out: Path = setting(MISSING, "File to write."),
     from_answers: bool = setting(
         False,
-        "Use only the assistant's answers. Answers that the model wrote itself (`train sample`) "
-        "work best.",
+        "Take only the assistant's answers; the model's own (`train sample`) work best.",
     ),
-    least: int = setting(
-        2, "Drop contexts whose next token occurred fewer times than this.", low=1
-    ),
+    least: int = setting(2, "Keep continuations that occur at least this often.", low=1),
     exclude_licenses: tuple[str, ...] = setting(
-        (), "Leave out records whose license contains this.", flags=("--exclude-license",)
+        (), "Leave out records whose license contains this text.", flags=("--exclude-license",)
     ),
 ) -> None:
-    """Write a datastore of tokenised texts, from which `--draft datastore:FILE` drafts."""
+    """Write a datastore of texts, in a model's tokens, for `--draft datastore:FILE`."""
     from paceline.draft.datastore import write_datastore
     from paceline.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(target.model)
     texts: list[np.ndarray] = []
     for file in files:
-        if file.suffix.lower() not in _TEXT_SUFFIXES:
-            texts += _read_records(file, tokenizer, from_answers, exclude_licenses)
+        if file.suffix.lower() not in _PLAIN:
+            texts += _recorded(file, tokenizer, from_answers, exclude_licenses)
         elif from_answers:
             raise DataError(f"{file} is plain text, which has no answers; give JSONL records")
         else:
-            texts += _read_text(file, tokenizer)
+            texts += _plain(file, tokenizer)
     with stage("sorting contexts"):
         tokens, contexts = write_datastore(out, texts, tokenizer, least)
     size = out.stat().st_size
@@ -74,8 +71,8 @@ def build(
     info(f"use it with --draft datastore:{out} or --draft hybrid:suffix+ngram+datastore:{out}")
 
 
-def _read_text(file: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The token ids of a text file."""
+def _plain(file: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The tokens of a file of text."""
     import numpy as np
 
     from paceline.lab.bench.prompts import read_records
@@ -85,19 +82,19 @@ def _read_text(file: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         yield np.array(ids, np.int64)
 
 
-def _read_records(
+def _recorded(
     file: Path, tokenizer: Tokenizer, answers: bool, exclude_licenses: tuple[str, ...]
 ) -> Iterator[np.ndarray]:
-    """The token ids of a file's records, or of their answers. Each answer includes the tokens
-    before it that a lookup of its first token needs."""
+    """The tokens of a file's records, or of their answers: with those before them, by which the
+    first ones are found."""
     import numpy as np
 
     from paceline.draft.datastore import MATCH
     from paceline.train.data import encode_stream
 
     stream = encode_stream(file, tokenizer, exclude_licenses, "assistant" if answers else "all")
-    kept = np.convolve(stream.loss_mask, np.ones(MATCH + 1))[MATCH:] > 0
+    kept = np.convolve(stream.learn, np.ones(MATCH + 1))[MATCH:] > 0
     cuts = np.union1d(stream.starts, np.flatnonzero(np.diff(kept)) + 1)
-    for start, end in pairwise([0, *cuts, len(kept)]):
-        if kept[start:end].any():
-            yield stream.ids[start:end]
+    for first, behind in pairwise([0, *cuts, len(kept)]):
+        if kept[first:behind].any():
+            yield stream.ids[first:behind]

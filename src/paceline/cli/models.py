@@ -1,5 +1,4 @@
-"""Short commands: ``pull``, ``recommend``, ``doctor``, ``quantize``, ``export``, ``check-drafter``
-and ``replay``."""
+"""The short commands: models are fetched, examined and converted, drafters and answers checked."""
 
 from __future__ import annotations
 
@@ -31,44 +30,44 @@ _LISTED = (
 @expand
 def pull(
     output: WriteOptions,
-    name: str | None = setting(None, "Name of a model, as in smollm2.", flags=("NAME",)),
-    show_list: bool = setting(False, "List the models that can be pulled.", flags=("--list",)),
+    name: str | None = setting(None, "Name of a model, such as smollm2.", flags=("NAME",)),
+    show_list: bool = setting(
+        False, "List the models that can be pulled, and exit.", flags=("--list",)
+    ),
 ) -> None:
-    """Download a built-in model into the cache folder, unless it is there.
+    """Download a built-in model into the cache folder, if it is not there yet.
 
-    Built-in models are only downloaded by this command; models of the hub (OWNER/NAME) are
-    downloaded by the command that uses them. The SHA-256 of the download is checked. The folder is
-    $PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
+    No other command downloads it without asking; models of the hub (OWNER/NAME) are downloaded on
+    first use. The download is checked by its SHA-256. The folder is $PACELINE_CACHE, else
+    $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
     """
     if show_list:
         models = PULLABLE.values()
-        output.show({"models": [record_of(m, _LISTED) for m in models]}, *map(_describe, models))
+        output.show({"models": [record_of(m, _LISTED) for m in models]}, *map(_described, models))
         return
     if name is None:
-        raise typer.BadParameter(
-            "no model is named; run `paceline pull smollm2`, or give --list to see all"
-        )
+        raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
     from paceline.pull import pull as fetch
 
     result = fetch(name)
     entry, folder = result.entry, str(result.folder)
-    about = {key: getattr(entry, key) for key in ("source", "location", "licence")}
-    outcome = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
-    state = "ready" if result.fetched else "already there"
+    same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
+    did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
+    word = "ready" if result.fetched else "already there"
     output.show(
-        {"name": entry.full_name, "folder": folder, **about, **outcome},
-        f"{entry.full_name} is {state}: {entry.what} ({entry.licence})",
+        {"name": entry.full_name, "folder": folder, **same, **did},
+        f"{entry.full_name} is {word}: {entry.what} ({entry.licence})",
         f"  {folder}\n  SHA-256 of the weights {result.sha256}",
         f"Try: paceline chat --model {entry.full_name}",
     )
 
 
-def _describe(entry: Pullable) -> str:
+def _described(entry: Pullable) -> str:
     return (
         f"{entry.name}: {entry.what} ({entry.licence})\n"
-        f"  {entry.sizes}; {'already pulled' if pulled(entry) else 'not pulled yet'}\n"
+        f"  {entry.sizes}; {'is here' if pulled(entry) else 'not pulled yet'}\n"
         f"  {entry.source}: {entry.location}\n"
-        f"  SHA-256 of the weights: {entry.weights_sha256 or 'as given by the hub'}"
+        f"  SHA-256 of the weights {entry.weights_sha256 or 'as the hub states it'}"
     )
 
 
@@ -77,15 +76,14 @@ def recommend(
     output: JsonOptions,
     model: str = setting(MISSING, "Folder, GGUF file, built-in or hub name.", flags=("MODEL",)),
     memory: int | None = setting(
-        None, "Memory that the process may use, as in 16G.", kind="size", shown="the free memory"
+        None, "Memory that the process may use, such as 16G.", kind="size", shown="the free memory"
     ),
 ) -> int:
-    """Estimate the speed of a model on this machine, plain and with drafts, in its own precision
-    and in 8 and 4 bits, and print the commands to use.
+    """Predict a model's speed here, with and without drafts, in 8 and 4 bits; print the command.
 
-    Reads only the headers of the model's files, and measures this machine for about 8 seconds.
+    Reads only the headers of its files, and measures this machine for about 8 seconds.
 
-    Exit status 1 if the model does not fit into the memory in any precision.
+    Exits with 1 if the model does not fit into memory in any precision.
     """
     with stage("starting"):
         from paceline.lab import recommend as lab
@@ -96,11 +94,11 @@ def recommend(
 
 @expand
 def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOptions) -> int:
-    """Examine a model and its draft without loading them: report problems and how to solve them.
+    """Check a model and its draft before loading them: report problems and their remedies.
 
-    A few layers of the model are loaded, and their logits are compared with those of transformers.
+    Loads a few of the model's layers and compares their logits with transformers'.
 
-    Exit status 1 if there is an error among the findings.
+    Exits with 1 if there is an error among the findings.
     """
     draft = engine.resolved_draft
     with stage(f"examining {engine.model}"):
@@ -112,45 +110,43 @@ def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOption
     errors = {item.about for item in findings if item.severity is Severity.ERROR}
     with Interruption() as interrupted:
         if "target" not in errors:
-            findings.append(
-                check_logits(engine.model, device=engine.device, backend=engine.backend)
-            )
-    examination = engine.model, draft, by_severity(findings)
-    result = record(*examination)
-    output.emit(result, report_of(*examination))
-    return interrupted.code or int(result["errors"] > 0)
+            how = {"device": engine.device, "backend": engine.backend}
+            findings.append(check_logits(engine.model, **how))
+    about = engine.model, draft, by_severity(findings)
+    examined = record(*about)
+    output.emit(examined, report_of(*about))
+    return interrupted.code or int(examined["errors"] > 0)
 
 
 @expand
 def quantize(
     output: WriteOptions,
     model: str = setting(MISSING, "Folder, GGUF file, built-in or hub name.", flags=("MODEL",)),
-    to: str = setting(MISSING, "Precision; w4a16 is 4 bits for vLLM.", metavar="int8|int4|w4a16"),
-    out: Path = setting(
-        MISSING, "Output folder; it is replaced if Paceline wrote all files in it."
+    to: str = setting(
+        MISSING, "Precision; w4a16 is the 4-bit layout that vLLM loads.", metavar="int8|int4|w4a16"
     ),
+    out: Path = setting(MISSING, "Folder to write; replaced if Paceline wrote everything in it."),
     calibrate: Path | None = setting(
         None,
-        "JSONL file with calibration text for GPTQ. Without it, weights are rounded to nearest.",
+        "JSONL of calibration text for GPTQ; without it weights are rounded to nearest.",
         metavar="FILE",
     ),
     tokens: int = setting(32_768, "Tokens of the calibration text to read.", low=512),
     evaluate: Path | None = setting(
         None,
-        "Text to measure the perplexity on.",
+        "Text on which perplexity is measured.",
         metavar="FILE",
         shown="other documents of the calibration text, else the prompts of bench",
     ),
-    group_size: int = setting(32, "Inputs that share a scale, at 4 bits: 32, 64 or 128."),
+    group_size: int = setting(32, "Input channels that share a scale at 4 bits: 32, 64 or 128."),
     lm_head: str | None = setting(
-        None, "Quantise lm_head, too (vLLM does not support that).", metavar="int8|int4", shown=""
+        None, "Also quantise lm_head (vLLM needs it unquantised).", metavar="int8|int4", shown=""
     ),
-    seed: int = setting(0, "Random seed for the choice of texts.", low=0),
+    seed: int = setting(0, "Seed of the choice of texts.", low=0),
 ) -> None:
-    """Quantise a model's weights to 8 or 4 bits, and measure the effect on the perplexity.
+    """Quantise a model's weights to 8 or 4 bits, and measure what that costs in perplexity.
 
-    The files are in the format of compressed-tensors. transformers can load them, and vLLM can load
-    all but int4.
+    The layout is compressed-tensors. transformers loads it, and so does vLLM, except for int4.
     """
     from paceline.lab.quantize import quantize as run
     from paceline.model.quantised.convert import scheme_named
@@ -168,31 +164,31 @@ ENGINES = "vllm|sglang|tensorrt-llm|llama.cpp|openvino"
 def export(
     engine: ModelOptions,
     output: WriteOptions,
-    to: str = setting(MISSING, "The other engine.", metavar=ENGINES),
+    to: str = setting(MISSING, "Engine to write the configuration for.", metavar=ENGINES),
     out: Path | None = setting(
         None, "Folder for the command, the configuration and converted heads."
     ),
 ) -> None:
-    """Print the command that runs the same target, draft, draft length and rule in another engine.
+    """Write the command and configuration that run the same speculation in another engine.
 
-    With --config, the settings that `paceline tune` found are exported. Settings that the engine
-    does not support are refused, or approximated with a note on the effect.
+    With --config the draft, length and rule are those that `paceline tune` found. Settings without
+    an equivalent there are refused by name, or approximated with a note on the cost.
     """
     from paceline.lab.export import export as run
 
     names = ("draft_length", "rule", "max_batch_size", "config")
-    settings = {name: getattr(engine, name) for name in names}
-    exported = run(to, engine.model, engine.resolved_draft, **settings, out=out)
+    how = {name: getattr(engine, name) for name in names}
+    made = run(to, engine.model, engine.resolved_draft, **how, out=out)
     if output.as_json:
-        print_json(exported.record())
+        print_json(made.record())
         return
-    for line in (*exported.steps, exported.command_line):  # ready to be pasted
+    for line in (*made.steps, made.command_line):  # as it can be pasted
         print(line)
-    for approximation in exported.approximations:
+    for approximation in made.approximations:
         info(f"approximated: {approximation.line()}")
-    if exported.head is None and out is None and "eagle" in str(exported.config):
-        info("note: the head has not been converted; give --out FOLDER to convert it")
-    info(f"checked against {exported.version}")
+    if made.head is None and out is None and "eagle" in str(made.config):
+        info("note: the head is not converted; give --out FOLDER for that")
+    info(f"checked against {made.version}")
 
 
 _LAWS = (
@@ -206,17 +202,16 @@ _LAWS = (
 def check_drafter(
     output: JsonOptions,
     drafter: str = setting(
-        MISSING, "The drafter: a spec class, a drafter class or a function.", flags=("MODULE:NAME",)
+        MISSING, "The drafter: a DrafterRecord, a class or a function.", flags=("MODULE:NAME",)
     ),
     model: str = setting(
-        EMBEDDED, "The target; the examples of a spec class may need weights made for it."
+        EMBEDDED, "The target; a record's example specs may need weights made for it."
     ),
 ) -> bool:
-    """Test whether a drafter of your own obeys the rules that every drafter must obey.
+    """Test a drafter of your own against the rules that every drafter must obey (the laws).
 
-    Its trees are well-formed, text and distribution are the same as in plain decoding, and nothing
-    is kept of sequences that have ended. Of several errors raised at the same line, the traceback
-    of the first is shown.
+    Its trees must be well-formed, text and distribution must be those of plain decoding, and no
+    state may remain of requests that have ended. Each distinct error is shown with a traceback.
     """
     from paceline.lab.laws import Law, drafters_of, laws
 
@@ -243,25 +238,25 @@ def replay(
         MISSING, "File with a receipt, or with an answer that has one.", flags=("RECEIPT",)
     ),
     model: str | None = setting(
-        None, "Folder, file or name of the model.", shown="the model named in the receipt"
+        None, "Folder, file or name of the model.", shown="the one in the receipt"
     ),
     threads: int | None = changed(LoadSettings, "threads", None),
     as_json: bool = setting(False, "Print one JSON object per receipt.", flags=("--json",)),
 ) -> int:
-    """Check an answer by its receipt: decode it again without drafts and compare.
+    """Decode an answer again from its receipt, without drafts, and compare the texts.
 
-    Exit status 0 if the text is the same, 1 if it differs, 3 if the receipt was modified or belongs
+    Exits with 0 if the text is the same, 1 if it differs, 3 if the receipt was altered or belongs
     to other weights or settings.
     """
     from paceline.request.receipt import ReceiptError, read_receipts
 
-    differs = False
+    parted = False
     try:
         receipts = read_receipts(Path(receipt))
-        first = receipts[0]  # all receipts of an answer come from one engine
-        recorded = {"backend": first["backend"]["name"], **first["settings"]}
+        first = receipts[0]  # those of one answer are of one engine
+        wanted = {"backend": first["backend"]["name"], **first["settings"]}
         names = {entry.name for entry in entries(LoadSettings)}
-        known: dict[str, Any] = {name: recorded[name] for name in names & recorded.keys()}
+        known: dict[str, Any] = {name: wanted[name] for name in names & wanted.keys()}
         settings = LoadSettings(**known, threads=threads)
         try:
             llm = load_llm(settings, model or first["model"], "none", max_batch_size=1)
@@ -272,7 +267,7 @@ def replay(
         for record in receipts:
             with stage("decoding again"):
                 outcome, line = decode_again(llm, record)
-            differs |= not outcome["same"]
+            parted |= not outcome["same"]
             if as_json:
                 print_json(outcome)
             else:
@@ -280,4 +275,4 @@ def replay(
     except ReceiptError as error:
         print(f"error: {error}", file=sys.stderr)
         return NOT_COMPARABLE
-    return int(differs)
+    return int(parted)

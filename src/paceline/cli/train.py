@@ -1,6 +1,6 @@
-"""``paceline train``: trains draft models and heads; ``paceline train sample``: a model answers
-prompts, as training data for its drafts. Each answer is written to the file at once, so an
-interruption only loses the answers that were being generated.
+"""``paceline train``: drafts and heads, from their configurations; and ``paceline train sample``: a
+model answers prompts, for its drafts to be trained on. Every answer is a record as soon as it is
+there: an interruption costs what was being written.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ from paceline.train.configs import (
     PromptSelection,
     TrainConfig,
 )
-from paceline.train.records import RecordError, Source
+from paceline.train.records import RefusedError, Source
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion
     from paceline.train.prompts import NumberedPrompt
     from paceline.train.trainer import Progress, Trainer
 
-_STOP_SIGNALS = signal.SIGINT, signal.SIGTERM
-_BATCHES_PER_GROUP = 16  # the prompts of this many batches are sorted by length
+_GROUP = 16  # batches of prompts that are sorted by length together
 
 
 @expand
 def sample(
     *,
-    model: str = setting(MISSING, "The model that answers."),
+    model: str = setting(MISSING, "Model that writes the answers."),
     data: tuple[str, ...] = setting(
         MISSING,
-        "File of conversations, whose last question is answered, or texts, which are continued.",
+        "File of conversations, whose last question is answered, or of texts, which are continued.",
         panel="Prompts",
         metavar="FILE[=WEIGHT]",
     ),
@@ -64,26 +63,26 @@ def sample(
     answers: AnswerConfig,
     engine: LoadSettings,
 ) -> None:
-    """Have a model answer prompts or continue texts, as training data for its drafts.
+    """Let a model answer prompts or continue texts, to train its drafts on the results.
 
-    Run the same command again to continue after an interruption. Until all answers are complete,
-    they are in OUT.partial.
+    Run the same command again to resume after an interruption. Until everything is written, the
+    records are in OUT.partial.
     """
     if out.is_file():
         info(f"{out} exists already; delete it to write it again")
         return
-    from paceline.train.prompts import load_prompts
+    from paceline.train.prompts import prompts_of
 
     sources = [Source.parse(spec) for spec in data]
     params = SamplingParams(**asdict(answers))
     key = json.dumps({"model": model, "data": data, **asdict(prompts), **asdict(answers)})
     with LongRecord(out, "the records", key) as lines:
         if lines.lines:
-            info(f"continuing after {lines.lines:,} records in {lines.partial}")
+            info(f"resuming after {lines.lines:,} records in {lines.partial}")
         seed = prompts.seed + lines.lines
         llm = load_llm(engine, model, None, max_batch_size=max_batch_size, seed=seed)
         longest = min(prompts.max_prompt_len, llm.max_model_len - 1)
-        chosen = load_prompts(sources, llm.tokenizer, replace(prompts, max_prompt_len=longest))
+        chosen = prompts_of(sources, llm.tokenizer, replace(prompts, max_prompt_len=longest))
         writer = AnswerWriter(llm, params, longest, lines.add)
         writer.write(chosen, max_batch_size, lines.kept())
         failed = f" ({writer.failed} answers failed)" if writer.failed else ""
@@ -91,7 +90,7 @@ def sample(
 
 
 class AnswerWriter:
-    """Has a model answer prompts, and passes each answer as a JSON line to ``add``."""
+    """Has prompts answered and writes them down, one JSON line an answer."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, max_prompt: int, add: Callable[[str], None]
@@ -105,31 +104,29 @@ class AnswerWriter:
     def write(
         self, prompts: Sequence[NumberedPrompt], batch: int, kept: Iterable[str] = ()
     ) -> None:
-        """Answer the prompts in groups of several batches, each sorted by length. ``kept`` are the
-        lines of an earlier run, whose prompts are skipped. The next question of a conversation is
-        asked in the next group."""
+        """Answer the prompts, but for the lines that an earlier run has ``kept``, in groups of some
+        batches, each sorted by length. Next questions are in the next group."""
         waiting = self._unanswered(prompts, kept)
         tokens, total, start = 0, len(waiting), time.monotonic()
-        size = _BATCHES_PER_GROUP * batch
-        with stage("writing answers", total, "records") as progress:
+        with stage("writing answers", total, "records") as doing:
             while waiting:
-                group, waiting = waiting[:size], waiting[size:]
+                group, waiting = waiting[: _GROUP * batch], waiting[_GROUP * batch :]
                 group.sort(key=lambda prompt: len(prompt.token_ids))
                 for event in self._llm.stream([prompt.token_ids for prompt in group], self._params):
                     prompt, answer = group[event.request], event.completion
                     if answer is None:
                         continue
-                    self._write_record(prompt, answer)
+                    self._note(prompt, answer)
                     tokens += len(answer.token_ids)
                     speed = tokens / max(1e-9, time.monotonic() - start)
-                    progress.advance(1, f"{tokens:,} tokens, {speed:,.0f} tokens/s")
-                    following = self._next(prompt, answer.token_ids, answer.finish_reason)
-                    if following is not None:
+                    doing.advance(1, f"{tokens:,} tokens, {speed:,.0f} tokens/s")
+                    after = self._next(prompt, answer.token_ids, answer.finish_reason)
+                    if after is not None:
                         total += 1
-                        progress.resize(total)
-                        waiting.insert(0, following)
+                        doing.resize(total)
+                        waiting.insert(0, after)
 
-    def _write_record(self, prompt: NumberedPrompt, answer: Completion) -> None:
+    def _note(self, prompt: NumberedPrompt, answer: Completion) -> None:
         if answer.finish_reason == "error" or not answer.token_ids:
             self.failed += 1
             return
@@ -151,65 +148,58 @@ class AnswerWriter:
     def _next(
         self, prompt: NumberedPrompt, answer: Sequence[int], finish: str
     ) -> NumberedPrompt | None:
-        """The next prompt of a conversation: None if it has no further question, the answer was
-        cut off, or the prompt would be too long."""
-        conversation = prompt.conversation
-        if finish != "stop" or conversation is None or not conversation.next_questions:
+        """The next question of a conversation, if there is one and the answer had an end."""
+        talk = prompt.talk
+        if finish != "stop" or talk is None or not talk.later:
             return None
         text = self._llm.tokenizer.decode(list(answer), skip_special_tokens=True)
-        question, *later = conversation.next_questions
-        turns = {"role": "assistant", "content": text}, {"role": "user", "content": question}
-        conversation = replace(
-            conversation, messages=[*conversation.messages, *turns], next_questions=tuple(later)
-        )
-        with suppress(RecordError):
-            ids = self._writer.prompt_ids(conversation, len(conversation.messages))
+        turns = {"role": "assistant", "content": text}, {"role": "user", "content": talk.later[0]}
+        talk = replace(talk, messages=[*talk.messages, *turns], later=talk.later[1:])
+        with suppress(RefusedError):
+            ids = self._writer.prompt_ids(talk, len(talk.messages))
             if len(ids) <= self._max_prompt:
-                turn = prompt.turn + 1
-                return replace(prompt, token_ids=ids, conversation=conversation, turn=turn)
+                return replace(prompt, token_ids=ids, talk=talk, turn=prompt.turn + 1)
         return None
 
     def _unanswered(
         self, prompts: Sequence[NumberedPrompt], kept: Iterable[str]
     ) -> list[NumberedPrompt]:
-        """The prompts that have no answer among the ``kept`` lines; for conversations of which
-        answers are kept, the next prompt."""
-        pending: dict[int, NumberedPrompt | None] = {prompt.number: prompt for prompt in prompts}
+        """The first questions, and the next ones of what was kept."""
+        left: dict[int, NumberedPrompt | None] = {prompt.number: prompt for prompt in prompts}
         for record in map(json.loads, kept):
-            prompt = pending.get(record["job"])
+            prompt = left.get(record["job"])
             if prompt is not None and prompt.turn == record["turn"]:
                 answer = record["ids"][record["prompt"] :]
-                pending[prompt.number] = self._next(prompt, answer, record["finish"])
-        return [prompt for prompt in pending.values() if prompt is not None]
+                left[prompt.number] = self._next(prompt, answer, record["finish"])
+        return [prompt for prompt in left.values() if prompt is not None]
 
 
-app = typer.Typer(help="Train draft models and heads.", no_args_is_help=True)
+app = typer.Typer(help="Train models for Paceline.", no_args_is_help=True)
 
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """In the block, Ctrl-C and SIGTERM only set a flag, which the yielded function returns. A
-    second signal raises KeyboardInterrupt at once."""
-    interrupted = False
+    """Ctrl-C, or SIGTERM, between steps: the block asks whether it came. A second one stops at
+    once."""
+    came = False
 
     def interrupt(*_: object) -> None:
-        nonlocal interrupted
-        if interrupted:
-            raise KeyboardInterrupt("interrupted; the last saved checkpoint is kept")
-        interrupted = True
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt("interrupted; the last saved checkpoint stands")
+        came = True
         print("stopping after this step (press Ctrl-C again to stop at once)", file=sys.stderr)
 
-    handlers = {number: signal.signal(number, interrupt) for number in _STOP_SIGNALS}
+    before = {sent: signal.signal(sent, interrupt) for sent in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: interrupted
+        yield lambda: came
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for sent, handler in before.items():
+            signal.signal(sent, handler)
 
 
 def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:
-    """Train to the last step; returns the folder of the result. After Ctrl-C, saves a checkpoint
-    and raises KeyboardInterrupt."""
+    """Train to the last step, or to Ctrl-C; returns the folder of the result."""
     from paceline.train.acceptance import total
 
     first, last = trainer.step, trainer.config.steps
@@ -217,21 +207,20 @@ def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:
         info(f"note: {trainer.note}")
     if first:
         info(f"resuming at step {first} of {last}")
-    acceptance = ""
+    mean = ""
     what = f"training from step {first}" if first else "training"
     steps = stage(what, max(0, last - first), "steps")
-    with deferred_interrupts() as interrupted, steps as bar:
+    with deferred_interrupts() as interrupted, steps as doing:
 
         def on_progress(progress: Progress) -> None:
-            nonlocal acceptance
+            nonlocal mean
             if parts := progress.acceptance:
                 length = total(parts.values()).mean_accepted_length
-                acceptance = f"{length:.2f} tokens per target step"
+                mean = f"{length:.2f} tokens per target step"
                 files = (f"{name} {part.mean_accepted_length:.2f}" for name, part in parts.items())
-                info(f"step {progress.step}: {acceptance} ({', '.join(files)})")
+                info(f"step {progress.step}: {mean} ({', '.join(files)})")
             speed = f"{progress.tokens_per_second:,.0f} tokens/s"
-            figures = f"loss {progress.loss:.3f}", speed, acceptance
-            bar.advance(1, ", ".join(filter(None, figures)))
+            doing.advance(1, ", ".join(filter(None, (f"loss {progress.loss:.3f}", speed, mean))))
             if interrupted():
                 trainer.save_checkpoint()
                 raise KeyboardInterrupt(
@@ -244,30 +233,28 @@ def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:
 
 @dataclass(frozen=True)
 class RunningOptions(WriteOptions):
-    """How a training runs. These options do not change its result, except for rounding."""
+    """How a run is carried out; nothing here changes its result, up to rounding."""
 
-    out: Path = setting(MISSING, "Folder of the run; the result is written to a subfolder.")
-    device: str = setting("auto", "Device: auto, cpu, cuda ...")
+    out: Path = setting(MISSING, "Folder of the run; the trained model is written below it.")
+    device: str = setting("auto", "Device to train on: auto, cpu, cuda ...")
     compiled: bool = setting(
         False, "Use torch.compile (needs a C++ compiler).", flags=("--compile/--no-compile",)
     )
-    threads: int | None = setting(
-        None, "CPU threads; use 1 if other programs are running.", low=1, shown=""
-    )
-    eval_every: int = setting(100, "Steps between measurements of the acceptance.", low=1)
+    threads: int | None = setting(None, "CPU threads; use 1 beside other work.", low=1, shown="")
+    eval_every: int = setting(100, "Steps between measurements of held-out acceptance.", low=1)
     save_seconds: float = setting(300.0, "Seconds between checkpoints.", low=0)
 
 
 def train(config: TrainConfig, running: RunningOptions, program: str = "paceline") -> None:
-    """Train, then write the result and its model card, which has the command line. ``program`` is
-    its first word. Ctrl-C saves a checkpoint and raises KeyboardInterrupt."""
+    """Train to the end or to Ctrl-C, and write the result and its card, which says how ``program``
+    was called."""
     set_threads(running.threads)
     from paceline.train.acceptance import total
     from paceline.train.card import counts_of, write_card
 
     module, _, name = config.trainer.partition(":")
-    trainer_class = getattr(import_module(module), name)
-    trainer: Trainer = trainer_class(config, running.out, running.device, running.compiled)
+    kind = getattr(import_module(module), name)
+    trainer: Trainer = kind(config, running.out, running.device, running.compiled)
     folder = train_to_end(trainer, running)
     with stage("writing the model card"):
         card = write_card(trainer, shlex.join([program, *sys.argv[1:]]))
@@ -291,7 +278,7 @@ def train(config: TrainConfig, running: RunningOptions, program: str = "paceline
 
 
 def _add(name: str, config: type[TrainConfig]) -> None:
-    """Add the command ``paceline train NAME``."""
+    """Add ``paceline train NAME``."""
 
     def command(config: Any, running: Any) -> None:
         train(config, running)

@@ -62,10 +62,10 @@ class Measurement:
         counts = self.counts
         if not counts.accepted:
             reasons = Counter(counts.not_drafted).most_common(1)
-            return f"No draft was of use{''.join(f': {reason}' for reason, _ in reasons)}."
+            return f"No draft was accepted{''.join(f': {reason}' for reason, _ in reasons)}."
         drafters = Counter(counts.by_drafter).most_common()
         by = ", ".join(f"{accepted} by {name}" for name, accepted in drafters if accepted)
-        return f"{counts.accepted} of {self.fast.tokens} tokens were drafted{by and ': ' + by}."
+        return f"{counts.accepted} of {self.fast.tokens} tokens came from drafts{by and ': ' + by}."
 
 
 def total(measurements: Sequence[Measurement]) -> Measurement:
@@ -82,7 +82,7 @@ def _acceptance(counts: DraftCounts) -> str:
 
 def _identical(measured: Measurement) -> str:
     difference = measured.difference
-    return "yes" if difference is None else "but a tie" if difference.is_tie else "NO"
+    return "yes" if difference is None else "tie" if difference.is_tie else "NO"
 
 
 _rate = "{:.0f}".format
@@ -129,9 +129,13 @@ def demo_table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
     return table_of(
         [*first, *again],
         _FIGURES,
-        "Time of whole requests, prompts included; the two take turns every 0.05 s. "
+        "Speeds include reading the prompt; the two methods take turns every 0.05 s. "
         "Accepted length: tokens per target step."
-        + (" Again: the same prompts, of which the drafter remembers the answers." if again else "")
+        + (
+            " Again: the same prompts once more; the drafter now remembers the answers."
+            if again
+            else ""
+        )
         + (f" {untried(silent)}" if silent else ""),
         f"Greedy decoding, plain and with --draft {draft}",
     )

@@ -1,4 +1,4 @@
-"""``paceline pull``: downloads built-in models. Nothing else in the package downloads them."""
+"""``paceline pull``: fetching named models, the one thing in this package that does."""
 
 from paceline.pull.run import Pulled as Pulled
 from paceline.pull.run import pull as pull

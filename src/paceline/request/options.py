@@ -90,14 +90,18 @@ _of_model = partial(_sampling, None, shown="the model's")
 class DistributionOptions:
     """Options that shape a request's distribution. None takes the model's default."""
 
-    temperature: float | None = _of_model("0 is greedy.", flags=("--temperature", "-t"))
-    top_k: int | None = _of_model("Keep the k likeliest; 0 is off.")
-    top_p: float | None = _of_model("Keep this much probability.")
-    min_p: float | None = _of_model("Drop tokens below this share of the likeliest.")
+    temperature: float | None = _of_model(
+        "Sampling temperature; 0 is greedy.", flags=("--temperature", "-t")
+    )
+    top_k: int | None = _of_model("Sample from the k likeliest tokens; 0 is off.")
+    top_p: float | None = _of_model("Sample from the likeliest tokens of this total probability.")
+    min_p: float | None = _of_model("Drop tokens below this share of the highest probability.")
     repetition_penalty: float | None = _of_model("Above 1 discourages repeats.")
-    presence_penalty: float = _sampling(0.0, "Lowers tokens that occurred, from -2 to 2.")
-    frequency_penalty: float = _sampling(0.0, "Lowers tokens by each occurrence, from -2 to 2.")
-    logit_bias: tuple[str, ...] = _sampling((), "Add to a token's logit.", metavar="ID=VALUE")
+    presence_penalty: float = _sampling(0.0, "Lowers the logits of tokens that occurred; -2 to 2.")
+    frequency_penalty: float = _sampling(0.0, "Lowers logits per occurrence of a token; -2 to 2.")
+    logit_bias: tuple[str, ...] = _sampling(
+        (), "Add a value to a token's logit.", metavar="ID=VALUE"
+    )
 
     def params(self, defaults: SamplingDefaults | None = None) -> SamplingParams:
         """The sampling parameters, with the model's ``defaults`` for options that are None. Raises
@@ -117,19 +121,23 @@ class SamplingOptions(DistributionOptions):
 
     max_tokens: int = _sampling(128, "Most new tokens.")
     min_tokens: int = _sampling(0, "Fewest new tokens.")
-    seed: int | None = _sampling(None, "Same seed, same text, whatever the draft.", shown="random")
+    seed: int | None = _sampling(
+        None, "The same seed gives the same text, with any drafter.", shown="random"
+    )
     stop: tuple[str, ...] = _sampling((), "Stop at this string.")
-    stop_token_ids: tuple[int, ...] = _sampling((), "Stop at this id.", flags=("--stop-token-id",))
-    ignore_eos: bool = _sampling(False, "Go on after end-of-sequence tokens.")
-    logprobs: int | None = _sampling(None, "Log probabilities of so many tokens, in --json.")
+    stop_token_ids: tuple[int, ...] = _sampling(
+        (), "Stop at this token id.", flags=("--stop-token-id",)
+    )
+    ignore_eos: bool = _sampling(False, "Continue after end-of-sequence tokens.")
+    logprobs: int | None = _sampling(None, "With --json: log probabilities of this many tokens.")
     grammar: str | None = _sampling(
         None,
-        "Form of the text: json, json:SCHEMA, regex:..., lark:..., KIND:@FILE.",
+        "Grammar that the text must follow: json, json:SCHEMA, regex:..., lark:..., KIND:@FILE.",
         metavar="KIND:TEXT",
     )
     skip_special_tokens: bool = _sampling(True, "Leave special tokens out of the text.")
-    receipt: bool = _sampling(False, "With --json: what paceline replay decodes it again from.")
-    n: int = _sampling(1, "Completions of each prompt.", flags=("--n",))
+    receipt: bool = _sampling(False, "With --json: add a receipt for `paceline replay`.")
+    n: int = _sampling(1, "Completions per prompt.", flags=("--n",))
 
 
 def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""The engine on a thread of the HTTP process (``--single-process``)."""
+"""The engine in the process that speaks HTTP, on a thread of its own (``--single-process``)."""
 
 from __future__ import annotations
 
@@ -17,42 +17,41 @@ if TYPE_CHECKING:
 
 
 def load_llm(settings: ServeConfig) -> LLM:
-    """Load the model with the settings of a server. Raises what ``LLM`` raises."""
+    """Raises what ``LLM`` does."""
     names = settings.model, settings.drafts, settings.config
     return options.load_llm(settings, *names, lora=settings.adapters)
 
 
-_JOIN_SECONDS = 10.0  # how long ``close`` waits for the thread that reads the connection
+_END_SECONDS = 10.0  # for the reading thread to end
 
 
 class EngineThread:
-    """An engine on a thread of this process. The messages cross a socket pair, as they do between
-    two processes."""
+    """The engine on a thread of this process, with the same messages as between two processes."""
 
     def __init__(self, llm: LLM, alias_of: str | None = None) -> None:
         self.llm, self.facts = llm, Facts.of(llm)
-        self._connection, self._engine_end = socket.socketpair()
-        link = Link(self._engine_end, self._engine_end.close)
+        self._connection, self._theirs = socket.socketpair()
+        link = Link(self._theirs, self._theirs.close)
         self.loop = link.loop = EngineLoop(llm, link.send, alias_of)
-        self._reader = threading.Thread(target=link.read, name="paceline-link", daemon=True)
+        self._reading = threading.Thread(target=link.read, name="paceline-link", daemon=True)
 
     def start(self) -> socket.socket:
-        self._reader.start()
+        self._reading.start()
         self.loop.start()
         return self._connection
 
-    def exit_reason(self) -> str:
+    def ended(self) -> str:
         return "has ended"
 
     def close(self) -> None:
-        """End the engine, whether or not it was started."""
-        self._connection.close()  # which ends the reader
-        if self._reader.is_alive():
-            self._reader.join(_JOIN_SECONDS)
+        """Also for one that was never started."""
+        self._connection.close()  # which ends the reading
+        if self._reading.is_alive():
+            self._reading.join(_END_SECONDS)
         self.loop.stop()
-        self._engine_end.close()
+        self._theirs.close()
 
 
 def local_service(llm: LLM, config: ServeConfig) -> Service:
-    """The service of a loaded model, with the names and limits of ``config``."""
+    """A service over a loaded model, with the names and limits of ``config``."""
     return Service(EngineThread(llm, config.alias_of), llm.tokenizer, config)

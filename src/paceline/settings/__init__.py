@@ -192,7 +192,7 @@ _load = partial(_engine, except_in=("beside",))
 
 def _sampled(name: str, **bounds: float) -> Any:
     """The default of a sampling parameter, for requests that leave it open."""
-    help = f"{name} of requests that name none."
+    help = f"{name} of requests that do not set it."
     return _model(None, help, shown="the checkpoint's", except_in=("command", "beside"), **bounds)
 
 
@@ -206,37 +206,44 @@ class LoadSettings:
     device: str = _load("auto", "Where the model runs: auto, cpu, cuda, cuda:1 ...")
     backend: str = _load(
         "auto",
-        "What runs the forwards: auto, native (kernels), reference (torch), a registered one.",
+        "What runs the forwards: auto, native (C++ kernels), reference (torch), or the name of a "
+        "registered backend.",
     )
     quantize: str | None = _load(
         None,
-        "Round the weights when loading, on a processor; none: dequantise those of a file.",
+        "CPU only: round the weights to 8 or 4 bits while loading; none dequantises a quantised "
+        "checkpoint.",
         choices=("int8", "int4", "none"),
-        shown="as they are",
+        shown="the checkpoint's precision",
     )
     tensor_parallel: int = _load(
-        1, "Processes that share the weights, each on its GPU or its part of the processor.", low=1
+        1,
+        "Processes that share the weights, each on its own GPU or its share of the CPU cores.",
+        low=1,
     )
     offload: str | None = _load(
         None,
-        "Where layers stay that the device has no memory for; a step brings them there.",
+        "Where to keep the layers that do not fit into the device's memory; each forward copies "
+        "them to the device.",
         choices=("cpu", "disk"),
         shown="no",
     )
     weights_memory: int | None = _load(
         None,
-        "With offload: the device's memory for weights.",
+        "With --offload: how much of the device's memory the weights may take.",
         kind="size",
-        shown="half of what is free",
+        shown="half of the free memory",
     )
     threads: int | None = _engine(
-        None, "Processor threads.", low=1, shown="torch's choice", except_in=("LLM", "beside")
+        None, "CPU threads.", low=1, shown="torch's choice", except_in=("LLM", "beside")
     )
     kv_cache_memory: int | None = _engine(
-        None, "Memory for keys and values, as in 512M or 2G.", kind="size", shown="auto"
+        None, "Memory for the KV cache, such as 512M or 2G.", kind="size", shown="auto"
     )
     kv_cache_dtype: str = _load(
-        "auto", "Type of the target's keys and values; auto: the model's.", choices=("auto", "int8")
+        "auto",
+        "Data type of the target's KV cache; auto is the model's own.",
+        choices=("auto", "int8"),
     )
 
 
@@ -250,36 +257,43 @@ class EngineSettings(LoadSettings):
     """
 
     draft_length: int | str | None = _model(
-        None, "Draft tokens a step, or auto to adapt.", kind="length", low=0, high=64, shown="auto"
+        None,
+        "Draft tokens per step; auto adapts the number while decoding.",
+        kind="length",
+        low=0,
+        high=64,
+        shown="auto",
     )
     drafting: str = _model(
         "fair",
-        "What drafts are for: fair, no request is slowed down for another's sake; throughput, most "
-        "tokens a second of all.",
+        "What to optimise when several requests run: fair, drafts may not make any request slower "
+        "than plain decoding; throughput, the most tokens per second of the whole batch.",
         choices=("fair", "throughput"),
     )
     draft_quantize: str | None = _model(
-        None, "As quantize, of a draft model.", choices=("int8", "int4"), shown="no"
+        None, "Like --quantize, but for the draft model.", choices=("int8", "int4"), shown="no"
     )
     draft_device: str | None = _model(
-        None, "Device of a draft model, such as cpu beside a target on a GPU.", shown="the target's"
+        None,
+        "Device of the draft model, such as cpu with the target on a GPU.",
+        shown="the target's",
     )
     draft_offload: str | None = _model(
-        None, "As offload, of a draft model.", choices=("cpu", "disk"), shown="no"
+        None, "Like --offload, but for the draft model.", choices=("cpu", "disk"), shown="no"
     )
     max_draft_length: int | None = _model(
-        None, "Bound of the length auto.", low=1, except_in=("LLM", "command", "server")
+        None, "Upper bound of the draft length auto.", low=1, except_in=("LLM", "command", "server")
     )
     rule: str | None = _model(
         None,
-        "Acceptance rule of sampled drafts without a seed.",
+        "Acceptance rule for drafts of requests that sample without a seed.",
         choices=("auto", "token", "block", "coupled"),
         shown="auto",
     )
     generation_config: str = _model(
         "auto",
-        "Sampling of requests that do not say it: auto, as the checkpoint's generation_config.json "
-        "has it; none, neutral.",
+        "Default sampling parameters: auto takes them from the checkpoint's "
+        "generation_config.json; none uses neutral values, which means greedy decoding.",
         choices=("auto", "none"),
         except_in=("command", "beside"),
     )
@@ -290,25 +304,27 @@ class EngineSettings(LoadSettings):
     default_repetition_penalty: float | None = _sampled("repetition_penalty", low=0.01, high=100)
     log_decisions: bool = _model(
         False,
-        "Log who drafts for a request, how far and why, when that changes.",
+        "Log the drafter and draft length of each request, and why, whenever they change.",
         except_in=("command",),
     )
     max_model_len: int | None = _engine(
-        None, "Most tokens of a sequence, prompt and answer.", low=2, shown="the model's"
+        None, "Most tokens of a sequence, prompt plus answer.", low=2, shown="the model's"
     )
     strict: bool = _engine(
         False,
-        "Raise what a drafter does wrong, with its traceback, in place of going on without drafts "
-        "(also PACELINE_STRICT=1).",
+        "Stop with a traceback when a drafter fails, instead of continuing without drafts (also "
+        "PACELINE_STRICT=1).",
         except_in=("server",),
     )
-    max_batch_size: int | None = _engine(None, "Sequences decoded together.", low=1, shown="8")
+    max_batch_size: int | None = _engine(
+        None, "Most sequences that are decoded in one batch.", low=1, shown="8"
+    )
     prefix_sharing: bool = _engine(
-        True, "Requests that begin alike share what is cached.", except_in=("command", "server")
+        True, "Requests with a common prefix share its KV cache.", except_in=("command", "server")
     )
     seed: int | None = _engine(
         None,
-        "Seed of requests that bring none.",
+        "Seed of requests that do not set one.",
         low=0,
         high=2**63 - 1,
         except_in=("command", "server"),
@@ -322,7 +338,8 @@ class AdapterSettings:
 
     lora: tuple[str, ...] = _model(
         (),
-        "LoRA adapter. A server's requests name one as their model, a command uses the first.",
+        "LoRA adapter. Requests to a server choose one by its name as their model; a command uses "
+        "the first.",
         shown="none",
         metavar="NAME=FOLDER",
     )

@@ -1,7 +1,7 @@
-"""The configurations of all trainings. They determine the result of a run, except for rounding.
+"""What determines a training's result: the configuration of each, from which ``paceline train``
+has its options and its help (the docstring). Sizes are in tokens, rates per step.
 
-``paceline train`` takes its options from the fields, and its help texts from the docstrings.
-Nothing here imports torch, so that ``--help`` is fast.
+Nothing here loads torch, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -22,54 +22,55 @@ _prompts, _answers = under("Prompts"), under("Answers")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options that all trainings share."""
+    """What every training is told, of what drafts for a target."""
 
-    trainer: ClassVar[str]  # MODULE:CLASS, whose import loads torch
+    trainer: ClassVar[str]  # MODULE:CLASS, which loads torch
 
-    model: str = _data(EMBEDDED, "The target: the model to draft for. It is not changed.")
+    model: str = _data(EMBEDDED, "Target model to draft for; it is not changed.")
     data: tuple[str, ...] = _data(
         MISSING,
-        "JSONL(.gz) file with messages, conversations, turns, text or ids, and its share. "
-        "Text that the target wrote itself works best (paceline train sample).",
+        "JSONL(.gz) file with messages, conversations, turns, text or ids, and its share of the "
+        "data. Texts that the target wrote itself (paceline train sample) work best.",
         metavar="FILE[=WEIGHT]",
     )
-    valid: tuple[str, ...] = _data((), "Prompts for the held-out acceptance.", metavar="FILE")
+    valid: tuple[str, ...] = _data(
+        (), "Prompts on which held-out acceptance is measured.", metavar="FILE"
+    )
     exclude_licenses: tuple[str, ...] = _data(
         ("CC-BY-SA",),
-        "Leave out records whose license contains this.",
+        "Leave out records whose license contains this text.",
         flags=("--exclude-license",),
     )
     loss_on: str = _data(
-        "assistant", "Messages of conversations to train on.", choices=("assistant", "all")
+        "assistant", "Which parts of conversations to learn.", choices=("assistant", "all")
     )
-    seq_len: int = _schedule(
-        256, "Longest sequence in tokens; longer documents are divided.", low=1
-    )
+    seq_len: int = _schedule(256, "Longest piece of a document, in tokens.", low=1)
     long_every: int = _schedule(
-        10, "Every N-th step, pack documents up to --max-positions; 0: never.", low=0
+        10, "Interval of steps on documents joined to --max-positions; 0 is never.", low=0
     )
-    max_positions: int = _schedule(1024, "Length of packed documents, and the context.", low=1)
+    max_positions: int = _schedule(
+        1024, "Length of joined documents, and context of the draft, in tokens.", low=1
+    )
     batch_tokens: int = _schedule(8192, "Tokens per step.", low=1)
-    micro_tokens: int = _schedule(2048, "Tokens per forward pass (gradient accumulation).", low=1)
-    steps: int = _schedule(1500, "Total number of steps.", low=1)
-    warmup: int = _schedule(50, "Steps in which the learning rate rises.", low=1)
-    lr: float = _schedule(0.005, "Peak learning rate of Muon (for matrices).", low=0)
-    adam_lr: float = _schedule(0.004, "Peak learning rate of AdamW (for all else).", low=0)
+    micro_tokens: int = _schedule(2048, "Tokens of one forward pass.", low=1)
+    steps: int = _schedule(1500, "Number of training steps.", low=1)
+    warmup: int = _schedule(50, "Warm-up steps, in which the learning rate rises.", low=1)
+    lr: float = _schedule(0.005, "Peak learning rate of Muon (matrices).", low=0)
+    adam_lr: float = _schedule(0.004, "Peak learning rate of AdamW (everything else).", low=0)
     weight_decay: float = _schedule(0.05, "Weight decay of matrices.", low=0)
-    seed: int = _schedule(0, "Random seed for weights and batches.", low=0)
+    seed: int = _schedule(0, "Seed of initial weights and batches.", low=0)
     argmax_weight: float = _loss(
         0.0,
-        "Share of the loss on the target's likeliest token: more is better for greedy decoding, "
-        "less for sampling.",
+        "Loss weight of the likeliest token; higher favours greedy decoding, lower sampling.",
         low=0,
         high=1,
     )
     draft_length: int = _held_out(4, "Draft tokens per step.", low=1)
     held_out: int = _held_out(8, "Prompts from each --valid file.", low=1)
-    held_out_tokens: int = _held_out(96, "Tokens that the target generates for each.", low=2)
+    held_out_tokens: int = _held_out(96, "Tokens generated after each prompt.", low=2)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for an invalid choice or a value out of range."""
+        """Raises ConfigError for a value that is no choice or out of range."""
         table: type = type(self)
         for entry in entries(table):
             value = getattr(self, entry.name)
@@ -83,40 +84,40 @@ _general = partial(changed, TrainConfig)
 @forgiving("DraftConfig")
 @dataclass(frozen=True)
 class DraftConfig(TrainConfig):
-    """Distil a draft model for a target. The result is in OUT/model."""
+    """Distil a draft model for a target; the result goes to OUT/model."""
 
     trainer = "paceline.train.draft:DraftTrainer"
 
     init: str | None = _data(
         None,
-        "Continue from this draft model, which must have the target's vocabulary.",
+        "Start from this draft model, which has the target's vocabulary.",
         metavar="FOLDER",
         shown="a new model of the shape below",
     )
     tv_weight: float = _loss(
         0.0,
-        "Share of the total variation distance, which is the rejection rate, in the loss: 0 learns "
-        "fast, 1 is best for the last steps.",
+        "Loss weight of total variation, which is the probability of rejection: 0 learns fast, "
+        "1 is best at the end of training.",
         low=0,
         high=1,
     )
     parallel: bool = _loss(
-        False, "Learn to draft --draft-length tokens in one pass with mask tokens (PARD)."
+        False, "Learn to draft --draft-length tokens in one pass, from mask tokens (PARD)."
     )
-    hidden_size: int = _shape(192, "Width.", low=1)
-    layers: int = _shape(2, "Depth.", low=1)
+    hidden_size: int = _shape(192, "Hidden size.", low=1)
+    layers: int = _shape(2, "Number of layers.", low=1)
     heads: int = _shape(3, "Attention heads.", low=1)
     kv_heads: int = _shape(3, "Key and value heads.", low=1)
-    ffn_size: int = _shape(512, "Width of the feed-forward layers.", low=1)
+    ffn_size: int = _shape(512, "Width of the feed-forward part.", low=1)
 
 
 @dataclass(frozen=True)
 class HeadConfig(TrainConfig):
-    """Options that the trainings of all heads share."""
+    """Heads of any kind on a frozen target."""
 
     cache_features: bool = _data(
         False,
-        "Store the target's features of each document on disk, for several passes over the data.",
+        "Cache the target's outputs for each document on disk, to be used in several epochs.",
         flags=("--cache-features/--stream-features",),
     )
     seq_len: int = _general("seq_len", 1024)
@@ -125,11 +126,11 @@ class HeadConfig(TrainConfig):
     adam_lr: float = _general("adam_lr", 0.003)
     argmax_weight: float = _general("argmax_weight", 0.3)
     step_decay: float = _loss(
-        0.8, "Weight of each draft position in the loss, relative to the one before.", low=0
+        0.8, "Loss weight of each drafted token relative to the one before it.", low=0
     )
     dtype: str = _schedule(
         "bfloat16",
-        "Data type of target and head; the optimizer's weights are always float32.",
+        "Data type of target and head; the optimizer always keeps float32 weights.",
         choices=("bfloat16", "float32", "auto"),
     )
 
@@ -137,58 +138,55 @@ class HeadConfig(TrainConfig):
 @forgiving("EagleTrainConfig")
 @dataclass(frozen=True)
 class EagleTrainConfig(HeadConfig):
-    """Train an EAGLE-3 head: it reads features of three layers and is unrolled as in drafting."""
+    """Train an EAGLE-3 head: features of three target layers, unrolled drafting steps."""
 
     trainer = "paceline.train.eagle:EagleTrainer"
     version: int = 3
     init: str = _head(
-        "",
-        "Continue from this head; 'target': start from the target's last layer.",
-        metavar="FOLDER",
+        "", "Start from this head, or with 'target' from the target's last layer.", metavar="FOLDER"
     )
     ttt_steps: int = _head(
-        4, "Drafting steps to unroll in training (training-time test); 1: do not unroll.", low=1
+        4, "Drafting steps that training unrolls (training-time test); 1 is no unrolling.", low=1
     )
     stride: int = _head(
-        1, "Unroll only every N-th position; the first step is trained at all positions.", low=1
+        1, "Unroll only every N-th position; all positions learn the first drafted token.", low=1
     )
     parallel: bool = _head(
-        False,
-        "Draft in one pass: later steps read a mask token and a learnt feature (P-EAGLE).",
+        False, "Draft in one pass: later steps read a mask token and a learnt feature (P-EAGLE)."
     )
-    feature_weight: float = 1.0  # this and the next one are used by version 1 only
+    feature_weight: float = 1.0  # of version 1 alone, as the next one
     token_weight: float = 0.1
     feature_layers: tuple[int, ...] = _head(
         (),
-        "Target layers whose inputs are read; default: layer 2, the middle, the third from last.",
+        "Target layers whose inputs are read; default: 2, half of them, all but 3.",
         kind="numbers",
         metavar="N,N,N",
     )
     draft_vocab_size: int = _head(
-        16000, "Number of most frequent tokens that the head can draft; 0: all.", low=0
+        16000, "Size of the draft vocabulary, the most frequent tokens; 0 is all.", low=0
     )
-    heads: int = _head(0, "Attention heads; 0: as the target.", low=0)
-    kv_heads: int = _head(0, "Key and value heads; 0: as the target.", low=0)
-    head_dim: int = _head(0, "Width of an attention head; 0: as the target.", low=0)
-    ffn_size: int = _head(0, "Width of the feed-forward layer; 0: as the target.", low=0)
+    heads: int = _head(0, "Attention heads; 0: the target's.", low=0)
+    kv_heads: int = _head(0, "Key and value heads; 0: the target's.", low=0)
+    head_dim: int = _head(0, "Width of a head; 0: the target's.", low=0)
+    ffn_size: int = _head(0, "Width of the feed-forward part; 0: the target's.", low=0)
 
 
 @forgiving("Eagle1TrainConfig")
 @dataclass(frozen=True)
 class Eagle1TrainConfig(EagleTrainConfig):
-    """Train an EAGLE head (also for EAGLE-2): it predicts the target's next final features."""
+    """Train an EAGLE head (also for EAGLE-2): extrapolates the target's last hidden states."""
 
     version: int = 1
     ttt_steps: int = changed(
         EagleTrainConfig,
         "ttt_steps",
         1,
-        help="Drafting steps to unroll in training; the paper uses 1.",
+        help="Drafting steps that training unrolls; the paper has 1.",
     )
     feature_weight: float = _head(1.0, "Weight of the feature loss.", low=0)
     token_weight: float = _head(0.1, "Weight of the token loss.", low=0)
     parallel: bool = False
-    feature_layers: tuple[int, ...] = ()  # always the last one; the head drafts all tokens
+    feature_layers: tuple[int, ...] = ()  # it has one, and drafts all tokens
     draft_vocab_size: int = 16000
 
 
@@ -200,20 +198,17 @@ class DFlashTrainConfig(HeadConfig):
     trainer = "paceline.train.block:BlockTrainer"
     kind: str = "dflash"
     block_size: int = _head(8, "Rows of a block; the first is the last committed token.", low=2)
-    layers: int = _head(1, "Number of layers.", low=1)
-    causal: bool = _head(
-        False, "Causal attention within a block, as in JetSpec: suits draft trees."
-    )
-    ffn_size: int = _head(0, "Width of the feed-forward layers; 0: as the target.", low=0)
+    layers: int = _head(1, "Layers.", low=1)
+    causal: bool = _head(False, "Causal attention within a block, as in JetSpec; needed for trees.")
+    ffn_size: int = _head(0, "Width of the feed-forward part; 0: the target's.", low=0)
     feature_layers: tuple[int, ...] = changed(
         EagleTrainConfig,
         "feature_layers",
         (),
-        help="Target layers whose inputs are read; default: the third, the middle, the third from "
-        "last.",
+        help="Target layers whose inputs are read; default: the third, the middle, all but 3.",
     )
-    stride: int = _head(4, "Start a block at every N-th position.", low=1)
-    tv_weight: float = 0.0  # this and the next ones are used by DSpark only
+    stride: int = _head(4, "Blocks start at every N-th position.", low=1)
+    tv_weight: float = 0.0  # of DSpark, as the next ones
     markov_rank: int = 0
     confidence_weight: float = 0.0
 
@@ -221,34 +216,33 @@ class DFlashTrainConfig(HeadConfig):
 @forgiving("DSparkTrainConfig")
 @dataclass(frozen=True)
 class DSparkTrainConfig(DFlashTrainConfig):
-    """Train a DSpark head: a DFlash head with a bias that depends on the previous token, and a
-    confidence head."""
+    """Train a DSpark head: a block drafter with a previous-token bias and a confidence head."""
 
     kind: str = "dspark"
     block_size: int = changed(DFlashTrainConfig, "block_size", 7)
     tv_weight: float = _head(
-        0.5,
-        "Share of the total variation distance, which is the rejection rate, in the loss.",
-        low=0,
-        high=1,
+        0.5, "Loss weight of total variation, which is the probability of rejection.", low=0, high=1
     )
-    markov_rank: int = _head(64, "Rank of the bias by the previous token; 0: no bias.", low=0)
-    confidence_weight: float = _head(1.0, "Weight of the loss of the confidence head.", low=0)
+    markov_rank: int = _head(
+        64, "Rank of the bias that depends on the previous token; 0 is no bias.", low=0
+    )
+    confidence_weight: float = _head(1.0, "Weight of the confidence head's loss.", low=0)
 
 
 @forgiving("MedusaTrainConfig")
 @dataclass(frozen=True)
 class MedusaTrainConfig(HeadConfig):
-    """Train Medusa heads: each predicts a token further ahead from the target's last hidden
-    state."""
+    """Train Medusa heads: each predicts one token further ahead from the last hidden state."""
 
     trainer = "paceline.train.medusa:MedusaTrainer"
 
-    medusa_heads: int = _heads(4, "Number of heads: the draft length.", low=1)
+    medusa_heads: int = _heads(
+        4, "Number of heads, each of which drafts one token further ahead.", low=1
+    )
     medusa_layers: int = _heads(1, "Residual blocks per head.", low=0)
     shared_head: bool = _heads(
         False,
-        "Use the target's lm_head instead of one per head, which is far smaller.",
+        "Share the target's output layer instead of training one per head: far smaller.",
         flags=("--shared-head/--own-heads",),
     )
 
@@ -256,23 +250,25 @@ class MedusaTrainConfig(HeadConfig):
 @forgiving("PromptSelection")
 @dataclass(frozen=True)
 class PromptSelection:
-    """The prompts for the target to answer."""
+    """Which prompts a target answers."""
 
     num_prompts: int | None = _prompts(
-        None, "Number of prompts.", low=1, shown="all conversations, or 1000 texts"
+        None, "Number of prompts to take.", low=1, shown="all conversations, 1000 texts"
     )
-    seed: int = _prompts(0, "Random seed for the choice of prompts and the answers.", low=0)
+    seed: int = _prompts(0, "Seed of the choice of prompts and of sampled answers.", low=0)
     exclude_licenses: tuple[str, ...] = _prompts(
         ("CC-BY-SA",),
-        "Leave out records whose license contains this.",
+        "Leave out records whose license contains this text.",
         flags=("--exclude-license",),
     )
-    max_text_len: int = _prompts(96, "Longest prefix of a text to continue, in tokens.", low=12)
+    max_text_len: int = _prompts(
+        96, "Longest beginning of a text that is used as a prompt, in tokens.", low=12
+    )
     max_prompt_len: int = _prompts(640, "Longest conversation, in tokens.", low=1)
     follow_ups: float = _prompts(
         0.0,
-        "Share of conversations that get a follow-up question. The questions of records with "
-        "several turns are always asked.",
+        "Share of the conversations that get a follow-up question. Conversations with several "
+        "user turns are always asked all of them.",
         low=0,
         high=1,
     )
@@ -280,11 +276,11 @@ class PromptSelection:
 
 @dataclass(frozen=True)
 class AnswerConfig:
-    """How the target answers the prompts: fields of SamplingParams."""
+    """How the target answers them: fields of SamplingParams."""
 
-    max_tokens: int = _answers(256, "Most new tokens per answer.", low=1)
+    max_tokens: int = _answers(256, "New tokens per prompt.", low=1)
     temperature: float = _answers(
-        0.0, "Temperature; 0 is greedy.", low=0, flags=("--temperature", "-t")
+        0.0, "Sampling temperature; 0 is greedy.", low=0, flags=("--temperature", "-t")
     )
-    top_p: float = _answers(1.0, "Sample from the likeliest tokens with this total probability.")
-    ignore_eos: bool = _answers(False, "Continue after the end token.")
+    top_p: float = _answers(1.0, "Sample from the likeliest tokens of this total probability.")
+    ignore_eos: bool = _answers(False, "Continue after end-of-sequence tokens.")

@@ -159,7 +159,7 @@ def test_recurrent_states_take_memory(tmp_path: Path, kind: str) -> None:
     options: dict[str, Any] = {"dtype": "float32", "max_batch_size": 2}
     noticed = examine(str(tmp_path), kv_cache_memory=8 << 20, **options)
     told = only(noticed, "recurrent-layers").text
-    assert f": {size(target.state_bytes)} for a sequence, and as much for each node of" in told
+    assert f": {size(target.state_bytes)} per sequence, and as much again per node of" in told
     text = next(one.text for one in noticed if one.code in ("memory-fits", "cache-partial"))
     assert f"{size(24 * target.state_bytes)} for 24 states of recurrent layers" in text
     short = examine(str(tmp_path), kv_cache_memory=6 * target.state_bytes, **options)

@@ -167,7 +167,7 @@ def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.model.backends.native.model._limit", lambda *_: math.inf)
     noticed = check_logits("paceline/tiny")
     assert noticed.code == "logits-differ", noticed.text
-    assert noticed.text.startswith("on the native kernels the logits of position")
+    assert noticed.text.startswith("on the native kernels the logits at position")
     assert "--backend reference" in noticed.cure
     assert check_logits("paceline/tiny", backend="reference").code == "logits-equal"
 

@@ -23,7 +23,8 @@ class PromptOptions:
 
     prompts: str | None = _prompts(
         None,
-        "JSONL (Spec-Bench, MT-Bench, HumanEval, GSM8K or our own layout) or plain text.",
+        "Prompt file: JSONL (Spec-Bench, MT-Bench, HumanEval, GSM8K or Paceline's layout) or plain "
+        "text.",
         shown="the shipped set",
     )
     category: tuple[str, ...] = _prompts((), "Only this category.", shown="all")
@@ -48,12 +49,19 @@ class BenchOptions:
         flags=("--method", "-m"),
         shown="draft and ngram, and the EAGLE-3 head of the built-in model",
     )
-    concurrency: tuple[int, ...] = _numbers((1,), "Requests at once, as in 1,2,4,8.", low=1)
-    temperature: tuple[float, ...] = _numbers(
-        (0.0,), "As in 0,0.7,1.", flags=("--temperature", "-t"), shown="0", low=0, high=100
+    concurrency: tuple[int, ...] = _numbers(
+        (1,), "Requests that run at once; several, such as 1,2,4,8, are compared.", low=1
     )
-    max_tokens: int = _measuring(64, "New tokens of each prompt.", low=1)
-    rounds: int = _measuring(3, "Timed rounds, for medians.", low=1)
+    temperature: tuple[float, ...] = _numbers(
+        (0.0,),
+        "Sampling temperatures, as in 0,0.7,1; 0 is greedy.",
+        flags=("--temperature", "-t"),
+        shown="0",
+        low=0,
+        high=100,
+    )
+    max_tokens: int = _measuring(64, "New tokens per prompt.", low=1)
+    rounds: int = _measuring(3, "Timed rounds; figures are their medians.", low=1)
     ignore_eos: bool = _measuring(
         True,
         "Decode all texts to the same length, or stop at the model's end token.",

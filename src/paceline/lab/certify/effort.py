@@ -22,14 +22,14 @@ class Effort:
     any of the distribution tests (family-wise error rate). A server gets ``num_prompts`` prompts in
     turn, in up to ``requests`` requests. Raises ConfigError on a value out of range."""
 
-    num_prompts: int = _effort(8, "Prompts compared token for token.", low=1)
-    max_tokens: int = _effort(64, "New tokens of each prompt.", low=8)
-    prefixes: int = _effort(4, "Prefixes after which samples are drawn.", low=1)
+    num_prompts: int = _effort(8, "Prompts whose texts are compared token by token.", low=1)
+    max_tokens: int = _effort(64, "New tokens per prompt.", low=8)
+    prefixes: int = _effort(4, "Number of prefixes after which tokens are sampled.", low=1)
     samples: int = _effort(
-        2000, "Samples per prefix; four times as many detect half the bias.", low=MIN_SAMPLES
+        2000, "Samples per prefix; four times as many detect a bias half as large.", low=MIN_SAMPLES
     )
-    alpha: float = _effort(0.001, "Probability that a lossless engine fails.")
-    seed: int = _effort(0, "Makes the run repeatable.", low=0, high=2**63 - 1)
+    alpha: float = _effort(0.001, "Probability that a lossless engine fails by chance.")
+    seed: int = _effort(0, "Seed; makes the run repeatable.", low=0, high=2**63 - 1)
     requests: int = _effort(
         400,
         f"Most requests sent to a server (--url), each of at most {MAX_SERVER_TOKENS} tokens.",

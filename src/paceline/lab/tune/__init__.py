@@ -11,8 +11,10 @@ from paceline.settings import setting
 class TuneOptions:
     """The expected load, and how candidates are measured. ``source`` names the prompts."""
 
-    concurrency: int = setting(1, "Requests at once.", low=1, high=1024)
-    temperature: float = setting(0.0, "0 is greedy.", low=0.0, flags=("--temperature", "-t"))
-    max_tokens: int = setting(48, "New tokens of each prompt.", low=2)
-    rounds: int = setting(4, "Rounds of the confirmation.", low=1)
+    concurrency: int = setting(1, "Requests that run at once.", low=1, high=1024)
+    temperature: float = setting(
+        0.0, "Sampling temperature; 0 is greedy.", low=0.0, flags=("--temperature", "-t")
+    )
+    max_tokens: int = setting(48, "New tokens per prompt.", low=2)
+    rounds: int = setting(4, "Rounds that confirm the result.", low=1)
     source: str = "shipped prompts"

@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses``. Responses are stored so that later requests can continue them."""
+"""OpenAI's ``/v1/responses``; answers are stored, so that later requests can continue them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 
 from paceline.server.api import blocks
-from paceline.server.api.chat import SubmittedChat, sampling_settings
-from paceline.server.api.responses_api import ResponsesRequest, messages_from_items
-from paceline.server.errors import openai_body
+from paceline.server.api.chat import Dialogue, sampling_of
+from paceline.server.api.responses_api import ResponsesRequest, messages_of
+from paceline.server.errors import error_body
 from paceline.server.failures import APIError
 from paceline.server.requestlog import new_id
 from paceline.server.security import owner_of
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
 
-MAX_BYTES = 64 * 2**20  # of all stored responses
+MAX_BYTES = 64 * 2**20
 # Fields of a request that its response repeats.
-_REPEATED_FIELDS = {
+_REPEATED = {
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning"),
     *("previous_response_id", "store", "tool_choice", "tools"),
 }
@@ -34,13 +34,11 @@ _REPEATED_FIELDS = {
 def add_routes(app: FastAPI, service: Service) -> None:
     store = ResponseStore()
 
-    def stored(owner: str, response_id: str, param: str) -> StoredResponse:
-        """A stored response. Raises APIError 404."""
-        response = store.get(owner, response_id)
+    def kept(owner: str, name: str, param: str) -> KeptResponse:
+        response = store.get(owner, name)
         if response is None:
             raise APIError(
-                f"{param}: there is no stored response {response_id[:80]!r}; send the whole "
-                "conversation as input instead",
+                f"{param}: no response {name[:80]!r} is kept here; send the whole input instead",
                 404,
                 param=param,
                 code="response_not_found",
@@ -53,113 +51,111 @@ def add_routes(app: FastAPI, service: Service) -> None:
         owner = owner_of(http.scope)
         messages: list[blocks.MessageFields] = []
         if body.previous_response_id is not None:
-            messages += stored(owner, body.previous_response_id, "previous_response_id").messages
-        messages += messages_from_items(body.input, partial(store.item, owner))
+            messages += kept(owner, body.previous_response_id, "previous_response_id").messages
+        messages += messages_of(body.input, partial(store.item, owner))
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        chat = await SubmittedChat.submit(service, body.chat([*system, *messages]))
-        answer = ResponsesAnswer(chat, body, messages, partial(store.add, owner))
-        return await respond_with(answer, chat.ticket, http, body.stream)
+        dialogue = await Dialogue.begin(service, body.chat([*system, *messages]))
+        answer = ResponsesAnswer(dialogue, body, messages, partial(store.keep, owner))
+        return await respond_with(answer, dialogue.ticket, http, body.stream)
 
     @app.get("/v1/responses/{name}")
     async def response(name: str, http: HTTPRequest) -> dict[str, Any]:
-        return stored(owner_of(http.scope), name, "name").response
+        return kept(owner_of(http.scope), name, "name").shown
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str, http: HTTPRequest) -> dict[str, Any]:
         owner = owner_of(http.scope)
-        identifier: str = stored(owner, name, "name").response["id"]
-        store.remove(owner, identifier)
+        identifier: str = kept(owner, name, "name").shown["id"]
+        store.drop(owner, identifier)
         return {"id": identifier, "object": "response", "deleted": True}
 
 
 class ResponsesAnswer(blocks.BlocksAnswer):
-    """A response whose output items are messages with one text part, and function calls."""
+    """Output items: messages of one text part, and function calls."""
 
     def __init__(
         self,
-        chat: SubmittedChat,
-        request: ResponsesRequest,
+        dialogue: Dialogue,
+        asked: ResponsesRequest,
         messages: list[blocks.MessageFields],
-        store: Callable[[StoredResponse], None],
+        keep: Callable[[KeptResponse], None],
     ) -> None:
-        super().__init__(chat)
-        self._request, self._messages, self._store = request, messages, store
+        super().__init__(dialogue)
+        self._asked, self._messages, self._keep = asked, messages, keep
         self._id = new_id("resp_")
         self._created = self._service.now()
-        self._sequence_number = 0  # of the next event
+        self._number = 0  # of the next event
 
-    # -- the complete answer -------------------------------------------------------------------
+    # -- the whole -----------------------------------------------------------------------------
 
     def _result(self) -> Chunk:
-        response = self._response()
-        if self._request.store and response["status"] != "in_progress":
-            messages = [*self._messages, *messages_from_items(self._blocks, lambda name: None)]
-            self._store(StoredResponse(messages, response))
-        return response
+        shown = self._response()
+        if self._asked.store and shown["status"] != "in_progress":
+            messages = [*self._messages, *messages_of(self._blocks, lambda name: None)]
+            self._keep(KeptResponse(messages, shown))
+        return shown
 
     def _response(self) -> dict[str, Any]:
-        request = self._request
-        sampling = sampling_settings(request, self._service.facts.sampling)
-        truncated = self._reason == "length"
-        final_status = "incomplete" if truncated else "completed"
-        format = request.text.format.model_dump(exclude_none=True, by_alias=True)
+        asked, sampling = self._asked, sampling_of(self._asked, self._service.facts.sampling)
+        cut = self._reason == "length"
+        done = "incomplete" if cut else "completed"
+        format = asked.text.format.model_dump(exclude_none=True, by_alias=True)
         if format["type"] != "json_schema":
             format = {"type": format["type"]}
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "status": "in_progress" if self._completion is None else final_status,
+            "status": "in_progress" if self._done is None else done,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
-            "model": request.model or self._service.model,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "model": asked.model or self._service.model,
             "output": [dict(block) for block in self._blocks],
             "temperature": sampling["temperature"],
             "text": {"format": format},
-            "top_p": sampling["top_p"] if request.top_p is None else request.top_p,
+            "top_p": sampling["top_p"] if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
             "usage": self._usage(),
-            **request.model_dump(include=_REPEATED_FIELDS),
+            **asked.model_dump(include=_REPEATED),
             **self.receipt,
         }
 
     def _usage(self) -> dict[str, Any] | None:
-        if self._completion is None:
+        if self._done is None:
             return None
-        input_tokens, output_tokens = len(self._chat.prompt), len(self._completion.token_ids)
+        read, written = len(self._dialogue.prompt), len(self._done.token_ids)
         return {
-            "input_tokens": input_tokens,
-            "input_tokens_details": {"cached_tokens": self._completion.stats.cached_tokens},
-            "output_tokens": output_tokens,
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": self._done.stats.cached_tokens},
+            "output_tokens": written,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": input_tokens + output_tokens,
+            "total_tokens": read + written,
         }
 
     # -- events --------------------------------------------------------------------------------
 
     def _event(self, kind: str, **fields: Any) -> Chunk:
-        self._sequence_number += 1
-        return {"type": kind, "sequence_number": self._sequence_number - 1, **fields}
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _item_event(self, kind: str, **fields: Any) -> Chunk:
-        """An event about the open block."""
+    def _of_item(self, kind: str, **fields: Any) -> Chunk:
         index = len(self._blocks) - 1
-        position = {"item_id": self._blocks[index]["id"], "output_index": index}
+        where = {"item_id": self._blocks[index]["id"], "output_index": index}
         if self._is_text(self._blocks[index]):
-            position["content_index"] = 0
-        return self._event(kind, **position, **fields)
+            where["content_index"] = 0
+        return self._event(kind, **where, **fields)
 
-    def _first_events(self) -> Iterator[Chunk]:
-        response = {**self._response(), "status": "in_progress", "output": [], "usage": None}
+    def _opening(self) -> Iterator[Chunk]:
+        shown = {**self._response(), "status": "in_progress", "output": [], "usage": None}
         for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=response)
+            yield self._event(kind, response=shown)
 
-    def final_chunks(self) -> list[Chunk]:
-        response = self._result()
-        return [self._event(f"response.{response['status']}", response=response)]
+    def closing(self) -> list[Chunk]:
+        shown = self._result()
+        return [self._event(f"response.{shown['status']}", response=shown)]
 
-    def error_chunk(self, error: APIError) -> Chunk:
-        body = openai_body(error)
+    def failed(self, error: APIError) -> Chunk:
+        body = error_body(error)
         return self._event("error", **{**body["error"], "type": "error"}, **body)
 
     def _item_id(self, kind: str) -> str:
@@ -176,92 +172,93 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             "content": [part],
         }
 
-    def _new_call(self, call_id: str, name: str) -> dict[str, Any]:
-        namespace, tool = self._request.functions[name]
+    def _new_call(self, call: str, name: str) -> dict[str, Any]:
+        namespace, tool = self._asked.functions[name]
         return {
             "id": self._item_id("fc"),
             "type": "function_call",
             "status": "in_progress",
-            "call_id": call_id,
+            "call_id": call,
             **({} if namespace is None else {"namespace": namespace}),
             "name": tool.name,
             "arguments": "",
         }
 
-    def _start_block(self, block: dict[str, Any]) -> Iterator[Chunk]:
-        is_text, index = self._is_text(block), len(self._blocks) - 1
-        item = block | ({"content": []} if is_text else {})
+    def _started(self, block: dict[str, Any]) -> Iterator[Chunk]:
+        text, index = self._is_text(block), len(self._blocks) - 1
+        item = block | ({"content": []} if text else {})
         yield self._event("response.output_item.added", output_index=index, item=item)
-        if is_text:
-            yield self._item_event("response.content_part.added", part=dict(block["content"][0]))
+        if text:
+            yield self._of_item("response.content_part.added", part=dict(block["content"][0]))
 
     def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Chunk]:
         part = self._blocks[-1]["content"][0]
         part["text"] += text
         part["logprobs"] = [*part["logprobs"], *logprobs]
-        yield self._item_event("response.output_text.delta", delta=text, logprobs=logprobs)
+        yield self._of_item("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def _add_arguments(self, piece: str) -> Iterator[Chunk]:
         self._blocks[-1]["arguments"] += piece
-        yield self._item_event("response.function_call_arguments.delta", delta=piece)
+        yield self._of_item("response.function_call_arguments.delta", delta=piece)
 
-    def _end_block(self, block: dict[str, Any], truncated: bool) -> Iterator[Chunk]:
-        block["status"] = "incomplete" if truncated else "completed"
+    def _ended(self, block: dict[str, Any], cut: bool) -> Iterator[Chunk]:
+        block["status"] = "incomplete" if cut else "completed"
         if self._is_text(block):
             part = block["content"][0]
             text, logprobs = part["text"], part["logprobs"]
-            yield self._item_event("response.output_text.done", text=text, logprobs=logprobs)
-            yield self._item_event("response.content_part.done", part=part)
+            yield self._of_item("response.output_text.done", text=text, logprobs=logprobs)
+            yield self._of_item("response.content_part.done", part=part)
         else:
             call = {name: block[name] for name in ("name", "arguments")}
-            yield self._item_event("response.function_call_arguments.done", **call)
+            yield self._of_item("response.function_call_arguments.done", **call)
         index = len(self._blocks) - 1
         yield self._event("response.output_item.done", output_index=index, item=dict(block))
 
 
 @dataclass(frozen=True)
-class StoredResponse:
-    """A response as the client got it, and the messages of the conversation up to its end."""
+class KeptResponse:
+    """``messages``: the conversation with this answer. ``shown``: what the client got."""
 
     messages: list[dict[str, Any]]
-    response: dict[str, Any]
+    shown: dict[str, Any]
 
 
 class ResponseStore:
-    """Stores responses that later requests may continue, by owner (the API key; without keys there
-    is one owner) and id. They are kept in memory as JSON, so that their size is known and they
-    cannot be changed. When all take more than ``MAX_BYTES``, the owner with the most bytes loses
-    the least recently used."""
+    """Responses that later requests may continue, by owner (API key; one owner without keys) and
+    id. They are kept in memory as JSON, so their size is known and nobody changes them. Where they
+    take more than ``MAX_BYTES`` the owner that has most loses its oldest."""
 
     def __init__(self) -> None:
-        # By owner and id, the least recently used first.
+        # By owner, the least recently used first.
         self._owners: dict[str, OrderedDict[str, bytes]] = {}
         self.sizes = Counter[str]()  # bytes by owner
 
-    def add(self, owner: str, stored: StoredResponse) -> None:
-        """Store a response with a new id, unless it is larger than ``MAX_BYTES``."""
+    def keep(self, owner: str, response: KeptResponse) -> None:
+        """Store a response with a new id. One larger than ``MAX_BYTES`` is not stored."""
         # A client's text may have lone surrogates.
-        text = json.dumps(vars(stored), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        text = json.dumps(vars(response), ensure_ascii=False).encode("utf-8", "surrogatepass")
         if len(text) > MAX_BYTES:
             return
-        self._owners.setdefault(owner, OrderedDict())[stored.response["id"]] = text
+        self._owners.setdefault(owner, OrderedDict())[response.shown["id"]] = text
         self.sizes[owner] += len(text)
         while self.sizes.total() > MAX_BYTES:
-            largest = max(self.sizes, key=self.sizes.__getitem__)
-            self.remove(largest, next(iter(self._owners[largest])))
+            most = max(self.sizes, key=self.sizes.__getitem__)
+            self.drop(most, next(iter(self._owners[most])))
 
-    def get(self, owner: str, response_id: str) -> StoredResponse | None:
+    def get(self, owner: str, name: str) -> KeptResponse | None:
+        """The response of that id."""
         responses = self._owners.get(owner, OrderedDict())
-        if response_id not in responses:
+        if name not in responses:
             return None
-        responses.move_to_end(response_id)
-        return StoredResponse(**json.loads(responses[response_id]))
+        responses.move_to_end(name)
+        return KeptResponse(**json.loads(responses[name]))
 
-    def remove(self, owner: str, response_id: str) -> None:
-        self.sizes[owner] -= len(self._owners[owner].pop(response_id))
+    def drop(self, owner: str, name: str) -> None:
+        """Forget a stored response."""
+        self.sizes[owner] -= len(self._owners[owner].pop(name))
 
-    def item(self, owner: str, item_id: str) -> dict[str, Any] | None:
-        """An output item of one of the owner's responses; its id contains the response's id."""
-        stored = self.get(owner, f"resp_{item_id.partition('_')[2].partition('_')[0]}")
-        output = [] if stored is None else stored.response["output"]
-        return next((item for item in output if item["id"] == item_id), None)
+    def item(self, owner: str, name: str) -> dict[str, Any] | None:
+        """An output item of one of the owner's responses, whose id is a part of the item's."""
+        response = self.get(owner, f"resp_{name.partition('_')[2].partition('_')[0]}")
+        outputs = [] if response is None else response.shown["output"]
+        return next((item for item in outputs if item["id"] == name), None)
