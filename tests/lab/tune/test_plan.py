@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline import LLM, ConfigError, DataError, PacelineError, SamplingParams
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.lab.bench.prompts import BenchPrompt
 from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.candidates import DrafterCandidate, at_hand, variants
 from paceline.lab.tune.plan import TuningOutcome, rounds_of, tune
 from paceline.lab.tune.present import tuned_settings
+from paceline.model.measure import measure_target
 from paceline.settings.tuned import TunedSettings
 from support.engine_models import write_pair
 
@@ -48,11 +51,20 @@ def words(count: int) -> list[BenchPrompt]:
     return [BenchPrompt(f"p{n}", f"c{n % 2}", texts[n % 4] + "!" * n, False) for n in range(count)]
 
 
+def rows_are_cheap(*args: Any, **options: Any) -> TargetCosts:
+    """Measures as always, but says that a forward takes 1 ms, and a further row a hundredth."""
+    costs = measure_target(*args, **options)
+    curve = CostCurve((1, 25), (1e-3, 1.24e-3))
+    return replace(costs, curves=(curve,) * len(costs.batches))
+
+
 def test_tuning_a_random_pair(
     folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cheap = CostCurve((1, 2), (1e-6, 1e-6))  # a draft as large as the target would not be asked
     monkeypatch.setattr("paceline.build.measure", lambda *_, **__: cheap)
+    # Measured beside other programs rows may look so dear that nothing is drafted.
+    monkeypatch.setattr("paceline.lab.tune.plan.measure_target", rows_are_cheap)
     llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
     candidates = [
         *at_hand("other", [f"model:{folders[1]},nodes=0"], only=True),
