@@ -185,7 +185,7 @@ build/native/%.o: $(wildcard $(KERNELS)/*)
 	$(CXX) $(SANITIZE) $(INSTRUCTIONS) -c $(KERNELS)/kernels.cpp -o $@
 
 native-check: $(CHECKED)  ## the native kernels under the address and undefined-behaviour sanitizers
-	$(CXX) $(SANITIZE) -DPACELINE_PARTIAL=4096 $(addprefix $(KERNELS)/,api.cpp forward.cpp experts.cpp grow.cpp draws.cpp medusa.cpp amx_trial.cpp) \
+	$(CXX) $(SANITIZE) -DPACELINE_PARTIAL=4096 $(addprefix $(KERNELS)/,api.cpp forward.cpp attention_plan.cpp experts.cpp grow.cpp sampling.cpp medusa.cpp amx_trial.cpp) \
 		tests/model/backends/native_check.cpp $(CHECKED) -o build/native/check
 	OMP_NUM_THREADS=3 build/native/check
 

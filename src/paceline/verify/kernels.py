@@ -1,4 +1,4 @@
-"""Verification of sampled drafts in one call of the native kernels (csrc/draws.cpp).
+"""Verification of sampled drafts in one call of the native kernels (csrc/sampling.cpp).
 
 For a vocabulary of 49,152 a sampled step takes 0.1 instead of 0.3 ms, and block verification of 16
 tokens 0.7 instead of 11 ms, because torch writes every intermediate distribution to memory."""

@@ -30,6 +30,7 @@ def test_products_by_tiles_have_the_bits_of_products_without(tmp_path: Path) -> 
         (SOURCES / "quantised.cpp", (*_VNNI, *_AMX, *EMULATED)),
         (SOURCES / "amx_trial.cpp", ()),
         (SOURCES / "forward.cpp", ()),
+        (SOURCES / "attention_plan.cpp", ()),
         (SOURCES / "experts.cpp", ()),
         (HERE / "tables_check.cpp", ()),
     )

@@ -1,12 +1,12 @@
-// The C interface: choosing kernels, packing, and the two things that are computed.
+// The C interface (paceline_native.h): choosing the instruction set, packing weights, and the calls that compute.
 #include <atomic>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 
 #include "amx_trial.h"
-#include "draws.h"
 #include "forward.h"
+#include "sampling.h"
 #if defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #elif defined(__aarch64__) && defined(__linux__)
@@ -15,8 +15,8 @@
 
 namespace {
 
-// The best first. (Other than the others, kernels_dpbf16 has bits of its own.)
-const Kernels* const every[] = {
+// The best first. All give the same bits but kernels_dpbf16, which has bits of its own.
+const Kernels* const all_kernels[] = {
 #if defined(__x86_64__)
     &kernels_amx, &kernels_dpbf16, &kernels_avx512, &kernels_avx2,
 #elif defined(__aarch64__)
@@ -25,40 +25,40 @@ const Kernels* const every[] = {
     &kernels_portable};
 
 #if defined(__aarch64__)
-// An extension of ARM's: its name on macOS, its bit on Linux.
+// An extension of the ARM instruction set.
 struct Extension {
-  const char* name;
-  unsigned long vector, bit;
+  const char* sysctl_name;           // on macOS
+  unsigned long auxv_entry, bit;     // on Linux: AT_HWCAP is 16, AT_HWCAP2 is 26
 };
 constexpr Extension DOTPROD{"hw.optional.arm.FEAT_DotProd", 16, 20}, I8MM{"hw.optional.arm.FEAT_I8MM", 26, 13},
     BF16{"hw.optional.arm.FEAT_BF16", 26, 14};
 
 bool has(const Extension& e) {
 #if defined(__APPLE__)
-  int yes = 0;
-  size_t size = sizeof yes;
-  return !sysctlbyname(e.name, &yes, &size, nullptr, 0) && yes;
+  int present = 0;
+  size_t size = sizeof present;
+  return !sysctlbyname(e.sysctl_name, &present, &size, nullptr, 0) && present;
 #elif defined(__linux__)
-  return getauxval(e.vector) >> e.bit & 1;  // AT_HWCAP, AT_HWCAP2
+  return getauxval(e.auxv_entry) >> e.bit & 1;
 #else
   return false;
 #endif
 }
 #endif
 
-bool usable(const Kernels* k) {
+bool runs_here(const Kernels* k) {
   if (!k) return false;
 #if defined(__x86_64__)
   if (k == &kernels_avx512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (k == &kernels_amx) {
-    static const bool works = &kernels_amx && &quantised_amx && usable(&kernels_avx512) &&
+    static const bool works = &kernels_amx && &quantised_amx && runs_here(&kernels_avx512) &&
                               __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
                               amx_works(kernels_amx, quantised_amx, kernels_avx512, quantised_vnni);
     return works;
   }
-  if (k == &kernels_dpbf16) return usable(&kernels_avx512) && __builtin_cpu_supports("avx512bf16");
+  if (k == &kernels_dpbf16) return runs_here(&kernels_avx512) && __builtin_cpu_supports("avx512bf16");
   if (k == &kernels_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #elif defined(__aarch64__)
   if (k == &kernels_i8mm) return &quantised_i8mm && has(I8MM) && has(BF16);
@@ -67,9 +67,10 @@ bool usable(const Kernels* k) {
   return k == &kernels_portable;
 }
 
-// VDPBF16PS runs at its full rate on AMD's processors: 8, 16 and 32 rows take 0.77, 0.59 and 0.51 of AVX512's time
-// (Zen 4). On Intel's it is no faster. The vendor decides and no timing, as bits depend on it.
-bool preferred([[maybe_unused]] const Kernels* k) {
+// Whether kernels that run here may be the default. VDPBF16PS runs at its full rate on AMD's processors: 8, 16 and 32
+// rows take 0.77, 0.59 and 0.51 of AVX512's time (Zen 4). On Intel's it is no faster. The vendor decides and not a
+// timing, since the bits depend on the choice.
+bool may_be_default([[maybe_unused]] const Kernels* k) {
 #if defined(__x86_64__)
   return k != &kernels_dpbf16 || __builtin_cpu_is("amd");
 #else
@@ -77,13 +78,13 @@ bool preferred([[maybe_unused]] const Kernels* k) {
 #endif
 }
 
-const Kernels* best() {
-  for (const Kernels* k : every)
-    if (usable(k) && preferred(k)) return k;
+const Kernels* default_kernels() {
+  for (const Kernels* k : all_kernels)
+    if (runs_here(k) && may_be_default(k)) return k;
   return &kernels_portable;
 }
 
-// The kernels of quantised weights that go with others. AVX512 without VNNI has AVX2's; NEON's are two.
+// The kernels of quantised weights that go with those of others. AVX512 without VNNI takes AVX2's, and NEON has two kinds.
 const QuantisedKernels& quantised_of(const Kernels* k) {
 #if defined(__x86_64__)
   bool wide = k == &kernels_avx512 || k == &kernels_amx || k == &kernels_dpbf16;
@@ -100,28 +101,27 @@ const QuantisedKernels& quantised_of(const Kernels* k) {
 const Kernels* chosen = nullptr;
 
 const Kernels& kernels() {
-  if (!chosen) chosen = best();
+  if (!chosen) chosen = default_kernels();
   return *chosen;
 }
 
-struct Packed {  // where output `o` and input `i` of a packed matrix are
-  int64_t dtype, place, inputs;
-  int64_t at(int64_t o, int64_t i) const {
-    int64_t panel = place == PL_PLAIN ? o / PANEL : o / 16;
-    int64_t lane = place == PL_PLAIN ? o % PANEL : o % 16 + (place == PL_UP ? 16 : 0);
-    int64_t begin = (panel * round_up(inputs, STRIPE) + i / 2 * 2) * PANEL;
-    return dtype == PL_BFLOAT16 ? begin + 2 * lane + i % 2 : begin + i % 2 * PANEL + lane;
-  }
+// Where one output of a matrix stands in the packed matrix: its panel, and its lane there. A gated panel has 16 gates
+// and the 16 outputs that they gate.
+struct PackedOutput {
+  int64_t panel, lane;
+  PackedOutput(int64_t part, int64_t output)
+      : panel(part == PL_PLAIN ? output / PANEL : output / 16),
+        lane(part == PL_PLAIN ? output % PANEL : output % 16 + (part == PL_UP ? 16 : 0)) {}
 };
 
-void put_number(int64_t kind, float x, uint8_t* line, int64_t lane) {
+void store_scale(int64_t kind, float x, uint8_t* scales, int64_t lane) {
   if (kind == PL_SCALE_FLOAT) {
-    memcpy(line + 4 * lane, &x, 4);
+    memcpy(scales + 4 * lane, &x, 4);
     return;
   }
   uint32_t bits;
   memcpy(&bits, &x, 4);
-  uint16_t half = static_cast<uint16_t>(bits >> 16);  // exact: the caller has looked
+  uint16_t half = static_cast<uint16_t>(bits >> 16);  // exact: the caller has checked
   if (kind == PL_SCALE_HALF) {
     float small = x < 0 ? -x : x;
     if (small < 6.103515625e-05f) {
@@ -130,17 +130,17 @@ void put_number(int64_t kind, float x, uint8_t* line, int64_t lane) {
       half = static_cast<uint16_t>((bits >> 16 & 0x8000) | (((bits & 0x7fffffff) - 0x38000000) >> 13));
     }
   }
-  memcpy(line + 2 * lane, &half, 2);
+  memcpy(scales + 2 * lane, &half, 2);
 }
 
-float number_at(int64_t kind, const uint8_t* line, int64_t lane) {
+float load_scale(int64_t kind, const uint8_t* scales, int64_t lane) {
   float x;
   if (kind == PL_SCALE_FLOAT) {
-    memcpy(&x, line + 4 * lane, 4);
+    memcpy(&x, scales + 4 * lane, 4);
     return x;
   }
   uint16_t half;
-  memcpy(&half, line + 2 * lane, 2);
+  memcpy(&half, scales + 2 * lane, 2);
   uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, bits = static_cast<uint32_t>(half) << 16;
   if (kind == PL_SCALE_HALF) {
     uint32_t rest = half & 0x7fff;
@@ -151,69 +151,75 @@ float number_at(int64_t kind, const uint8_t* line, int64_t lane) {
   return x;
 }
 
-// Output `output` of a quantised matrix, see quantised.cpp for the layout: into it, or out of it.
-template <bool out>
-void quantised_row(const pl_weight& w, int64_t place, int64_t output, int8_t* codes, float* scales, float* offsets,
-                   int64_t row) {
-  int64_t panel = place == PL_PLAIN ? output / PANEL : output / 16;
-  int64_t lane = place == PL_PLAIN ? output % PANEL : output % 16 + (place == PL_UP ? 16 : 0);
-  int64_t groups = w.inputs / group_inputs(w), least = w.offsets == PL_OFFSETS_LEAST ? 0 : 8;  // of four bits: what makes codes positive
+// Packs row `row` of a quantised matrix as output `output`, or unpacks it. quantised.cpp draws the layout.
+template <bool unpack>
+void copy_quantised_row(const pl_weight& w, int64_t part, int64_t output, int8_t* codes, float* scales, float* offsets,
+                        int64_t row) {
+  const auto [panel, lane] = PackedOutput(part, output);
+  int64_t groups = w.inputs / group_inputs(w);
+  int64_t bias = w.offsets == PL_OFFSETS_LEAST ? 0 : 8;  // added to codes of 4 bits, which are stored unsigned
   uint8_t* at = static_cast<uint8_t*>(const_cast<void*>(w.data)) + panel * panel_bytes(w);
   for (int64_t g = row * groups; g < (row + 1) * groups; g++) {
-    uint8_t *first = at + g % groups * group_bytes(w), *second = first + group_header_bytes(w) / 2;
-    if (out) {
-      scales[g] = number_at(w.scale_kind, first, lane);
-      if (w.offsets) offsets[g] = number_at(w.scale_kind, second, lane);
+    uint8_t *packed_scales = at + g % groups * group_bytes(w), *packed_offsets = packed_scales + group_header_bytes(w) / 2;
+    if (unpack) {
+      scales[g] = load_scale(w.scale_kind, packed_scales, lane);
+      if (w.offsets) offsets[g] = load_scale(w.scale_kind, packed_offsets, lane);
     } else {
-      put_number(w.scale_kind, scales[g], first, lane);
-      if (w.offsets) put_number(w.scale_kind, offsets[g], second, lane);
+      store_scale(w.scale_kind, scales[g], packed_scales, lane);
+      if (w.offsets) store_scale(w.scale_kind, offsets[g], packed_offsets, lane);
     }
   }
   at += lane / 16 * 64 + lane % 16 * 4;
-  for (int64_t k = 0; k < w.inputs; k++) {
-    if (k % group_inputs(w) == 0) at += group_header_bytes(w);
-    int8_t& code = codes[row * w.inputs + k];
+  for (int64_t i = 0; i < w.inputs; i++) {
+    if (i % group_inputs(w) == 0) at += group_header_bytes(w);
+    int8_t& code = codes[row * w.inputs + i];
     if (w.bits == 8) {
-      uint8_t& byte = at[k / 4 * 128 + k % 4];
-      if (out)
+      uint8_t& byte = at[i / 4 * 128 + i % 4];
+      if (unpack)
         code = static_cast<int8_t>(byte - 128);
       else
         byte = static_cast<uint8_t>(code + 128);
       continue;
     }
-    uint8_t& both = at[k / GROUP * 512 + k % 16 / 4 * 128 + k % 4];
-    int shift = k % GROUP < 16 ? 0 : 4;
-    if (out)
-      code = static_cast<int8_t>((both >> shift & 15) - least);
+    uint8_t& two = at[i / GROUP * 512 + i % 16 / 4 * 128 + i % 4];
+    int shift = i % GROUP < 16 ? 0 : 4;
+    if (unpack)
+      code = static_cast<int8_t>((two >> shift & 15) - bias);
     else
-      both = static_cast<uint8_t>((both & ~(15 << shift)) | (code + least) << shift);
+      two = static_cast<uint8_t>((two & ~(15 << shift)) | (code + bias) << shift);
   }
 }
 
-template <class Number, bool out>
-void copy(const Packed& packed, Number* dense, int64_t rows, int64_t first, Number* data) {
+// Packs rows [rows, inputs] of a dense matrix as the outputs from `first` on, or unpacks them.
+template <class Number, bool unpack>
+void copy_rows(int64_t part, Number* dense, int64_t rows, int64_t inputs, int64_t first, Number* packed) {
 #pragma omp parallel for schedule(static)
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < packed.inputs; i++) {
-      Number &a = dense[r * packed.inputs + i], &b = data[packed.at(first + r, i)];
-      if (out)
+  for (int64_t r = 0; r < rows; r++) {
+    const auto [panel, lane] = PackedOutput(part, first + r);
+    Number* begin = packed + panel * round_up(inputs, STRIPE) * PANEL;
+    for (int64_t i = 0; i < inputs; i++) {
+      // A pair of inputs: bf16 numbers side by side in each lane, floats in a line of lanes each.
+      int64_t pair = i / 2 * 2 * PANEL, inside = sizeof(Number) == 2 ? 2 * lane + i % 2 : i % 2 * PANEL + lane;
+      Number &a = dense[r * inputs + i], &b = begin[pair + inside];
+      if (unpack)
         a = b;
       else
         b = a;
     }
+  }
 }
 
-template <bool out>
-void copy_numbers(const Packed& packed, void* dense, int64_t rows, int64_t first, void* data) {
-  if (packed.dtype == PL_BFLOAT16)
-    copy<uint16_t, out>(packed, static_cast<uint16_t*>(dense), rows, first, static_cast<uint16_t*>(data));
+template <bool unpack>
+void copy_dense(int64_t dtype, int64_t part, void* dense, int64_t rows, int64_t inputs, int64_t first, void* packed) {
+  if (dtype == PL_BFLOAT16)
+    copy_rows<uint16_t, unpack>(part, static_cast<uint16_t*>(dense), rows, inputs, first, static_cast<uint16_t*>(packed));
   else
-    copy<float, out>(packed, static_cast<float*>(dense), rows, first, static_cast<float*>(data));
+    copy_rows<float, unpack>(part, static_cast<float*>(dense), rows, inputs, first, static_cast<float*>(packed));
 }
 
-// What Python is told of it: 0 is well, 1: no memory, 2: an id or a position is out of range.
+// The status that Python gets: 0 is success, 1: no memory, 2: an id or a position is out of range.
 template <class F>
-int outcome(const F& work) {
+int status_of(const F& work) {
   try {
     work(kernels());
     return 0;
@@ -224,30 +230,30 @@ int outcome(const F& work) {
   }
 }
 
-// A product, `passes` times: pass n over the weights n * apart bytes behind the first.
-void repeat_product(const Kernels& k, int64_t dtype, const pl_weight& w, const void* x, int64_t rows, float cap, void* y,
-                    int64_t threads, int64_t passes, int64_t apart) {
-  Rows in, scratch;
-  in.shape(rows, w.inputs);
-  scratch.shape(threads, gemm_scratch(rows, w.inputs));
-  int64_t bytes = w.inputs * (dtype == PL_BFLOAT16 ? 2 : 4);
-  for (int64_t r = 0; r < rows; r++) k.load_row(dtype, static_cast<const char*>(x) + r * bytes, w.inputs, in.at(r));
+// y = x W^T + b, `passes` times: pass n reads the weights that lie n * stride bytes behind the first.
+void multiply(const Kernels& k, int64_t dtype, const pl_weight& w, const void* x, int64_t rows, float cap, void* y,
+                    int64_t threads, int64_t passes, int64_t stride) {
+  RowBuffer in, scratch;
+  in.resize(rows, w.inputs);
+  scratch.resize(threads, gemm_scratch(rows, w.inputs));
+  int64_t bytes = w.inputs * dtype_bytes(dtype);
+  for (int64_t r = 0; r < rows; r++) k.load_row(dtype, static_cast<const char*>(x) + r * bytes, w.inputs, in.row(r));
   const QuantisedKernels& quantised = quantised_of(&k);
-  Codes codes;
-  QuantisedRows coded{};
+  QuantisedBuffer buffer;
+  QuantisedRows quantised_x{};
   if (w.bits) {
-    codes.shape(rows, w.inputs);
-    coded = codes.of(w);
-    for (int64_t r = 0; r < rows; r++) quantised.quantise_row(in.at(r), coded, r);
+    buffer.resize(rows, w.inputs);
+    quantised_x = buffer.rows_for(w);
+    for (int64_t r = 0; r < rows; r++) quantised.quantise_row(in.row(r), quantised_x, r);
   }
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
     FlushToZero flush;
     pl_weight at = w;
-    Gemm p{&at, dtype, in.at(0), rows, in.ld, LOGITS, y, w.outputs, 0, cap, &quantised, coded};
+    Gemm p{&at, dtype, in.row(0), rows, in.stride, LOGITS, y, w.outputs, 0, cap, &quantised, quantised_x};
     for (int64_t pass = 0; pass < passes; pass++) {
-      at.data = static_cast<const char*>(w.data) + pass * apart;
-      k.gemm(p, omp_get_thread_num(), omp_get_num_threads(), scratch.at(omp_get_thread_num()));
+      at.data = static_cast<const char*>(w.data) + pass * stride;
+      k.gemm(p, omp_get_thread_num(), omp_get_num_threads(), scratch.row(omp_get_thread_num()));
     }
   }
 }
@@ -259,8 +265,8 @@ extern "C" {
 const char* pl_instructions(void) { return kernels().name; }
 
 int pl_choose(const char* instructions) {
-  for (const Kernels* k : every)
-    if (k && !strcmp(k->name, instructions) && usable(k)) {
+  for (const Kernels* k : all_kernels)
+    if (k && !strcmp(k->name, instructions) && runs_here(k)) {
       chosen = k;
       return 0;
     }
@@ -274,84 +280,85 @@ int64_t pl_spins_before_yield(int64_t threads) { return Barrier::spins_before_yi
 int64_t pl_active_threads(int64_t threads) { return ActiveThreads::of_process().count(threads); }
 
 int64_t pl_packed_bytes(int64_t dtype, int64_t outputs, int64_t inputs) {
-  return round_up(outputs, PANEL) * round_up(inputs, STRIPE) * (dtype == PL_BFLOAT16 ? 2 : 4);
+  return round_up(outputs, PANEL) * round_up(inputs, STRIPE) * dtype_bytes(dtype);
 }
 
-void pl_pack(int64_t dtype, int64_t place, const void* dense, int64_t rows, int64_t inputs, int64_t first,
+void pl_pack(int64_t dtype, int64_t part, const void* dense, int64_t rows, int64_t inputs, int64_t first,
              void* packed) {
-  copy_numbers<false>({dtype, place, inputs}, const_cast<void*>(dense), rows, first, packed);
+  copy_dense<false>(dtype, part, const_cast<void*>(dense), rows, inputs, first, packed);
 }
 
-void pl_unpack(int64_t dtype, int64_t place, void* dense, int64_t rows, int64_t inputs, int64_t first,
+void pl_unpack(int64_t dtype, int64_t part, void* dense, int64_t rows, int64_t inputs, int64_t first,
                const void* packed) {
-  copy_numbers<true>({dtype, place, inputs}, dense, rows, first, const_cast<void*>(packed));
+  copy_dense<true>(dtype, part, dense, rows, inputs, first, const_cast<void*>(packed));
 }
 
 int64_t pl_quantised_bytes(const pl_weight* w) { return round_up(w->outputs, PANEL) / PANEL * panel_bytes(*w); }
 
-void pl_copy_quantised(int64_t out, int64_t place, int8_t* codes, float* scales, float* offsets, int64_t rows,
+void pl_copy_quantised(int64_t unpack, int64_t part, int8_t* codes, float* scales, float* offsets, int64_t rows,
                        int64_t first, const pl_weight* w) {
 #pragma omp parallel for schedule(static)
   for (int64_t r = 0; r < rows; r++)
-    if (out)
-      quantised_row<true>(*w, place, first + r, codes, scales, offsets, r);
+    if (unpack)
+      copy_quantised_row<true>(*w, part, first + r, codes, scales, offsets, r);
     else
-      quantised_row<false>(*w, place, first + r, codes, scales, offsets, r);
+      copy_quantised_row<false>(*w, part, first + r, codes, scales, offsets, r);
 }
 
 int pl_round(int64_t dtype, const void* weight, int64_t rows, int64_t columns, int64_t group, int64_t bits, int64_t zero,
              int8_t* codes, float* scales, float* offsets, int64_t threads) {
-  return outcome([&](const Kernels& k) {
+  return status_of([&](const Kernels& k) {
     WeightRounding r{dtype, weight, columns, group, bits, zero, codes, scales, offsets};
-    Rows scratch;
-    scratch.shape(threads, rounding_scratch(r));
+    RowBuffer scratch;
+    scratch.resize(threads, rounding_scratch(r));
     long step = rounded_rows(r);
 #pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads))
     for (int64_t first = 0; first < rows; first += step)
-      k.round_weight_rows(r, first, rows - first < step ? rows - first : step, scratch.at(omp_get_thread_num()));
+      k.round_weight_rows(r, first, rows - first < step ? rows - first : step, scratch.row(omp_get_thread_num()));
   });
 }
 
-int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, int64_t passes, int64_t apart,
+int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, float cap, int64_t passes, int64_t stride,
                void* y, int64_t threads) {
-  return outcome([&](const Kernels& k) { repeat_product(k, dtype, *w, x, rows, cap, y, threads, passes, apart); });
+  return status_of([&](const Kernels& k) { multiply(k, dtype, *w, x, rows, cap, y, threads, passes, stride); });
 }
 
 int pl_recur(const pl_recurrence* rows, int64_t threads) {
-  return outcome([&](const Kernels& k) {
+  return status_of([&](const Kernels& k) {
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
     for (int64_t head = 0; head < rows->heads; head++) k.recurrent_steps(*rows, head);
   });
 }
 
-void* pl_open(const pl_model* model) { return new (std::nothrow) Opened(*model); }
+void* pl_open(const pl_model* model) { return new (std::nothrow) ModelContext(*model); }
 
-void pl_close(void* opened) { delete static_cast<Opened*>(opened); }
+void pl_close(void* opened) { delete static_cast<ModelContext*>(opened); }
 
 int pl_forward(void* opened, const pl_batch* batch) {
-  Opened* own = static_cast<Opened*>(opened);
-  return outcome([&](const Kernels& k) { own->forward.run(k, quantised_of(&k), *batch); });
+  ModelContext* context = static_cast<ModelContext*>(opened);
+  return status_of([&](const Kernels& k) { context->forward.run(k, quantised_of(&k), *batch); });
 }
 
 int pl_grow(void* opened, const pl_growth* growth) {
-  Opened* own = static_cast<Opened*>(opened);
-  return outcome([&](const Kernels& k) { own->growth.run(own->forward, k, quantised_of(&k), *growth); });
+  ModelContext* context = static_cast<ModelContext*>(opened);
+  return status_of([&](const Kernels& k) { context->growth.run(context->forward, k, quantised_of(&k), *growth); });
 }
 
 int pl_decide(const pl_verdict* verdicts, int64_t count, int64_t threads) {
-  bool blocks = false;  // each is judged by all threads, which is better where there are fewer of them
-  for (int64_t n = 0; n < count; n++) blocks |= verdicts[n].q != nullptr;
-  if (count == 1 || (count < threads && blocks))
-    // Not within a parallel region, even of one thread: threads of those within are made anew each time, 3.5 ms.
-    return outcome([&](const Kernels& k) {
-      for (int64_t n = 0; n < count; n++) decide(k, verdicts[n]);
+  bool any_block = false;
+  for (int64_t n = 0; n < count; n++) any_block |= verdicts[n].q != nullptr;
+  // Block verification of a draft uses all threads, which is better where there are fewer drafts than threads. That
+  // must not happen within a parallel region, even of one thread: threads of an inner one are made anew each time, 3.5 ms.
+  if (count == 1 || (count < threads && any_block))
+    return status_of([&](const Kernels& k) {
+      for (int64_t n = 0; n < count; n++) verify_draft(k, verdicts[n]);
     });
-  std::atomic<bool> lacks_memory{false};  // no exception may leave a parallel region
-  int failed = outcome([&](const Kernels& k) {
+  std::atomic<bool> lacks_memory{false};  // an exception must not leave a parallel region
+  int failed = status_of([&](const Kernels& k) {
 #pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads))
     for (int64_t n = 0; n < count; n++) {
       try {
-        decide(k, verdicts[n]);
+        verify_draft(k, verdicts[n]);
       } catch (const std::bad_alloc&) {
         lacks_memory = true;
       }
@@ -361,7 +368,7 @@ int pl_decide(const pl_verdict* verdicts, int64_t count, int64_t threads) {
 }
 
 int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads) {
-  return outcome([&](const Kernels& k) {
+  return status_of([&](const Kernels& k) {
     medusa_logits(k, quantised_of(&k), *heads, x, rows, count, logits, threads);
   });
 }

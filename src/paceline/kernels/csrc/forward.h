@@ -10,27 +10,27 @@
 #include "kernels.h"
 #include "threads.h"
 
-// Rows of floats. Columns behind a row's numbers are zeros, and stay so as long as the width is the
-// same: products read them. (What no product reads need not be `zeros`.)
-class Rows {
+// A matrix of floats, one row for each row of the step. Rows are padded to whole panels. Products read the padding, so
+// it is zero, and stays zero as long as the width does (unless `zeros` is false: no product reads the matrix).
+class RowBuffer {
  public:
-  void shape(long rows, long width, bool zeros = true) {
-    ld = round_up(width, PANEL);
-    if (rows * ld <= size_) return;
-    size_t bytes = static_cast<size_t>(rows * ld) * sizeof(float);
-    data_.reset();
+  void resize(long rows, long width, bool zeros = true) {
+    stride = round_up(width, PANEL);
+    if (rows * stride <= size_) return;
+    size_t bytes = static_cast<size_t>(rows * stride) * sizeof(float);
+    data_.reset();  // first, so that both are never held at once
     size_ = 0;
     data_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(static_cast<long>(bytes), 64))));
     if (!data_) throw std::bad_alloc();
     if (zeros) std::memset(data_.get(), 0, bytes);
-    size_ = rows * ld;
+    size_ = rows * stride;
   }
-  float* at(long row) const { return data_.get() + row * ld; }
-  // Gives the memory back if it is more than so many floats.
-  void keep(long most) {
-    if (size_ > most) data_.reset(), size_ = 0;
+  float* row(long r) const { return data_.get() + r * stride; }
+  // Frees the memory if it is more than so many floats.
+  void free_above(long floats) {
+    if (size_ > floats) data_.reset(), size_ = 0;
   }
-  long ld = 0;
+  long stride = 0;
 
  private:
   struct Free {
@@ -40,42 +40,43 @@ class Rows {
   long size_ = 0;
 };
 
-// Rows of activations in whole numbers.
-class Codes {
+// Memory for quantised activations.
+class QuantisedBuffer {
  public:
-  void shape(long rows, long inputs) {
-    codes_.resize(static_cast<size_t>(rows * inputs));
+  void resize(long rows, long inputs) {
+    values_.resize(static_cast<size_t>(rows * inputs));
     scales_.resize(static_cast<size_t>(rows * inputs / GROUP));
   }
-  // As rows for these weights, of at most the inputs of shape().
-  QuantisedRows of(const pl_weight& w) { return {codes_.data(), scales_.data(), w.inputs, w.wide != 0}; }
+  // Rows in the form in which they are multiplied by `w`, which has at most the inputs of resize().
+  QuantisedRows rows_for(const pl_weight& w) { return {values_.data(), scales_.data(), w.inputs, w.wide != 0}; }
 
  private:
-  std::vector<int16_t> codes_;
+  std::vector<int16_t> values_;
   std::vector<float> scales_;
 };
 
-// The part of `rows` that a thread does.
-struct Share {
-  long from, to;
-  Share(long rows, int thread, int threads) : from(rows * thread / threads), to(rows * (thread + 1) / threads) {}
+struct RowRange {
+  long begin, end;
 };
 
-// Rows of one sequence.
-struct RowTile {
-  long first, rows;
+// One of the threads of a parallel region.
+struct Worker {
+  int index, count;
+  // The rows that are this thread's. They are the same in every operation on as many rows.
+  RowRange share(long rows) const { return {rows * index / count, rows * (index + 1) / count}; }
 };
 
-// How attention of all layers with this window is divided: items in the order of rounds and, in a
-// round, of parts, which take about as long as each other.
-struct Division {
+// How attention is divided among threads in all layers with this window. Items are sorted by rounds of key blocks,
+// and in a round into as many parts as there are threads, which take about as long as each other.
+struct AttentionPlan {
   long window, parts = 1;
   std::vector<AttentionItem> items;
-  std::vector<size_t> borders;  // [rounds, parts + 1]
+  std::vector<size_t> borders;  // [rounds, parts + 1]: where the parts begin and end
 
-  AttentionItems of(long round, int thread, int threads) const {
+  AttentionItems items_of(long round, const Worker& worker) const {
     const size_t* border = borders.data() + round * (parts + 1);
-    return {items.data() + border[parts * thread / threads], items.data() + border[parts * (thread + 1) / threads]};
+    return {items.data() + border[parts * worker.index / worker.count],
+            items.data() + border[parts * (worker.index + 1) / worker.count]};
   }
 };
 
@@ -86,69 +87,83 @@ class Forward {
   const pl_model& model() const { return m_; }
 
  private:
-  void lay_out();
-  void divide(long threads);
-  long read_by(long window, AttentionItem& item) const;
-  void work(int thread, int threads);
-  void begin(int thread, int threads);
-  void layer(long index, int thread, int threads);
-  void attention(long index, int thread, int threads);
-  void keep_features(long layer, int thread, int threads);
-  void logits(int thread, int threads);
-  void multiply(const pl_weight& w, const Rows& x, long rows, Epilogue epilogue, Rows& y, int thread, int threads,
-                long first = 0, const float* const* added = nullptr);
-  void multiply_coded(const pl_weight& w, const Rows& x, const QuantisedRows& codes, long rows, Epilogue epilogue, Rows& y,
-                      int thread, int threads, long first, const float* const* added = nullptr);
-  void make_room();
-  const float* const* adapt(long pair, const Rows& x, int thread, int threads);
-  QuantisedRows coded(const pl_weight& w, const Rows& x, long rows, int thread, int threads);
-  void experts(const pl_layer& l, int thread, int threads);
+  void resize_buffers(long threads);
+  void resize_lora_buffers();
+  void run_layers(const Worker& worker);
+  void embed_rows(const Worker& worker);
+  void run_layer(const Worker& worker, long index);
+  void store_features(const Worker& worker, long layer);
+  void compute_logits(const Worker& worker);
+  void normalise_rows(const Worker& worker, const pl_norm& norm, const RowBuffer& x, RowBuffer& y);
+  // y = epilogue(x W^T + bias + row_bias), for `rows` rows from `first` on.
+  void multiply(const Worker& worker, const pl_weight& w, const RowBuffer& x, long rows, Epilogue epilogue, RowBuffer& y,
+                long first = 0, const float* const* row_bias = nullptr);
+  // The same where the rows from `first` on are quantised already.
+  void multiply_quantised(const Worker& worker, const pl_weight& w, const RowBuffer& x, const QuantisedRows& quantised_x,
+                          long rows, Epilogue epilogue, RowBuffer& y, long first, const float* const* row_bias);
+  QuantisedRows quantise_rows(const Worker& worker, const pl_weight& w, const RowBuffer& x, long rows);
+  void add_projection(const Worker& worker, const pl_weight& w, const RowBuffer& x, const pl_norm& post_norm, long matrix);
+  const float* const* lora_bias(const Worker& worker, long matrix, const RowBuffer& x);
+  // attention_plan.cpp
+  void locate_keys();
+  void locate_keys(const pl_span& span);
+  void plan_attention(long threads);
+  void plan_round(AttentionPlan& plan, long first_block, long end_block, long item_blocks, long item_heads);
+  long set_positions_read(long window, AttentionItem& item) const;
+  void attend(const Worker& worker, long index);
+  // experts.cpp
+  void run_experts(const Worker& worker, const pl_layer& l);
   void sort_by_expert(const pl_layer& l);
-  void add_product(const pl_weight& w, const Rows& x, const pl_norm& after, long pair, int thread, int threads);
-  void normalise(const pl_norm& norm, const Rows& x, Rows& y, int thread, int threads);
 
   pl_model m_;
   std::vector<pl_layer> layers_;
-  std::mutex busy_;
+  std::mutex mutex_;
 
-  // Of the forward that is under way.
+  // The forward that is under way.
   Kernels k_;
   const QuantisedKernels* quantised_ = nullptr;
   pl_batch b_;
   Barrier barrier_;
-  Codes codes_;
-  Rows x_, given_, joined_, normed_, qkv_, attended_, hidden_, product_, last_, partial_, scratch_;
-  std::vector<AttentionRow> row_;
-  std::vector<int32_t> own_;
-  std::vector<RowTile> tiles_;
-  std::vector<Division> divisions_;
-  std::vector<size_t> of_layer_;  // its division
-  Rows routed_, sorted_;         // of experts: router logits, and each row once for each of its experts,
-  std::vector<ExpertChoice> choices_;  // [rows, chosen]
-  std::vector<long> begin_;      // where each expert's rows begin
-  long blocks_ = 1, together_ = 1;  // of keys; and those of a round of attention
-  bool divided_ = false;            // items take less than all of them, and give partial results
-  std::vector<char> logits_;        // that nobody else wants
-  Rows low_, added_, added_logits_;  // of adapters: A x, and B A x of a layer's products and of the head's
-  std::vector<const float*> adapted_;  // B A x of each row, or NULL
+  // Activations, [rows, ...]. eagle_features_, eagle_input_: of an EAGLE head.
+  RowBuffer residual_, eagle_features_, eagle_input_, normed_, qkv_, attended_, mlp_hidden_, projected_, head_input_;
+  QuantisedBuffer quantised_x_;
+  RowBuffer scratch_;              // [threads, ...]
+  std::vector<char> logits_;       // if the caller wants none
+  // Attention.
+  std::vector<AttentionRow> attention_rows_;
+  std::vector<int32_t> tree_slots_;
+  std::vector<RowRange> tiles_;      // rows of one sequence that an item may take
+  std::vector<AttentionPlan> plans_;  // one for each window
+  std::vector<size_t> plan_of_layer_;
+  long key_blocks_ = 1, round_blocks_ = 1;  // blocks of keys in all, and of a round
+  bool has_partials_ = false;               // an item takes fewer than all blocks and gives partial results
+  RowBuffer partial_results_;
+  // Experts.
+  RowBuffer router_logits_, sorted_rows_;      // sorted_rows_: each row once for each of its experts
+  std::vector<ExpertChoice> expert_choices_;  // [rows, chosen]
+  std::vector<long> expert_begin_;            // where each expert's rows begin among sorted_rows_
+  // LoRA adapters: A x, and B A x of a packed matrix of a layer, or of the head.
+  RowBuffer lora_low_, lora_sums_, lora_logits_;
+  std::vector<const float*> row_bias_;  // B A x of each row, or NULL
 };
 
-// Grows drafts (grow.cpp); what it needs for a level stays for the next call.
+// Grows drafts (grow.cpp). Its buffers stay for the next call.
 class Growth {
  public:
   void run(Forward& forward, const Kernels& kernels, const QuantisedKernels& quantised, const pl_growth& growth);
 
  private:
-  std::mutex busy_;
+  std::mutex mutex_;
   std::vector<char> logits_, outputs_, hidden_;
 };
 
-struct Opened {
-  explicit Opened(const pl_model& model) : forward(model) {}
+// What pl_open returns.
+struct ModelContext {
+  explicit ModelContext(const pl_model& model) : forward(model) {}
   Forward forward;
   Growth growth;
 };
 
-// Of the first `count` Medusa heads, for x [rows, width]: see paceline_native.h.
+// Logits of the first `count` Medusa heads for x [rows, width], see paceline_native.h.
 void medusa_logits(const Kernels& kernels, const QuantisedKernels& quantised, const pl_medusa& heads, const void* x, long rows,
                    long count, void* logits, long threads);

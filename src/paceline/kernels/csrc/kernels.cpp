@@ -7,7 +7,7 @@
 #include "recurrence.h"
 #include "rounding.h"
 #include "rows.h"
-#include "stretches.h"
+#include "sampling_kernels.h"
 
 #if defined(PACELINE_AMX)
 #include "gemm_amx.h"
@@ -39,5 +39,5 @@
 #endif
 
 extern const Kernels TABLE = {NAME, gemm, attend, merge_partials, embed, rms_norm, add_rms_norm, add_silu, add_scaled, choose_experts,
-                              rope_and_write_kv, load_row, store_row, top_k, argmax, weigh, contend, collect,
+                              rope_and_write_kv, load_row, store_row, top_k, argmax, residual_weights, gumbel_candidates, collect_at_least,
                               round_weight_rows, recurrent_steps};

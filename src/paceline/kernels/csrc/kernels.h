@@ -12,10 +12,11 @@ constexpr long KEY_BLOCK = 256;  // keys of one block of attention; blocks begin
 constexpr long GROUP = 32;       // int8 activations that share a scale
 
 constexpr long round_up(long n, long to) { return (n + to - 1) / to * to; }
+constexpr long dtype_bytes(int64_t dtype) { return dtype == PL_BFLOAT16 ? 2 : 4; }
 
 // Bytes of one KV head at one position of the cache. With int8 a float32 scale follows the values.
 inline long kv_head_bytes(const pl_model& m, bool int8_kv) {
-  return int8_kv ? m.head_dim + 4 : m.head_dim * (m.dtype == PL_BFLOAT16 ? 2 : 4);
+  return int8_kv ? m.head_dim + 4 : m.head_dim * dtype_bytes(m.dtype);
 }
 
 // What a GEMM does with its sums c.
@@ -176,13 +177,13 @@ inline long rounding_scratch(const WeightRounding& r) {
   return round_up(rounded_rows(r) * (r.columns / r.group), 16) * (r.group + 2);
 }
 
-// The distribution of a row of logits x after truncation: p = e^(sharpness * (x - first)) / mass where x >= cut, else 0.
-// `first` is the largest logit.
-struct Law {
-  float sharpness, first, cut;
+// The distribution of a row of logits x after truncation: p = e^(sharpness * (x - largest)) / mass where x >= cutoff,
+// else 0.
+struct Distribution {
+  float sharpness, largest, cutoff;  // sharpness: 1 / temperature
   double mass;
 };
-constexpr long STRETCH = 64;  // logits of a row that are processed together
+constexpr long LOGIT_CHUNK = 64;  // logits that the kernels of sampling take at once
 
 struct Kernels {
   const char* name;
@@ -207,15 +208,17 @@ struct Kernels {
   // 1 without computing it if sharpness is 0.
   float (*top_k)(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* ids, float* values);
   int32_t (*argmax)(int64_t dtype, const void* x, long width);  // -1 if a logit is NaN or the largest is not finite
-  // For at most STRETCH logits: y = max(e^(...) * scale - less, 0). Returns the sum. `less` and y may be NULL.
-  float (*weigh)(int64_t dtype, const void* x, long width, const Law&, float scale, const float* less, float* y);
-  // The places of those logits, of at most STRETCH, whose Gumbel-max score may exceed `best`, with the noise of `key` for
-  // the token ids[n], or id + n without ids. Returns how many. `rest`, unless NULL, grows by the sum of weight / noise of
-  // all others, to a relative error of 1e-3.
-  long (*contend)(int64_t dtype, const void* x, long width, const Law&, float best, uint64_t key, const int64_t* ids,
-                  int64_t id, int32_t* places, float* rest);
-  // How many logits of a row are at least `cut`; y, unless NULL, gets them.
-  long (*collect)(int64_t dtype, const void* x, long width, float cut, float* y);
+  // Sampling (sampling_kernels.h). For at most LOGIT_CHUNK logits: y = max(e^(...) * scale - q, 0). Returns the sum. q and y
+  // may be NULL.
+  float (*residual_weights)(int64_t dtype, const void* x, long width, const Distribution&, float scale, const float* q,
+                            float* y);
+  // The columns, of at most LOGIT_CHUNK, whose Gumbel-max score may exceed `best`, with the noise of `key` for the token
+  // ids[n], or first_id + n without ids. Returns how many. `rest`, unless NULL, grows by the sum of weight / noise of all
+  // others, to a relative error of 1e-3.
+  long (*gumbel_candidates)(int64_t dtype, const void* x, long width, const Distribution&, float best, uint64_t key,
+                            const int64_t* ids, int64_t first_id, int32_t* candidates, float* rest);
+  // How many logits of a row are at least `least`; y, unless NULL, gets them.
+  long (*collect_at_least)(int64_t dtype, const void* x, long width, float least, float* y);
 
   void (*round_weight_rows)(const WeightRounding&, long first, long rows, float* scratch);
   void (*recurrent_steps)(const pl_recurrence&, long head);

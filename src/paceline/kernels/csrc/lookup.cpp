@@ -1,7 +1,7 @@
-// Lookups in texts: where strings of a few lengths stood last, and the drafts that come of it. What
-// draft/text_index.py finds by searching is found here by hash chains, as packers find matches: a
-// table for each length says where each string stood last, and a list of each position where the
-// string that ends there stood before.
+// Indexes of texts for n-gram and suffix decoding: where the n-grams of a few lengths occurred last, and the
+// drafts that follow from it. draft/text_index.py finds the same n-grams by searching all texts. Here hash chains
+// find them, as compressors find matches: a hash table for each length maps an n-gram to the position after its
+// latest occurrence, and `previous` leads from there to the earlier ones.
 #include <algorithm>
 #include <chrono>
 #include <deque>
@@ -12,19 +12,21 @@
 
 namespace {
 
-// Of a token, counted from the first one ever; it wraps, which is well while windows are below 2^31.
+// Number of a token, counted from the first one ever appended. It may wrap, as an index holds fewer than 2^31.
 using Position = uint32_t;
 
-constexpr int32_t END = -1;  // stands behind every finished text; no token id
-constexpr size_t KEPT = 4, BRANCH = 2, LATEST = 64;  // as text_index.py has them
-constexpr int64_t AHEAD = 32;  // tokens whose entries are fetched together
+constexpr int32_t TEXT_END = -1;             // behind every finished text; not a token id
+constexpr size_t NGRAM_OCCURRENCES = 4;      // latest occurrences of an n-gram that are drafted from
+constexpr size_t NGRAM_BRANCH = 2;           // nodes of each candidate but the first; both as in text_index.py
+constexpr size_t SUFFIX_OCCURRENCES = 64;    // latest occurrences of a suffix that are compared
+constexpr int64_t PREFETCH = 32;             // tokens whose buckets are fetched together
 
-// Another one in each process: nobody can write a text whose strings meet in one place of a table.
+// The base of the rolling hash differs in each process, so that nobody can write a text whose n-grams collide.
 const uint64_t BASE =
     (static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count()) * 0x9e3779b97f4a7c15u ^
      0xd1342543de82ef95u) | 1;
 
-uint64_t rolled(uint64_t hash, int32_t token) { return hash * BASE + static_cast<uint32_t>(token) + 1; }
+uint64_t digit(int32_t token) { return static_cast<uint64_t>(static_cast<uint32_t>(token)) + 1; }
 
 uint32_t tag_of(uint64_t hash) {
   hash = (hash ^ hash >> 32) * 0xd6e8feb86659fd93u;
@@ -32,56 +34,57 @@ uint32_t tag_of(uint64_t hash) {
   return tag ? tag : 1;
 }
 
-struct Entry {
-  Position behind;  // the latest occurrence that goes on
-  uint32_t tag;  // 0: free
+struct Bucket {
+  Position latest;  // the position after the latest occurrence
+  uint32_t tag;     // of the n-gram; 0: the bucket is free
 };
 
-// Strings of one length.
-struct Level {
+// The n-grams of one length: an open-addressing hash table with linear probing.
+struct NgramTable {
   int64_t length;
-  uint64_t power = 1;  // what the token has that leaves the window
-  uint64_t hash = 0;  // of the text's last ones
-  std::vector<Entry> table;
+  uint64_t power = 1;  // BASE^length: the weight of the token that leaves the window
+  uint64_t hash = 0;   // rolling hash of the last `length` tokens of the open text
+  std::vector<Bucket> buckets;
   size_t used = 0;
-  std::vector<Position> before;  // each position's previous one, itself: none
+  std::vector<Position> previous;  // ring: by position, that after the occurrence before; itself if there is none
 
-  explicit Level(int64_t tokens) : length(tokens) {
+  explicit NgramTable(int64_t tokens) : length(tokens) {
     for (int64_t i = 0; i < tokens; i++) power *= BASE;
   }
 
-  size_t mask() const { return table.size() - 1; }
+  size_t mask() const { return buckets.size() - 1; }
+  size_t next(size_t i) const { return (i + 1) & mask(); }
 
-  void reserve(size_t strings) {
-    if (strings * 4 <= table.size() * 3) return;
-    size_t size = std::max<size_t>(table.size(), 64);
-    while (strings * 4 > size * 3) size *= 2;
-    std::vector<Entry> larger(size, Entry{0, 0});
-    for (const Entry& entry : table)
-      if (entry.tag) {
-        size_t i = entry.tag & (size - 1);
-        while (larger[i].tag) i = (i + 1) & (size - 1);
-        larger[i] = entry;
-      }
-    table.swap(larger);
+  void reserve(size_t ngrams) {
+    if (ngrams * 4 <= buckets.size() * 3) return;
+    size_t size = std::max<size_t>(buckets.size(), 64);
+    while (ngrams * 4 > size * 3) size *= 2;
+    std::vector<Bucket> old(size, Bucket{0, 0});
+    buckets.swap(old);
+    for (const Bucket& bucket : old) {
+      if (!bucket.tag) continue;
+      size_t i = bucket.tag & mask();
+      while (buckets[i].tag) i = next(i);
+      buckets[i] = bucket;
+    }
   }
 
-  // Others that came to lie behind it move up.
-  void erase(size_t hole) {
+  // Buckets that were probed past the freed one move up into it.
+  void erase(size_t freed) {
     used--;
-    for (size_t i = (hole + 1) & mask(); table[i].tag; i = (i + 1) & mask())
-      if (((i - table[i].tag) & mask()) >= ((i - hole) & mask())) {
-        table[hole] = table[i];
-        hole = i;
+    for (size_t i = next(freed); buckets[i].tag; i = next(i))
+      if (((i - buckets[i].tag) & mask()) >= ((i - freed) & mask())) {
+        buckets[freed] = buckets[i];
+        freed = i;
       }
-    table[hole].tag = 0;
+    buckets[freed].tag = 0;
   }
 };
 
 struct Draft {
-  std::vector<int32_t> tokens, parents;
-  double score = 0;
-  int64_t match = 0;
+  std::vector<int32_t> tokens, parents;  // parents: node numbers, -1 for the root
+  double score = 0;                      // expected number of accepted tokens
+  int64_t match = 0;                     // tokens of the text's end that were found
 
   int32_t add(int32_t token, int32_t parent) {
     tokens.push_back(token);
@@ -95,332 +98,344 @@ struct Draft {
     return -1;
   }
 
-  void tell(int32_t* out) const {
+  void write_to(int32_t* out) const {
     out[0] = static_cast<int32_t>(tokens.size());
     out[1] = static_cast<int32_t>(match);
     std::copy(parents.begin(), parents.end(), std::copy(tokens.begin(), tokens.end(), out + 2));
   }
 };
 
+// A node that the best-first search may add next.
 struct Candidate {
-  double chance;
+  double probability;  // of its path
   int32_t parent, token;
   int64_t depth;
-  size_t first, count;  // its positions among `places`
+  size_t first, count;  // its positions in Scratch::candidate_positions
 };
 
-struct Following {
+struct TokenCount {
   int32_t token;
   size_t count;
 };
 
-// What a lookup works with, kept from one to the next: a search takes less time than its allocations.
+// Buffers of a lookup, kept for the next one: allocating them would take longer than the search.
 struct Scratch {
-  std::vector<uint32_t> tags;  // of the levels
-  std::vector<Position> found, going, places;
-  std::vector<int64_t> lengths;
-  std::vector<Following> following;
+  std::vector<uint32_t> tags;  // of the text's last tokens, for each table
+  std::vector<Position> occurrences, candidate_positions;
+  std::vector<int64_t> match_lengths;
+  std::vector<TokenCount> next_tokens;
   std::vector<Candidate> candidates;
-  std::vector<size_t> heap;  // of their numbers: those that came first among equals
+  std::vector<size_t> heap;  // of indexes into `candidates`
 };
 thread_local Scratch scratch;
 
-struct Index {
-  const pl_lookup rule;
-  std::vector<Level> levels;  // shortest first
-  std::vector<int32_t> stream = std::vector<int32_t>(64);  // a ring; each finished text with an END
-  Position base = 0, end = 0;
-  int64_t open = 0;  // tokens of the text that still grows
-  std::deque<int64_t> finished;  // lengths, oldest first
+using Text = std::vector<int32_t>;
 
-  explicit Index(const pl_lookup& given) : rule(given) {
+struct TextIndex {
+  const pl_lookup rule;
+  std::vector<NgramTable> tables;  // shortest n-grams first
+  std::vector<int32_t> stream = std::vector<int32_t>(64);  // ring of all texts, each finished one with a TEXT_END
+  Position begin = 0, end = 0;
+  int64_t open_tokens = 0;              // of the text that still grows
+  std::deque<int64_t> finished_lengths;  // oldest first
+
+  explicit TextIndex(const pl_lookup& given) : rule(given) {
     for (int64_t i = 0; i < given.count; i++) {
-      levels.emplace_back(given.lengths[i]);
-      levels.back().before.resize(stream.size());
+      tables.emplace_back(given.lengths[i]);
+      tables.back().previous.resize(stream.size());
     }
   }
 
-  int32_t at(Position p) const { return stream[p & (stream.size() - 1)]; }
-  int32_t& at(Position p) { return stream[p & (stream.size() - 1)]; }
-  bool held(Position p) const { return static_cast<Position>(p - base) < static_cast<Position>(end - base); }
+  size_t ring(Position p) const { return p & (stream.size() - 1); }
+  int32_t token(Position p) const { return stream[ring(p)]; }
+  bool contains(Position p) const { return static_cast<Position>(p - begin) < static_cast<Position>(end - begin); }
 
   // -- growing and shrinking ------------------------------------------------------------------
 
-  // All memory that so many tokens and an END take: what comes after this cannot fail.
+  // Allocates all memory that `count` more tokens and a TEXT_END take, so that nothing after it can fail.
   void reserve(int64_t count) {
-    size_t size = stream.size(), wanted = static_cast<Position>(end - base) + static_cast<size_t>(count) + 1;
-    for (Level& level : levels) level.reserve(level.used + static_cast<size_t>(count));
-    if (wanted <= size) return;
-    while (size < wanted) size *= 2;
-    auto widen = [&](auto& ring) {
-      auto wider = ring;
+    size_t size = stream.size(), needed = static_cast<Position>(end - begin) + static_cast<size_t>(count) + 1;
+    for (NgramTable& table : tables) table.reserve(table.used + static_cast<size_t>(count));
+    if (needed <= size) return;
+    while (size < needed) size *= 2;
+    auto widen = [&](auto& old) {
+      auto wider = old;
       wider.resize(size);
-      for (Position p = base; p != end; p++) wider[p & (size - 1)] = ring[p & (ring.size() - 1)];
-      ring.swap(wider);
+      for (Position p = begin; p != end; p++) wider[p & (size - 1)] = old[p & (old.size() - 1)];
+      old.swap(wider);
     };
-    for (Level& level : levels) widen(level.before);
+    for (NgramTable& table : tables) widen(table.previous);
     widen(stream);
   }
 
-  void extend(const int32_t* tokens, int64_t count) {
+  void append(const int32_t* tokens, int64_t count) {
     reserve(count);
-    for (int64_t i = 0; i < count; i++) at(end + static_cast<Position>(i)) = tokens[i];
-    for (Level& level : levels)
-      for (int64_t done = 0; done < count; done += AHEAD) read(level, done, std::min(AHEAD, count - done));
+    for (int64_t i = 0; i < count; i++) stream[ring(end + static_cast<Position>(i))] = tokens[i];
+    for (NgramTable& table : tables)
+      for (int64_t done = 0; done < count; done += PREFETCH) index_tokens(table, done, std::min(PREFETCH, count - done));
     end += static_cast<Position>(count);
-    open += count;
+    open_tokens += count;
   }
 
-  // The strings of a level with which tokens from the text's end + `done` on continue.
-  void read(Level& level, int64_t done, int64_t count) {
-    uint32_t tags[AHEAD];
+  // Indexes the n-grams that `count` tokens continue, of which the first is the token `done` after `end`.
+  void index_tokens(NgramTable& table, int64_t done, int64_t count) {
+    uint32_t tags[PREFETCH];
     Position first = end + static_cast<Position>(done);
-    int64_t place = open + done;
+    int64_t offset = open_tokens + done;  // in the text
     for (int64_t i = 0; i < count; i++) {
-      tags[i] = tag_of(level.hash);
-      __builtin_prefetch(&level.table[tags[i] & level.mask()]);
-      roll(level, first + static_cast<Position>(i), place + i);
+      tags[i] = tag_of(table.hash);
+      __builtin_prefetch(&table.buckets[tags[i] & table.mask()]);
+      roll(table, first + static_cast<Position>(i), offset + i);
     }
     for (int64_t i = 0; i < count; i++)
-      if (place + i >= std::max(level.length, rule.first) && place + i < rule.stop)
-        note(level, first + static_cast<Position>(i), tags[i]);
+      if (offset + i >= std::max(table.length, rule.first) && offset + i < rule.stop)
+        insert(table, first + static_cast<Position>(i), tags[i]);
   }
 
-  // The token at p, the text's `place`-th, comes into the window of a level.
-  void roll(Level& level, Position p, int64_t place) const {
-    level.hash = rolled(level.hash, at(p));
-    if (place >= level.length) {
-      uint32_t left = static_cast<uint32_t>(at(p - static_cast<Position>(level.length)));
-      level.hash -= (static_cast<uint64_t>(left) + 1) * level.power;
+  // Moves the window of the rolling hash over the token at p, which is number `offset` of its text.
+  void roll(NgramTable& table, Position p, int64_t offset) const {
+    table.hash = table.hash * BASE + digit(token(p));
+    if (offset >= table.length) table.hash -= digit(token(p - static_cast<Position>(table.length))) * table.power;
+  }
+
+  void insert(NgramTable& table, Position p, uint32_t tag) {
+    size_t i = tag & table.mask();
+    for (; table.buckets[i].tag; i = table.next(i)) {
+      Position& latest = table.buckets[i].latest;
+      if (table.buckets[i].tag != tag || common_suffix(latest, p, table.length) != table.length) continue;
+      table.previous[ring(p)] = latest;
+      latest = p;
+      return;
     }
+    table.buckets[i] = {p, tag};
+    table.used++;
+    table.previous[ring(p)] = p;
   }
 
-  void note(Level& level, Position p, uint32_t tag) {
-    size_t i = tag & level.mask();
-    Position& before = level.before[p & (stream.size() - 1)];
-    for (; level.table[i].tag; i = (i + 1) & level.mask())
-      if (level.table[i].tag == tag && common(level.table[i].behind, p, level.length) == level.length) {
-        before = level.table[i].behind;
-        level.table[i].behind = p;
-        return;
-      }
-    level.table[i] = {p, tag};
-    level.used++;
-    before = p;
-  }
-
-  // Tokens, at most so many, that stand alike in front of two positions of texts.
-  int64_t common(Position p, Position q, int64_t most) const {
+  // How many tokens, at most `limit`, are the same before both positions.
+  int64_t common_suffix(Position p, Position q, int64_t limit) const {
     int64_t length = 0;
-    while (length < most && at(--p) == at(--q)) length++;
+    while (length < limit && token(--p) == token(--q)) length++;
     return length;
   }
 
-  void finish() {
-    if (!open) return;
+  void finish_text() {
+    if (!open_tokens) return;
     reserve(0);
-    finished.push_back(open);
-    at(end++) = END;
-    open = 0;
-    for (Level& level : levels) level.hash = 0;
+    finished_lengths.push_back(open_tokens);
+    stream[ring(end++)] = TEXT_END;
+    open_tokens = 0;
+    for (NgramTable& table : tables) table.hash = 0;
   }
 
-  int64_t drop_oldest() {
-    int64_t length = finished.front();
-    finished.pop_front();
-    for (Level& level : levels) {
-      uint64_t hash = level.hash;
-      level.hash = 0;
-      for (int64_t place = 0; place < length; place++) {
-        Position p = base + static_cast<Position>(place);
-        if (place >= level.length) forget(level, p, tag_of(level.hash));
-        roll(level, p, place);
+  int64_t drop_oldest_text() {
+    int64_t length = finished_lengths.front();
+    finished_lengths.pop_front();
+    for (NgramTable& table : tables) {
+      uint64_t hash = table.hash;
+      table.hash = 0;
+      for (int64_t offset = 0; offset < length; offset++) {
+        Position p = begin + static_cast<Position>(offset);
+        if (offset >= table.length) forget(table, p, tag_of(table.hash));
+        roll(table, p, offset);
       }
-      level.hash = hash;
+      table.hash = hash;
     }
-    base += static_cast<Position>(length) + 1;
+    begin += static_cast<Position>(length) + 1;
     return length;
   }
 
-  // A string whose latest occurrence is the oldest has no others.
-  static void forget(Level& level, Position p, uint32_t tag) {
-    for (size_t i = tag & level.mask(); level.table[i].tag; i = (i + 1) & level.mask())
-      if (level.table[i].tag == tag && level.table[i].behind == p) return level.erase(i);
+  // Erases the n-gram before p if its latest occurrence is there: p is the oldest, so there is no other.
+  static void forget(NgramTable& table, Position p, uint32_t tag) {
+    for (size_t i = tag & table.mask(); table.buckets[i].tag; i = table.next(i))
+      if (table.buckets[i].tag == tag && table.buckets[i].latest == p) return table.erase(i);
   }
 
   // -- looking up -----------------------------------------------------------------------------
 
-  using Text = std::vector<int32_t>;
-
-  // Tokens of a text's end that stand in front of a position.
-  int64_t common(const Text& text, Position p, int64_t most) const {
+  // How many of a text's last tokens, at most `limit`, occur before a position.
+  int64_t common_suffix(const Text& text, Position p, int64_t limit) const {
     int64_t length = 0;
-    most = std::min(most, static_cast<int64_t>(text.size()));
-    while (length < most && held(--p) && at(p) == text[text.size() - 1 - static_cast<size_t>(length)]) length++;
+    limit = std::min(limit, static_cast<int64_t>(text.size()));
+    while (length < limit && contains(--p) && token(p) == text[text.size() - 1 - static_cast<size_t>(length)]) length++;
     return length;
   }
 
-  // What the strings of each level are found by, of a text's last tokens; their entries are on the way then.
-  void find(const Text& text) const {
+  // Computes the tag of the text's last n-gram for each table, and prefetches their buckets.
+  void compute_tags(const Text& text) const {
     uint64_t hash = 0, power = 1;
     int64_t length = 0;
-    scratch.tags.resize(levels.size());
-    for (size_t i = 0; i < levels.size(); i++) {
-      if (text.size() < static_cast<size_t>(levels[i].length)) return;
-      for (; length < levels[i].length; length++, power *= BASE)
-        hash += power * (static_cast<uint64_t>(static_cast<uint32_t>(*(text.end() - 1 - length))) + 1);
+    scratch.tags.resize(tables.size());
+    for (size_t i = 0; i < tables.size(); i++) {
+      if (text.size() < static_cast<size_t>(tables[i].length)) return;
+      for (; length < tables[i].length; length++, power *= BASE) hash += power * digit(*(text.end() - 1 - length));
       scratch.tags[i] = tag_of(hash);
-      if (levels[i].used) __builtin_prefetch(&levels[i].table[scratch.tags[i] & levels[i].mask()]);
+      if (tables[i].used) __builtin_prefetch(&tables[i].buckets[scratch.tags[i] & tables[i].mask()]);
     }
   }
 
-  // Positions behind the last occurrences of a text's last tokens, latest first.
-  void latest(size_t number, const Text& text, size_t most, std::vector<Position>& found) const {
-    const Level& level = levels[number];
+  // Appends the positions after the `limit` latest occurrences of the text's last n-gram in tables[number].
+  void find_latest(size_t number, const Text& text, size_t limit, std::vector<Position>& found) const {
+    const NgramTable& table = tables[number];
     const uint32_t tag = scratch.tags[number];
-    if (text.size() < static_cast<size_t>(level.length) || !level.used) return;
-    for (size_t i = tag & level.mask(); level.table[i].tag; i = (i + 1) & level.mask()) {
-      Position p = level.table[i].behind;
-      if (level.table[i].tag != tag || common(text, p, level.length) < level.length) continue;
-      for (size_t count = 0; count < most && held(p); count++) {
+    if (text.size() < static_cast<size_t>(table.length) || !table.used) return;
+    for (size_t i = tag & table.mask(); table.buckets[i].tag; i = table.next(i)) {
+      Position p = table.buckets[i].latest;
+      if (table.buckets[i].tag != tag || common_suffix(text, p, table.length) < table.length) continue;
+      for (size_t count = 0; count < limit && contains(p); count++) {
         found.push_back(p);
-        Position before = level.before[p & (stream.size() - 1)];
-        if (before == p) return;
-        p = before;
+        Position previous = table.previous[ring(p)];
+        if (previous == p) return;
+        p = previous;
       }
       return;
     }
   }
 
-  Draft ngrams(const Text& text, int64_t deep, size_t nodes) const {
+  Draft draft_ngrams(const Text& text, int64_t depth, size_t max_nodes) const {
     Draft draft;
-    std::vector<Position>&found = scratch.found, &all = scratch.places;
-    all.clear();
-    find(text);
-    for (size_t i = levels.size(); i-- > 0;) {
+    std::vector<Position>&found = scratch.occurrences, &drafted = scratch.candidate_positions;
+    drafted.clear();
+    compute_tags(text);
+    for (size_t i = tables.size(); i-- > 0;) {
       found.clear();
-      latest(i, text, KEPT, found);
-      if (!found.empty() && !draft.match) draft.match = levels[i].length;
+      find_latest(i, text, NGRAM_OCCURRENCES, found);
+      if (!found.empty() && !draft.match) draft.match = tables[i].length;
       for (Position p : found) {
-        if (std::find(all.begin(), all.end(), p) != all.end()) continue;
-        all.push_back(p);
-        Position period = end - p;  // past the end it repeats: a loop stays a loop
-        size_t known = draft.tokens.size();
-        int32_t node = -1;
-        for (Position step = 0; step < static_cast<Position>(deep); step++) {
-          int32_t token = at(p + step % period), next = draft.child(node, token);
-          if (next < 0) {
-            if (draft.tokens.size() >= nodes) return draft;
-            if (all.size() > 1 && draft.tokens.size() - known >= BRANCH) break;
-            next = draft.add(token, node);
-          }
-          node = next;
-        }
+        if (std::find(drafted.begin(), drafted.end(), p) != drafted.end()) continue;
+        drafted.push_back(p);
+        size_t most = drafted.size() == 1 ? max_nodes : draft.tokens.size() + NGRAM_BRANCH;
+        if (!add_chain(draft, p, depth, most, max_nodes)) return draft;
       }
     }
     return draft;
   }
 
-  // The latest occurrences of the longest suffix found, see text_index.py; returns its length.
-  int64_t longest(const Text& text, std::vector<Position>& found) const {
-    int64_t best = 0;
+  // Adds the `depth` tokens from p on, until the draft has `most` nodes. False if it has `max_nodes` and needs more.
+  bool add_chain(Draft& draft, Position p, int64_t depth, size_t most, size_t max_nodes) const {
+    Position period = end - p;  // the text repeats past its end, so that a loop goes on
+    int32_t node = -1;
+    for (Position step = 0; step < static_cast<Position>(depth); step++) {
+      int32_t next_token = token(p + step % period), next = draft.child(node, next_token);
+      if (next < 0) {
+        if (draft.tokens.size() >= max_nodes) return false;
+        if (draft.tokens.size() >= most) break;
+        next = draft.add(next_token, node);
+      }
+      node = next;
+    }
+    return true;
+  }
+
+  // Finds the latest occurrences of the text's longest suffix (see text_index.py), and returns its length.
+  int64_t find_longest_suffix(const Text& text, std::vector<Position>& found) const {
+    int64_t longest = 0;
     found.clear();
-    find(text);
-    for (size_t i = levels.size(); i-- > 0 && found.empty();) latest(i, text, LATEST, found);
-    std::vector<int64_t>& lengths = scratch.lengths;
+    compute_tags(text);
+    for (size_t i = tables.size(); i-- > 0 && found.empty();) find_latest(i, text, SUFFIX_OCCURRENCES, found);
+    std::vector<int64_t>& lengths = scratch.match_lengths;
     lengths.clear();
     for (Position p : found) {
-      lengths.push_back(common(text, p, rule.depth));
-      best = std::max(best, lengths.back());
+      lengths.push_back(common_suffix(text, p, rule.depth));
+      longest = std::max(longest, lengths.back());
     }
     size_t kept = 0;
     for (size_t i = 0; i < found.size(); i++)
-      if (lengths[i] == best) found[kept++] = found[i];
+      if (lengths[i] == longest) found[kept++] = found[i];
     found.resize(kept);
-    return best;
+    return longest;
   }
 
-  Draft suffixes(Text text, int64_t deep, size_t nodes) const {
+  // The likeliest continuations of the text's longest suffix, by best-first search. A token's probability is its
+  // share of the occurrences that the path so far has.
+  Draft draft_suffixes(Text text, int64_t max_depth, size_t max_nodes) const {
     Draft draft;
-    std::vector<Position>&going = scratch.going, &places = scratch.places;
-    std::vector<Following>& following = scratch.following;
-    std::vector<Candidate>& candidates = scratch.candidates;
-    std::vector<size_t>& heap = scratch.heap;
-    places.clear();
-    candidates.clear();
-    heap.clear();
-    draft.match = longest(text, going);
+    std::vector<Position>& occurrences = scratch.occurrences;
+    scratch.candidate_positions.clear();
+    scratch.candidates.clear();
+    scratch.heap.clear();
+    draft.match = find_longest_suffix(text, occurrences);
     if (!draft.match) return draft;
     double allowed = rule.factor * static_cast<double>(draft.match) + rule.offset;
-    if (allowed < static_cast<double>(nodes)) nodes = static_cast<size_t>(allowed);
-    auto later = [&](size_t a, size_t b) {
-      double one = candidates[a].chance, other = candidates[b].chance;
-      return one != other ? one < other : a > b;
-    };
-    const size_t known = text.size();
-    Candidate at_hand{1.0, -1, 0, 0, 0, 0};
+    if (allowed < static_cast<double>(max_nodes)) max_nodes = static_cast<size_t>(allowed);
+    const size_t text_length = text.size();
+    Candidate added{1.0, -1, 0, 0, 0, 0};  // the root
     int32_t node = -1;
-    while (draft.tokens.size() < nodes) {
-      if (at_hand.depth < deep) {
-        going.erase(std::remove_if(going.begin(), going.end(), [&](Position p) { return !held(p) || at(p) == END; }),
-                    going.end());
-        if (going.empty()) {  // where the text ends: as if the path were appended
-          text.resize(known + static_cast<size_t>(at_hand.depth));
-          for (int32_t up = node, i = static_cast<int32_t>(text.size()); up >= 0; up = draft.parents[up])
-            text[static_cast<size_t>(--i)] = draft.tokens[up];
-          longest(text, going);
+    while (draft.tokens.size() < max_nodes) {
+      if (added.depth < max_depth) {
+        auto ends = [&](Position p) { return !contains(p) || token(p) == TEXT_END; };
+        occurrences.erase(std::remove_if(occurrences.begin(), occurrences.end(), ends), occurrences.end());
+        if (occurrences.empty()) {  // all texts end here: search as if the path were appended
+          text.resize(text_length + static_cast<size_t>(added.depth));
+          int32_t up = node;
+          for (size_t i = text.size(); up >= 0; up = draft.parents[up]) text[--i] = draft.tokens[up];
+          find_longest_suffix(text, occurrences);
         }
-        following.clear();
-        for (Position p : going) {
-          size_t i = 0;
-          while (i < following.size() && following[i].token != at(p)) i++;
-          if (i == following.size()) following.push_back({at(p), 0});
-          following[i].count++;
-        }
-        auto chance = [&](const Following& next) {
-          return at_hand.chance * (static_cast<double>(next.count) / static_cast<double>(going.size()));
-        };
-        following.erase(std::remove_if(following.begin(), following.end(),
-                                       [&](const Following& next) { return chance(next) < rule.min_prob; }),
-                        following.end());
-        std::stable_sort(following.begin(), following.end(),
-                         [](const Following& a, const Following& b) { return a.count > b.count; });
-        for (const Following& next : following) {
-          heap.push_back(candidates.size());
-          candidates.push_back({chance(next), node, next.token, at_hand.depth + 1, places.size(), next.count});
-          for (Position p : going)
-            if (at(p) == next.token) places.push_back(p + 1);
-          std::push_heap(heap.begin(), heap.end(), later);
-        }
+        push_candidates(added, node);
       }
-      if (heap.empty()) break;
-      std::pop_heap(heap.begin(), heap.end(), later);
-      at_hand = candidates[heap.back()];
-      heap.pop_back();
-      auto first = places.begin() + static_cast<std::ptrdiff_t>(at_hand.first);
-      going.assign(first, first + static_cast<std::ptrdiff_t>(at_hand.count));
-      node = draft.add(at_hand.token, at_hand.parent);
-      draft.score += at_hand.chance;
+      if (scratch.heap.empty()) break;
+      std::pop_heap(scratch.heap.begin(), scratch.heap.end(), less_likely);
+      added = scratch.candidates[scratch.heap.back()];
+      scratch.heap.pop_back();
+      auto first = scratch.candidate_positions.begin() + static_cast<std::ptrdiff_t>(added.first);
+      occurrences.assign(first, first + static_cast<std::ptrdiff_t>(added.count));
+      node = draft.add(added.token, added.parent);
+      draft.score += added.probability;
     }
     return draft;
   }
 
-  // A question: levels, nodes, fresh tokens, tokens of the text's end if more than these is missing.
-  Text asked(const int32_t* ask) {
-    extend(ask + 4, ask[2]);
-    if (ask[3]) return Text(ask + 4 + ask[2], ask + 4 + ask[2] + ask[3]);
-    int64_t longest = levels.empty() ? 0 : levels.back().length;
-    int64_t count = std::min<int64_t>(open, std::max(rule.depth, longest));
+  // The order of the heap: of equally likely candidates the first one wins.
+  static bool less_likely(size_t a, size_t b) {
+    double first = scratch.candidates[a].probability, second = scratch.candidates[b].probability;
+    return first != second ? first < second : a > b;
+  }
+
+  // Pushes the tokens that follow the occurrences of `parent`, which is node number `node`.
+  void push_candidates(const Candidate& parent, int32_t node) const {
+    const std::vector<Position>& occurrences = scratch.occurrences;
+    std::vector<TokenCount>& next_tokens = scratch.next_tokens;
+    next_tokens.clear();
+    for (Position p : occurrences) {
+      size_t i = 0;
+      while (i < next_tokens.size() && next_tokens[i].token != token(p)) i++;
+      if (i == next_tokens.size()) next_tokens.push_back({token(p), 0});
+      next_tokens[i].count++;
+    }
+    auto probability = [&](const TokenCount& next) {
+      return parent.probability * (static_cast<double>(next.count) / static_cast<double>(occurrences.size()));
+    };
+    auto unlikely = [&](const TokenCount& next) { return probability(next) < rule.min_prob; };
+    next_tokens.erase(std::remove_if(next_tokens.begin(), next_tokens.end(), unlikely), next_tokens.end());
+    std::stable_sort(next_tokens.begin(), next_tokens.end(),
+                     [](const TokenCount& a, const TokenCount& b) { return a.count > b.count; });
+    std::vector<Position>& positions = scratch.candidate_positions;
+    for (const TokenCount& next : next_tokens) {
+      scratch.heap.push_back(scratch.candidates.size());
+      scratch.candidates.push_back({probability(next), node, next.token, parent.depth + 1, positions.size(), next.count});
+      for (Position p : occurrences)
+        if (token(p) == next.token) positions.push_back(p + 1);
+      std::push_heap(scratch.heap.begin(), scratch.heap.end(), less_likely);
+    }
+  }
+
+  // Appends the new tokens of a query (see pl_ngrams), and returns the end of the text to look up.
+  Text read_query(const int32_t* query) {
+    const int32_t *tokens = query + 4, fresh = query[2], given = query[3];
+    append(tokens, fresh);
+    if (given) return Text(tokens + fresh, tokens + fresh + given);
+    int64_t longest = tables.empty() ? 0 : tables.back().length;
+    int64_t count = std::min<int64_t>(open_tokens, std::max(rule.depth, longest));
     Text text(static_cast<size_t>(count));
-    for (int64_t i = 0; i < count; i++) text[static_cast<size_t>(i)] = at(end - static_cast<Position>(count - i));
+    for (int64_t i = 0; i < count; i++) text[static_cast<size_t>(i)] = token(end - static_cast<Position>(count - i));
     return text;
   }
 };
 
 template <class F>
-int outcome(void* index, const F& work) {
+int status_of(void* index, const F& work) {
   try {
-    work(*static_cast<Index*>(index));
+    work(*static_cast<TextIndex*>(index));
     return 0;
   } catch (const std::bad_alloc&) {
     return 1;
@@ -433,53 +448,53 @@ extern "C" {
 
 void* pl_index_open(const pl_lookup* rule) {
   try {
-    return new Index(*rule);
+    return new TextIndex(*rule);
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
 }
 
-void pl_index_close(void* index) { delete static_cast<Index*>(index); }
+void pl_index_close(void* index) { delete static_cast<TextIndex*>(index); }
 
 int pl_index_extend(void* index, const int32_t* tokens, int64_t count) {
-  return outcome(index, [&](Index& own) { own.extend(tokens, count); });
+  return status_of(index, [&](TextIndex& texts) { texts.append(tokens, count); });
 }
 
 int pl_index_finish(void* index) {
-  return outcome(index, [](Index& own) { own.finish(); });
+  return status_of(index, [](TextIndex& texts) { texts.finish_text(); });
 }
 
-int64_t pl_index_drop_oldest(void* index) { return static_cast<Index*>(index)->drop_oldest(); }
+int64_t pl_index_drop_oldest(void* index) { return static_cast<TextIndex*>(index)->drop_oldest_text(); }
 
 int64_t pl_index_stream(void* index, int32_t* out) {
-  const Index& own = *static_cast<Index*>(index);
-  for (Position p = own.base; out && p != own.end; p++) *out++ = own.at(p);
-  return static_cast<Position>(own.end - own.base);
+  const TextIndex& texts = *static_cast<TextIndex*>(index);
+  for (Position p = texts.begin; out && p != texts.end; p++) *out++ = texts.token(p);
+  return static_cast<Position>(texts.end - texts.begin);
 }
 
 int64_t pl_index_bytes(void* index) {
-  const Index& own = *static_cast<Index*>(index);
-  size_t bytes = sizeof(Index) + own.stream.size() * sizeof(int32_t);
-  for (const Level& level : own.levels)
-    bytes += level.table.size() * sizeof(Entry) + level.before.size() * sizeof(Position);
+  const TextIndex& texts = *static_cast<TextIndex*>(index);
+  size_t bytes = sizeof(TextIndex) + texts.stream.size() * sizeof(int32_t);
+  for (const NgramTable& table : texts.tables)
+    bytes += table.buckets.size() * sizeof(Bucket) + table.previous.size() * sizeof(Position);
   return static_cast<int64_t>(bytes);
 }
 
-int pl_ngrams(void* index, const int32_t* ask, int32_t* out) {
-  return outcome(index, [&](Index& own) {
-    own.ngrams(own.asked(ask), ask[0], static_cast<size_t>(ask[1])).tell(out);
+int pl_ngrams(void* index, const int32_t* query, int32_t* draft) {
+  return status_of(index, [&](TextIndex& texts) {
+    texts.draft_ngrams(texts.read_query(query), query[0], static_cast<size_t>(query[1])).write_to(draft);
   });
 }
 
-int pl_suffixes(void* index, void* memory, const int32_t* ask, int32_t* out) {
-  return outcome(index, [&](Index& own) {
-    Index::Text text = own.asked(ask);
-    Draft best = own.suffixes(text, ask[0], static_cast<size_t>(ask[1]));
+int pl_suffixes(void* index, void* memory, const int32_t* query, int32_t* draft) {
+  return status_of(index, [&](TextIndex& texts) {
+    Text text = texts.read_query(query);
+    Draft best = texts.draft_suffixes(text, query[0], static_cast<size_t>(query[1]));
     if (memory) {
-      Draft other = static_cast<Index*>(memory)->suffixes(text, ask[0], static_cast<size_t>(ask[1]));
+      Draft other = static_cast<TextIndex*>(memory)->draft_suffixes(text, query[0], static_cast<size_t>(query[1]));
       if (other.score > best.score) best = std::move(other);
     }
-    best.tell(out);
+    best.write_to(draft);
   });
 }
 }

@@ -1,4 +1,4 @@
-// core/noise.py in C: splitmix64, and the random bits of a key and an id.
+// core/noise.py in C++: splitmix64, and the random bits of a key and a token id.
 #pragma once
 #include <cstdint>
 
@@ -11,7 +11,7 @@ static inline uint64_t splitmix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// 63 of them.
+// 63 random bits.
 static inline uint64_t random_bits(uint64_t key, int64_t id) {
   uint64_t x = (splitmix(static_cast<uint64_t>(id) * GOLDEN) ^ key) * MIX_1;
   x = (x ^ static_cast<uint64_t>(static_cast<int64_t>(x) >> 32)) * MIX_2;

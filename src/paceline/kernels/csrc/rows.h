@@ -31,7 +31,7 @@ void store_row(int64_t dtype, const float* x, long width, void* y) {
 }
 
 void embed(const pl_model& m, int32_t id, float* x) {
-  long size = m.dtype == PL_BFLOAT16 ? 2 : 4;
+  long size = dtype_bytes(m.dtype);
   load_row(m.dtype, static_cast<const char*>(m.embedding) + id * m.hidden * size, m.hidden, x);
   if (m.embedding_scale == 1.0f) return;
   map_row(x, m.hidden, [&](long i, long left) {
