@@ -1,8 +1,9 @@
-"""Building the kernels, on first use, with whatever C++ compiler the machine has.
+"""Builds the native kernels on first use, with the g++ of this machine.
 
-The library lies under a hash of the sources and the options, so that one of other sources is never
-used: in the package where a platform wheel brought it, else in the user's cache folder. There it is
-built once, and found where there is no compiler, as in an image built with one.
+The library's folder is named by a hash of the sources and options, so that a library of other
+sources is never used. It lies in the package if a platform wheel brought it, otherwise in the
+user's cache folder. There it is built once, and a machine without a compiler can use it, such as a
+container image that was built with one.
 
     python -m paceline.kernels.compile    # builds it now, and prints where it is
 """
@@ -30,29 +31,31 @@ from paceline.errors import PacelineError
 from paceline.files import atomic_folder, cache_folder
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
-PREBUILT = SOURCES.with_name("prebuilt")  # in a platform wheel, by the hash of the sources
-OFF = "off"  # of PACELINE_NATIVE: no kernels
+PREBUILT = SOURCES.with_name("prebuilt")  # the libraries that a platform wheel brings
+OFF = "off"  # value of PACELINE_NATIVE that disables the kernels
 _COMPILERS = ("g++", "c++")
 _OPTIONS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
-    # Sums are as they are written: no product is joined with a sum unless the source says so.
+    # Rounding as written: the compiler fuses no multiplication with an addition by itself.
     *("-ffp-contract=off", "-fno-math-errno"),
-    # The second throws a kind of the first, and libstdc++ has it from GCC 11 on only.
+    # __throw_bad_array_new_length exists in libstdc++ from GCC 11 on only. It throws a subclass of
+    # what __throw_bad_alloc throws.
     "-D__throw_bad_array_new_length=__throw_bad_alloc",
 )
-# On Linux OpenMP's functions are those of the library that torch has loaded (library.py).
+# On Linux the OpenMP library is not linked: library.py loads the one that torch uses.
 _LINKED = ("-shared",) if sys.platform == "linux" else ("-shared", "-fopenmp")
 _LIBRARY = "paceline_native.so"
 _LIMIT = 300  # seconds for one compilation
-_ROOM = 8 << 20  # bytes for the library, which has less than 2 MB
+_FREE_BYTES = 8 << 20  # on the disk before a build; the library has less than 2 MB
 
-# What is compiled: object, source, options. Every source without options ...
+# Compilation units: (object, source, options). Every source is compiled for the baseline
+# instruction set of the machine ...
 _COMMON = tuple((file.stem, file.name, ()) for file in sorted(SOURCES.glob("*.cpp")))
-# ... and the kernels for each set of instructions.
+# ... and the kernels also for each further instruction set.
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DPACELINE_AVX512")
 _AVX2 = ("-mavx2", "-mfma", "-DPACELINE_AVX2")
 _VNNI = (*_AVX512, "-mavx512vnni", "-mf16c")
-# Not every compiler knows these.
+# Some compilers do not know these (_OPTIONAL).
 _AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8", "-mavx512bf16", "-DPACELINE_AMX")
 _X86 = (
     ("avx512", "kernels.cpp", _AVX512),
@@ -63,7 +66,7 @@ _X86 = (
     ("quantised_vnni", "quantised.cpp", _VNNI),
     ("quantised_avx2", "quantised.cpp", (*_AVX2, "-mf16c")),
 )
-# Scheduled before registers are given out, sums of a register tile leave them.
+# If GCC schedules before it allocates registers, it spills the sums of a register tile.
 _NEON = ("-DPACELINE_NEON", "-fno-schedule-insns")
 _I8MM = (*_NEON, "-DPACELINE_I8MM", "-march=armv8.2-a+i8mm+bf16")
 _ARM = (
@@ -73,16 +76,16 @@ _ARM = (
     ("quantised_dotprod", "quantised.cpp", (*_NEON, "-march=armv8.2-a+dotprod")),
     ("quantised_i8mm", "quantised.cpp", _I8MM),
 )
-_TABLES = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
+_UNITS = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
 _OPTIONAL = {"amx", "quantised_amx", "dpbf16", "i8mm", "quantised_i8mm", "quantised_dotprod"}
 
 
 class NativeUnavailableError(PacelineError):
-    """The kernels cannot be built or loaded here; the message says why in a few words."""
+    """The kernels cannot be built or loaded here. The message says why in a few words."""
 
 
 def library_file() -> Path:
-    """The compiled kernels, built now if this machine has not built them yet.
+    """The path of the compiled kernels, which are built now if they are not there yet.
 
     Raises NativeUnavailableError."""
     file = _kept_file()
@@ -95,13 +98,14 @@ def library_file() -> Path:
 
 @lru_cache
 def _failure(compiler: str, folder: Path) -> str:
-    """Build the library, once in a process: it fails after minutes. Returns why, or nothing."""
+    """Build the library and return why that failed, or nothing. A process tries only once, since a
+    failure may take minutes."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(folder.parent).free < _ROOM:
+        if shutil.disk_usage(folder.parent).free < _FREE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
         with FileLock(folder.with_suffix(".lock")):
-            if not (folder / _LIBRARY).is_file():  # else another process has built it meanwhile
+            if not (folder / _LIBRARY).is_file():  # another process may have built it meanwhile
                 _build(compiler, folder, platform.machine(), _OPTIONAL)
     except NativeUnavailableError as error:
         return str(error)
@@ -111,17 +115,17 @@ def _failure(compiler: str, folder: Path) -> str:
 
 
 def is_off() -> bool:
-    """Whether the user wants no kernels: ``PACELINE_NATIVE=off``."""
+    """Whether ``PACELINE_NATIVE=off`` disables the kernels."""
     return os.environ.get("PACELINE_NATIVE") == OFF
 
 
 def is_built() -> bool:
-    """Whether the kernels are there already. Raises NativeUnavailableError where they cannot be."""
+    """Whether the library exists already. Raises NativeUnavailableError if it cannot be built."""
     return _kept_file().is_file() or not _compiler()
 
 
 def are_kernels_here() -> bool:
-    """Whether there are kernels on this machine, or a compiler to build them."""
+    """Whether the library exists on this machine, or there is a compiler to build it."""
     try:
         is_built()
     except NativeUnavailableError:
@@ -130,7 +134,7 @@ def are_kernels_here() -> bool:
 
 
 def origin() -> str:
-    """Where the kernels of this machine come from, in a few words for people."""
+    """Where the kernels of this machine come from, in a few words for users."""
     try:
         if not is_built():
             return "not built yet, the first run does it"
@@ -140,9 +144,8 @@ def origin() -> str:
 
 
 def build_for_wheel(machine: str, folder: Path) -> Path:
-    """The library that a wheel for Linux on ``machine`` (x86_64, aarch64) has under PREBUILT.
-
-    It lies in ``folder`` under its hash. Raises NativeUnavailableError and WriteError."""
+    """Build the library of a wheel for Linux on ``machine`` (x86_64, aarch64), and return its path
+    below ``folder``, which is that below PREBUILT. Raises NativeUnavailableError and WriteError."""
     cross = f"{machine}-linux-gnu-g++"
     compiler = _compiler() if machine == platform.machine() else shutil.which(cross)
     if compiler is None:
@@ -152,16 +155,16 @@ def build_for_wheel(machine: str, folder: Path) -> Path:
 
 
 def _digest(machine: str) -> str:
-    """Of everything that a library is made of, but the compiler."""
+    """A hash of everything that determines a library, except the compiler."""
     digest = hashlib.sha256()
     for file in sorted(SOURCES.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
-    digest.update(repr((machine, _OPTIONS, _TABLES, _LINKED)).encode())
+    digest.update(repr((machine, _OPTIONS, _UNITS, _LINKED)).encode())
     return digest.hexdigest()[:20]
 
 
 def _kept_file() -> Path:
-    """Where the library of these sources lies, or will once it is built.
+    """The path of the library of these sources, whether it is built yet or not.
 
     Raises NativeUnavailableError."""
     if is_off():
@@ -176,27 +179,28 @@ def _kept_file() -> Path:
 
 
 def _build(compiler: str, folder: Path, machine: str, optional: Set[str] = frozenset()) -> None:
-    """Compile all kernels for a machine; a compiler need not know those of ``optional``."""
+    """Compile the library for a machine. Units of ``optional`` are left out if the compiler does
+    not know their instructions."""
     began = time.perf_counter()
-    parts = [*_COMMON, *_TABLES.get(machine, ())]
+    units = [*_COMMON, *_UNITS.get(machine, ())]
     with (
         stage("building the native kernels, once (a minute or two)"),
         tempfile.TemporaryDirectory() as scratch,
     ):
 
-        def build(part: tuple[str, str, tuple[str, ...]]) -> list[str]:
-            name, source, options = part
-            into = str(Path(scratch) / f"{name}.o")
+        def build(unit: tuple[str, str, tuple[str, ...]]) -> list[str]:
+            name, source, options = unit
+            file = str(Path(scratch) / f"{name}.o")
             try:
-                _run([compiler, *_OPTIONS, *options, "-c", str(SOURCES / source), "-o", into])
+                _run([compiler, *_OPTIONS, *options, "-c", str(SOURCES / source), "-o", file])
             except NativeUnavailableError:
                 if name not in optional:
                     raise
                 return []
-            return [into]
+            return [file]
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = [into for made in pool.map(build, parts) for into in made]
+            objects = [file for built in pool.map(build, units) for file in built]
         with atomic_folder(folder, "the native kernels", damaged=True) as partial:
             _run([compiler, *_LINKED, *objects, "-o", str(partial / _LIBRARY)])
     seconds = time.perf_counter() - began
@@ -204,7 +208,7 @@ def _build(compiler: str, folder: Path, machine: str, optional: Set[str] = froze
 
 
 def _run(command: list[str]) -> str:
-    """What the command writes. Raises NativeUnavailableError."""
+    """Run a command and return its output. Raises NativeUnavailableError."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -216,10 +220,10 @@ def _run(command: list[str]) -> str:
 
 
 def _compiler() -> str:
-    """The path of ``$CXX`` or g++. Raises NativeUnavailableError if neither serves.
+    """The path of ``$CXX``, or of g++. Raises NativeUnavailableError if there is none.
 
-    clang's objects need an OpenMP library of its own beside the one that torch has loaded: two
-    pools of threads, each of which waits for the other's processors."""
+    clang is refused: its objects need an OpenMP library of their own beside the one that torch has
+    loaded, and two thread pools in one process wait for each other's processors."""
     wanted = os.environ.get("CXX")
     missing = "no g++ is there" if wanted is None else f"CXX={wanted} is not there"
     for name in (wanted,) if wanted else _COMPILERS:

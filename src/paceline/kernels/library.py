@@ -1,4 +1,5 @@
-"""The compiled kernels in ctypes: structures and functions are read from csrc/paceline_native.h."""
+"""Loads the compiled kernels with ctypes. Structures and functions are read from
+csrc/paceline_native.h, so that they cannot differ from it."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ _TYPES: dict[str, Any] = {"void": None}
 
 
 def _declared(text: str) -> Iterator[tuple[str, Any]]:
-    """Names and types of a declaration such as ``float *a, *b``. Pointers to our structures are
-    ctypes' own, others addresses."""
+    """Names and ctypes of a declaration such as ``float *a, *b``. A pointer to a structure of the
+    header is a ``POINTER`` to it, any other pointer an address."""
     (_, kind), *names = re.findall(r"([\s*]*)(\w+)", text)
     if kind not in _TYPES:
         _TYPES[kind] = getattr(ctypes, f"c_{kind.removesuffix('_t')}")
@@ -66,19 +67,19 @@ CPair, CRun, CBatch, CTree, CGrowth, CRecurrence, CVerdict, CLookup = _STRUCTURE
 
 
 def declare(loaded: Any) -> None:
-    """Say what the functions of the library take and return."""
-    for result, taken in re.findall(r"^ *(\w[\w *]*pl_\w+)\(([^)]*)\);", _HEADER, re.MULTILINE):
+    """Set the argument and result types of the library's functions."""
+    for result, arguments in re.findall(r"^ *(\w[\w *]*pl_\w+)\(([^)]*)\);", _HEADER, re.MULTILINE):
         ((name, kind),) = _declared(result)
         function = getattr(loaded, name)
         function.restype = kind
-        function.argtypes = [kind for part in taken.split(",") for _, kind in _declared(part)]
+        function.argtypes = [kind for part in arguments.split(",") for _, kind in _declared(part)]
 
 
 def _load_openmp() -> None:
-    """Have OpenMP's functions there for the kernels: those of torch's own library, as two pools of
-    threads in one process would wait for each other's processors. Raises OSError."""
+    """Load the OpenMP library for the kernels: the one that torch uses, since two thread pools in
+    one process would wait for each other's processors. Raises OSError."""
     if sys.platform != "linux":
-        return  # it is linked
+        return  # there the kernels are linked to it
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -90,10 +91,10 @@ def _load_openmp() -> None:
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The loaded library, built first where needed. Raises NativeUnavailableError.
+    """The loaded library, built first if needed. Raises NativeUnavailableError.
 
     ``PACELINE_NATIVE`` names the instruction set to use, one of INSTRUCTIONS, instead of the best
-    that the processor has; "off" leaves the kernels out."""
+    that the processor has; "off" disables the kernels."""
     try:
         file = library_file()
         _load_openmp()
@@ -111,26 +112,32 @@ def library() -> Any:
 
 
 def instructions() -> str:
-    """The instruction set of the kernels in use. Raises NativeUnavailableError."""
+    """The name of the instruction set in use. Raises NativeUnavailableError."""
     name: bytes = library().pl_instructions()
     return name.decode()
 
 
 def choose(name: str) -> bool:
-    """Use the kernels for this instruction set from now on; false if they cannot run here."""
+    """Use this instruction set from now on. False if it is not available here."""
     return not library().pl_choose(name.encode())
 
 
+def active_threads() -> int:
+    """How many threads the next forward takes, of torch's: fewer while other processes are busy.
+    Raises NativeUnavailableError."""
+    return int(library().pl_active_threads(torch.get_num_threads()))
+
+
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """The address of its first number; None without a tensor."""
+    """The address of a tensor's first element; None without a tensor."""
     if tensor is None:
         return None
-    assert tensor.is_contiguous(), "the kernels read numbers in the order of indexes"
+    assert tensor.is_contiguous(), "the kernels read contiguous tensors"
     return tensor.data_ptr()
 
 
 def check(status: int, work: str = "a forward of this size") -> None:
-    """Raises MemoryError and IndexError."""
+    """Raise MemoryError or IndexError if a call of the library did not return 0."""
     if status == 2:
         raise IndexError("a token id or a position is out of range")
     if status:
