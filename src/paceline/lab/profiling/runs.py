@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.engine.driver import StepSums
+from paceline.kernels.library import active_threads
 from paceline.lab.profiling import steady
 from paceline.lab.profiling.limits import (
     MachineSpeeds,
@@ -33,6 +36,7 @@ from paceline.lab.report.document import (
     table_of,
 )
 from paceline.llm import LLM
+from paceline.model.backends.base import NATIVE
 
 PROFILED_STEPS = 20  # give the shares to a per cent
 BUSY = 0.1  # of a step's time without a processor, above which no figure repeats
@@ -47,7 +51,8 @@ class RunProfile:
     ``working_set_bytes``: distinct bytes that a step reads. ``drafters``: accepted tokens by
     drafter. ``not_drafted``: steps without a draft, by the controller's reason.
     ``processor_busy_elsewhere``: share of the time in which other programs had the processor.
-    ``profiler_slowdown``: step time under the profiler by that without."""
+    ``profiler_slowdown``: step time under the profiler by that without.
+    ``active_threads``: threads of the last forward."""
 
     name: str
     phases: tuple[Phase, ...]
@@ -58,6 +63,7 @@ class RunProfile:
     processor_busy_elsewhere: float
     profiler_slowdown: float
     profiled_steps: int
+    active_threads: int
 
     @property
     def tokens_per_step(self) -> float:
@@ -176,6 +182,8 @@ def _assemble(
         limits = taken / step, bandwidth, machine.peak_flops
         phases.append(Phase(phase, taken, *parts, works.get(phase, Work()), *limits))
     busy = statistics.median(stretch.busy for stretch in stretches)
+    native = llm.target.backend.name == NATIVE
+    threads = active_threads() if native else torch.get_num_threads()
     return RunProfile(
         name=name,
         phases=tuple(phases),
@@ -186,6 +194,7 @@ def _assemble(
         processor_busy_elsewhere=max(slow.busy, busy),
         profiler_slowdown=slow.sums.whole / slow.sums.steps / step,
         profiled_steps=slow.sums.steps,
+        active_threads=threads,
     )
 
 
@@ -233,6 +242,7 @@ _RUN = (
     Column("step_seconds", "step, ms", shown=_thousandths),
     Column("tokens_per_step", "tokens a step", shown="{:.2f}".format),
     Column("tokens_per_second", "tokens/s", shown="{:.0f}".format),
+    Column("active_threads", "threads of a forward"),
     Column("drafters", "accepted tokens of", shown=_counts, stored=dict),
     Column("not_drafted", "steps without a draft", shown=_counts, stored=dict),
     *map(Column, ("name", "context", "working_set_bytes")),
@@ -258,7 +268,7 @@ def report_of(result: ProfileResult, setting: str) -> Report:
     runs = {run.name: run for run in result.runs}
     if runs:
         note = f"{setting} Medians of rounds in turn, without the profiler."
-        report.add("Steps", table_across("", runs, _RUN[:5], note))
+        report.add("Steps", table_across("", runs, _RUN[:6], note))
     for name, run in runs.items():
         report.add(f"Limits: {name}", *_limits(run))
     note = _NOTES["machine"].format(machine)
