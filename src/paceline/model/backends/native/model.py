@@ -52,7 +52,7 @@ from paceline.model.backends.native.recognise import (
 from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import Experts, walk_children
 
-_PARTIAL_BYTES = 32 << 20  # partial results of attention (csrc/forward.cpp)
+_PARTIAL_BYTES = 32 << 20  # partial results of attention (csrc/attention_plan.cpp)
 _NO_LOGITS = torch.empty(0, 0)
 
 
