@@ -60,7 +60,7 @@ def test_answers_are_the_targets_own(tiny_pair: TinyPair, prompts: str, tmp_path
     assert not list(tmp_path.glob("*.partial*"))
     again = paceline(*arguments(tiny_pair, prompts, out))
     assert again.exit_code == 0
-    assert "is there already" in again.stderr
+    assert "exists already" in again.stderr
 
 
 def test_the_end_token_is_written(tiny_pair: TinyPair, prompts: str, tmp_path: Path) -> None:

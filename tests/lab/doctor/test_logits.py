@@ -164,7 +164,9 @@ def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
         return table
 
     monkeypatch.setattr(handle.RopeTables, "_table", clamped)
-    monkeypatch.setattr("paceline.model.backends.native.model._limit", lambda *_: math.inf)
+    monkeypatch.setattr(
+        "paceline.model.backends.native.model._allowed_difference", lambda *_: math.inf
+    )
     noticed = check_logits("paceline/tiny")
     assert noticed.code == "logits-differ", noticed.text
     assert noticed.text.startswith("on the native kernels the logits at position")
