@@ -22,11 +22,11 @@ from paceline.core.stages import stage
 from paceline.files import atomic_folder
 from paceline.model.loading import load_tokenizer
 from paceline.settings import changed, setting
-from paceline.train.chat import conversation_of
+from paceline.train.chat import conversation_from_record
 from paceline.train.configs import DraftConfig
 from paceline.train.data import Windows
 from paceline.train.draft import DraftTrainer
-from paceline.train.records import Records, RefusedError
+from paceline.train.records import RecordError, Records
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, END_OF_TURN, "<|system|>", "<|user|>", "<|assistant|>"]
@@ -43,13 +43,13 @@ CHAT_TEMPLATE = (
 def own_text(record: dict[str, Any]) -> str:
     """A record in our own chat format; "" for what cannot be written so."""
     try:
-        talk = conversation_of(record)
-    except RefusedError:
+        conversation = conversation_from_record(record)
+    except RecordError:
         return ""
-    if talk is None:
+    if conversation is None:
         text = record.get("text")
         return text if isinstance(text, str) else ""
-    return "".join(f"<|{m['role']}|>{m['content']}{END_OF_TURN}" for m in talk.messages)
+    return "".join(f"<|{m['role']}|>{m['content']}{END_OF_TURN}" for m in conversation.messages)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -125,11 +125,11 @@ class TargetTrainer(DraftTrainer):
         return model
 
     def loss(self, windows: Windows) -> torch.Tensor:
-        ids, learn = windows.ids.to(self.device), windows.learn[:, 1:].to(self.device)
+        ids, loss_mask = windows.ids.to(self.device), windows.loss_mask[:, 1:].to(self.device)
         logits = self._student(input_ids=ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits[learn].float(), ids[:, 1:][learn])
+        return F.cross_entropy(logits[loss_mask].float(), ids[:, 1:][loss_mask])
 
-    def about(self) -> str:
+    def describe(self) -> str:
         return (
             f"A Llama of {self.model.num_parameters():,} parameters, trained by Paceline from the "
             "text of the files below. It tests decoding; its statements are often wrong."

@@ -57,7 +57,7 @@ def test_without_drafts_nothing_is_said_of_them() -> None:
     [
         ("/halp", "there is no /halp; did you mean /help?"),
         ("/set temprature 1", "temperature?"),
-        ("/set temperature hot", "temperature is 'hot'"),
+        ("/set temperature hot", "'hot' is not a value of temperature"),
         ("/set temperature -3", "temperature is -3"),
         ("/draft ngrm", "did you mean ngram?"),
     ],

@@ -184,7 +184,10 @@ def test_training_data_is_missing(tmp_path: Path) -> None:
     ("error", "words"),
     [
         (PacelineError("first line\n  second line"), ["error: first line second line\n"]),
-        (OSError(28, "No space left"), ["output cannot be written: No space left; make room"]),
+        (
+            OSError(28, "No space left"),
+            ["output cannot be written: No space left; free some space"],
+        ),
         (ZeroDivisionError("by zero"), ["unexpected ZeroDivisionError: by zero", "--debug"]),
     ],
 )
@@ -218,14 +221,14 @@ def test_version() -> None:
     version, build, backend, kernels = result.stdout.splitlines()
     assert version == f"paceline {__version__}"
     assert build.startswith(("build: checkout", "build: wheel py3-none-"))
-    assert backend.startswith("backend on processors: ")
+    assert backend.startswith("backend on CPUs: ")
     assert kernels == f"native kernels: {origin()}"
 
 
 def test_version_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_NATIVE", "off")
     lines = paceline("--version").stdout.splitlines()
-    assert lines[2] == "backend on processors: reference (torch)"
+    assert lines[2] == "backend on CPUs: reference (torch)"
     assert lines[3] == "native kernels: none (PACELINE_NATIVE=off asks for no kernels)"
 
 
@@ -287,4 +290,4 @@ def test_ctrl_c_during_generation(tiny_pair: TinyPair) -> None:
 
 def test_an_option_before_its_command_is_told_where_it_goes() -> None:
     result = paceline("--max-tokens", "5", "chat", "hi", COLUMNS="200")
-    assert result.exit_code == 2 and "go after its name" in result.stderr
+    assert result.exit_code == 2 and "after its name" in result.stderr

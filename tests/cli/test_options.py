@@ -187,4 +187,4 @@ def test_more_threads_than_processors_are_not_used(
     assert capsys.readouterr().err == ""
     set_threads(999)
     assert asked == [1, 2, 2]
-    assert "999 threads are too many for the 2 processors here; using 2" in capsys.readouterr().err
+    assert "this machine has 2 processors; using 2 threads, not 999" in capsys.readouterr().err

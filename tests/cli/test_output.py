@@ -76,9 +76,9 @@ def test_a_drafter_that_did_not_draft_says_so() -> None:
     llm = LLM("paceline/tiny", draft="ngram")
     (done,) = llm.generate("Once", SamplingParams(max_tokens=3, draft_length=0))
     assert "no draft was tried: none is asked for" in summary(done, drafts=True)
-    assert "draft" not in summary(done) and "the first after" not in summary(done)
+    assert "draft" not in summary(done) and "first token after" not in summary(done)
     late = replace(done, stats=replace(done.stats, time_to_first_token=26.54))
-    assert " · the first after 26.5 s" in summary(late)
+    assert " · first token after 26.5 s" in summary(late)
 
 
 def test_what_the_last_token_left_unfinished(tokenizer: Any) -> None:

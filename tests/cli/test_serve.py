@@ -73,7 +73,7 @@ def test_a_server_answers_and_drains(tmp_path: Path) -> None:
         assert server.wait() == 0
         log = "".join(server.errors)
         assert "POST /v1/completions 200" in log and " 5 tokens\n" in log
-        assert "600 tokens\n" in log and "SIGTERM: no new requests" in log
+        assert "600 tokens\n" in log and "SIGTERM: refusing new requests" in log
         assert PROMPT not in log and "Traceback" not in log
 
 
@@ -119,7 +119,9 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_taken_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        assert_one_line(run("--port", port), f"port {port} of 127.0.0.1 is taken", "--port")
+        assert_one_line(
+            run("--port", port), f"port {port} of 127.0.0.1 is already in use", "--port"
+        )
 
 
 @pytest.mark.usefixtures("no_models")
@@ -130,11 +132,11 @@ def test_a_taken_port() -> None:
         (["--log-level", "loud"], ["--log-level is 'loud'", "debug, info"]),
         (["--kv-cache-memory", "many"], ["--kv-cache-memory: 'many' is not a size"]),
         (["--draft-length", "x"], ["--draft-length is 'x'", "auto or a whole number"]),
-        (["--draft", "none", "--draft", "ngram"], ["'none' stands alone"]),
-        (["--host", "no such host", "--port", "0"], ["'no such host' is no address"]),
+        (["--draft", "none", "--draft", "ngram"], ["'none' cannot be combined"]),
+        (["--host", "no such host", "--port", "0"], ["'no such host' cannot be resolved"]),
         (["--config", "nowhere.toml"], ["config file nowhere.toml cannot be read"]),
         (["--api-key-file", "nowhere"], ["API key file nowhere cannot be read"]),
-        (["--cors-origin", "chat.example"], ["cors_origin 'chat.example' is no origin"]),
+        (["--cors-origin", "chat.example"], ["cors_origin 'chat.example' is not an origin"]),
     ],
 )
 def test_bad_settings(arguments: list[str], words: list[str]) -> None:
@@ -170,7 +172,7 @@ def test_warnings(tmp_path: Path) -> None:
     path.chmod(0o600)
     quiet = run(*with_keys).stderr.splitlines()
     assert quiet == ["error: a model was loaded"]
-    assert exposed[0].startswith("warning: 0.0.0.0 can be reached from other machines")
+    assert exposed[0].startswith("warning: other machines can reach 0.0.0.0")
     assert readable[0].startswith("warning: API key file") and "chmod 600" in readable[0]
     assert len(exposed) == len(readable) == 2
 
@@ -252,7 +254,7 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     printed = run(*arguments, "--print-config")
     assert printed.exit_code == 0, printed.output
     assert "sk-secret" not in printed.output
-    assert "# 1 API keys, which are not shown" in printed.stdout
+    assert "# 1 API keys (not shown)" in printed.stdout
     path = tmp_path / "printed.toml"
     path.write_text(printed.stdout)
     config = configure({}, path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.train.checkpoint import alone_in
+from paceline.train.checkpoint import lock_folder
 from paceline.train.eagle import EagleTrainer
 from support.command_lines import paceline, refusals
 from support.tiny_models import SENTENCES, TinyPair
@@ -87,9 +87,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 def test_a_folder_is_one_runs_alone(tiny_pair: TinyPair, corpus: str, tmp_path: Path) -> None:
     command = arguments("eagle3", tiny_pair.target, corpus, tmp_path / "run")
-    with alone_in(tmp_path / "run"):
+    with lock_folder(tmp_path / "run"):
         result = paceline(*command, "--steps", "1")
-    assert result.exit_code == 1 and "another training runs in" in result.stderr
+    assert result.exit_code == 1 and "another training is running in" in result.stderr
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
 

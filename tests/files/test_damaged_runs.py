@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from embedded_target import TargetTrainer
 from paceline import ConfigError
 from paceline.model.tensorfile import verify
-from paceline.train.acceptance import written_texts
+from paceline.train.acceptance import load_held_out_texts
 from paceline.train.checkpoint import previous, read_state, write_state
 from paceline.train.data import Windows
-from paceline.train.reading import FeatureCache, Observed
+from paceline.train.reading import FeatureCache, TargetOutputs
 from support.damages import damages
 from support.training_runs import smallest_run, write_words
 
@@ -86,7 +86,7 @@ def test_no_whole_state_at_all(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.pt"
     for place in (file, previous(file)):
         place.write_bytes(b"half")
-    with pytest.raises(ConfigError, match="delete it to start anew") as caught:
+    with pytest.raises(ConfigError, match="delete it to start from the beginning") as caught:
         read_state(file)
     assert str(file) in str(caught.value)
 
@@ -96,7 +96,10 @@ def test_a_process_killed_between_the_renames(tmp_path: Path) -> None:
     write_state(file, state(1))
     file.rename(previous(file))
     stored, note = read_state(file)
-    assert same(stored, state(1)) and "going on from checkpoint.previous.pt" in note
+    assert (
+        same(stored, state(1))
+        and "continuing from the previous checkpoint checkpoint.previous.pt" in note
+    )
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
@@ -160,25 +163,25 @@ def test_a_damaged_token_stream_is_made_again(
 def test_damaged_features_are_looked_at_again(tmp_path: Path, seed: int) -> None:
     looked = []
 
-    def observe(windows: Windows) -> Observed:
+    def run_target(windows: Windows) -> TargetOutputs:
         looked.append(1)
         final = torch.ones(1, 3, 4)
-        return Observed(windows.ids, windows.learn, 2 * final, final, None)
+        return TargetOutputs(windows.ids, windows.loss_mask, 2 * final, final, None)
 
-    cache = FeatureCache(tmp_path / "features", observe, torch.device("cpu"), 4)
+    cache = FeatureCache(tmp_path / "features", run_target, torch.device("cpu"), 4)
     ids = torch.zeros(1, 3, dtype=torch.long)
     windows = Windows(ids, torch.ones_like(ids, dtype=torch.bool), (3,))
-    first = cache.look(windows)
+    first = cache.get(windows)
     (file,) = tmp_path.rglob("*.safetensors")
     file.write_bytes(damages(file.read_bytes(), seed, 1, 1)[seed % 3])
-    assert torch.equal(cache.look(windows).features, first.features)
+    assert torch.equal(cache.get(windows).features, first.features)
     assert len(looked) <= 2
 
 
 @pytest.mark.parametrize("content", [b"", b'{"key": {', b"[]", b"\xff", b'{"key": null}'])
 def test_damaged_held_out_texts_are_written_again(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "held_out.json"
-    written_texts(None, None, [], 0, 9, (), file)  # type: ignore[arg-type]
+    load_held_out_texts(None, None, [], 0, 9, (), file)  # type: ignore[arg-type]
     file.write_bytes(content)
-    assert written_texts(None, None, [], 1, 9, (), file) == []  # type: ignore[arg-type]
+    assert load_held_out_texts(None, None, [], 1, 9, (), file) == []  # type: ignore[arg-type]
     assert json.loads(file.read_text())["texts"] == []

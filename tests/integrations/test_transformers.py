@@ -351,7 +351,7 @@ def test_a_call_within_a_call_is_refused(model: Any, one: Any) -> None:
         ours(model, one)
         return False
 
-    with pytest.raises(ConfigError, match="of itself"):
+    with pytest.raises(ConfigError, match="with the same model"):
         ours(model, one, do_sample=False, stopping_criteria=[again])
 
 

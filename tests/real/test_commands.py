@@ -113,7 +113,7 @@ def test_certify(model: str, prompts: str) -> None:
 
 
 def test_tune(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.lab.tune.plan.LEAST_BATCH", 2)
+    monkeypatch.setattr("paceline.lab.tune.plan.MIN_BATCH_SIZE", 2)
     out = str(tmp_path / "p.toml")
     found = record(
         *("tune", "--model", model, "--draft", "ngram:min=1", "--only", "--out", out),

@@ -115,5 +115,5 @@ def test_metrics_by_adapter(server: Running) -> None:
 
 @pytest.mark.parametrize("pair", ["sql", "=folder", "sql=", "paceline/tiny=folder"])
 def test_wrong_settings(pair: str) -> None:
-    with pytest.raises(ConfigError, match=r"NAME=FOLDER|as the model"):
+    with pytest.raises(ConfigError, match=r"NAME=FOLDER|both called"):
         ServeConfig(model="paceline/tiny", lora=(pair,))

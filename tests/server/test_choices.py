@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.core.params import TokenLogprob
 from paceline.request.completion import StreamEvent
 from paceline.request.text import TextStream
-from paceline.server.api.choices import LogprobColumns, Origins, token_records
+from paceline.server.api.choices import LogprobColumns, TokenOrigins, token_records
 from support.made_tokenizers import KINDS, decode, tokens_of
 
 LLAMA, GPT = KINDS["llama"], KINDS["byte level"]
@@ -91,14 +91,14 @@ def test_origins_put_together_are_the_text(
     kind: str, visible: bool, data: st.DataObject, cuts: set[int]
 ) -> None:
     tokens = data.draw(tokens_of(kind))
-    stream = Origins(KINDS[kind], (), visible)
+    stream = TokenOrigins(KINDS[kind], (), visible)
     chunks = parts(tokens, cuts)
     records = [
         record
         for count, part in enumerate(chunks, 1)
         for record in stream.records(event_of(part, "length" if count == len(chunks) else None))
     ]
-    whole = Origins(KINDS[kind], (), visible).records(event_of(tokens, "length"))
+    whole = TokenOrigins(KINDS[kind], (), visible).records(event_of(tokens, "length"))
     assert records == whole
     text = TextStream(KINDS[kind], hidden=frozenset() if visible else None)
     text.consume(tokens)
@@ -108,5 +108,5 @@ def test_origins_put_together_are_the_text(
 
 def test_the_end_token_is_no_text() -> None:
     ids = [LLAMA.get_vocab()[name] for name in ("x", "<s>", "</s>")]
-    records = Origins(LLAMA, (), visible=True).records(event_of(ids, "stop"))
+    records = TokenOrigins(LLAMA, (), visible=True).records(event_of(ids, "stop"))
     assert [record["text"] for record in records] == ["x", "<s>", ""]

@@ -26,7 +26,7 @@ class SlowEngine:
     def start(self) -> socket.socket:
         return self._connection
 
-    def ended(self) -> str:
+    def exit_reason(self) -> str:
         return "has ended"
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ def test_what_is_cancelled_is_told_to_an_engine_that_is_behind(
         ticket = await submitted
         late = asyncio.create_task(clients.submit([[5] * 500_000], params))
         await asyncio.sleep(0.01)
-        with pytest.raises(APIError, match="does not take requests") as refused:
+        with pytest.raises(APIError, match="is not accepting requests") as refused:
             await clients.submit([[1, 2]], params)
         assert refused.value.status == 429
         ticket.cancel()

@@ -107,7 +107,7 @@ def test_every_section_is_used() -> None:
             "unknown key [server] max_queue; did you mean [limits] max_queue?",
         ),
         ("[server]\nmax_queu = 1", "did you mean [limits] max_queue?"),
-        ("[security]\nxyzzy = 1", "there are api_key_file, cors_origin, lora_updates"),
+        ("[security]\nxyzzy = 1", "the keys are api_key_file, cors_origin, lora_updates"),
         ("[limit]\nmax_queue = 1", "limit; did you mean [limits]?"),
         ("port = 1", "unknown key port; did you mean [server] port?"),
         ("nonsense = 1", "the sections are model, engine, server, limits, security"),
@@ -127,9 +127,9 @@ def test_every_section_is_used() -> None:
         ("[engine]\nkv_cache_memory = 0", "not a size above 0"),
         ('[model]\ndraft_length = "long"', "it must be auto or a whole number"),
         ("[model]\ndraft = [1]", "it must be a list of texts"),
-        ('[model]\ndraft = ["none", "ngram"]', "draft 'none' stands alone"),
-        ('[security]\ncors_origin = "chat.example"', "is no origin"),
-        ('[security]\ncors_origin = "https://chat.example/"', "is no origin"),
+        ('[model]\ndraft = ["none", "ngram"]', "draft 'none' cannot be combined"),
+        ('[security]\ncors_origin = "chat.example"', "is not an origin"),
+        ('[security]\ncors_origin = "https://chat.example/"', "is not an origin"),
         ("[model", "is not valid TOML"),
     ],
 )
@@ -138,7 +138,7 @@ def test_what_a_file_may_not_say(tmp_path: Path, text: str, message: str) -> Non
     with pytest.raises(ConfigError) as caught:
         configure({}, path)
     assert message in str(caught.value)
-    if "no origin" not in message and "alone" not in message:
+    if "not an origin" not in message and "combined" not in message:
         assert str(path) in str(caught.value)
 
 

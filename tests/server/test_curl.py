@@ -70,7 +70,7 @@ def test_small_endpoints(server: Running) -> None:
     [
         ("/v1/completions", "{", 400, "the body is not valid JSON"),
         ("/v1/completions", {}, 400, "prompt: Field required"),
-        ("/v1/completions", "[1]", 400, "the body is no JSON object; send one"),
+        ("/v1/completions", "[1]", 400, "the body is not a JSON object; send one"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "'user' needs content"),
         ("/v1/completions", {**REQUEST, "prompt": {}}, 400, "prompt: give a text, a list of"),
         ("/v1/completions", {**REQUEST, "beams": 3}, 400, "unknown or unsupported field 'beams'"),
@@ -79,7 +79,7 @@ def test_small_endpoints(server: Running) -> None:
         ("/v1/completions", {**REQUEST, "prompt": []}, 400, "at least 1 item"),
         ("/v1/completions", {**REQUEST, "n": 1000}, 400, "n: Input should be less"),
         ("/v1/chat/completions", {"model": MODEL, "messages": []}, 400, "messages"),
-        ("/v1/nothing", {}, 404, "Not Found; GET /docs lists what there is"),
+        ("/v1/nothing", {}, 404, "Not Found; GET /docs lists all endpoints"),
         ("/completion", {}, 404, "Not Found; did you mean /v1/completions?"),
         ("/detokenize", {"tokens": [-1]}, 400, "not in the vocabulary"),
         ("/tokenize", {}, 400, "either prompt or messages"),

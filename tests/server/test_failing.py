@@ -85,7 +85,7 @@ def test_a_step_that_raises_is_the_end(
     status, body = ask(small)
     assert status == 503 and json.loads(body)["error"]["code"] == "engine_lost"
     assert "RuntimeError" in str(small.service.client.failure)
-    lines = [r for r in caplog.records if "the engine's thread has ended" in r.message]
+    lines = [r for r in caplog.records if "the engine thread has ended" in r.message]
     assert len(lines) == 1 and "\n" not in lines[0].message
 
 
@@ -154,7 +154,7 @@ def test_the_process_ends_when_the_engine_is_lost(
         assert not thread.is_alive()
     (error,) = failed
     assert isinstance(error, EngineLostError)
-    assert str(error).startswith("the engine cannot go on: every forward fails; the server has")
+    assert str(error).startswith("the engine has failed: every forward fails; the server has")
 
 
 def wait_until(condition: Any) -> None:
@@ -317,7 +317,9 @@ def test_those_that_never_ran_have_waited_since_they_came(
     service = service_of(target.beside(max_batch_size=1), max_queue=8)
     metrics = service.client.engine.loop.metrics
     monkeypatch.setattr(
-        metrics, "finished", lambda request, outcome: seen.append((request.seq.queued, outcome))
+        metrics,
+        "record_finished",
+        lambda request, outcome: seen.append((request.seq.queued, outcome)),
     )
     gate = threading.Event()
     llm = service.client.engine.llm

@@ -84,7 +84,7 @@ def test_unknown_nulls_are_as_good_as_left_out(server: Running) -> None:
         ({"drafter": "ngram"}, 'drafter: write "speculation": {"drafter": ...}'),
         ({"tokens": True}, "unknown or unsupported field 'tokens'"),
         ({"max_token": 3}, "unknown or unsupported field 'max_token'; did you mean max_tokens?"),
-        ({"max_new_tokens": 3}, "field 'max_new_tokens'; it is max_tokens here"),
+        ({"max_new_tokens": 3}, "field 'max_new_tokens'; it is called max_tokens here"),
         ({"bad_words": ["x"]}, "bad_words: words cannot be banned; use logit_bias"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_drafter_by_its_other_name_and_by_both(server: Running) -> None:
     assert chat(server, speculation={"method": "none"}).status == 200
     refused = chat(server, speculation={"drafter": "none", "method": "none"})
     assert refused.status == 400 and refused.error["param"] == "speculation.method"
-    assert refused.error["message"].endswith("'speculation.method'; it is drafter here")
+    assert refused.error["message"].endswith("'speculation.method'; it is called drafter here")
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -214,7 +214,7 @@ def test_a_user_s_images_are_not_passed_over(server: Running) -> None:
         ),
         ({"stop_token_ids": [10**30]}, "stop_token_ids.0: Input should be less than"),
         ({"stream_options": {}}, "stream_options goes with stream=true only"),
-        ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions and tools say the same"),
+        ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions is the older name of tools"),
     ],
 )
 def test_errors_name_their_field_in_one_sentence(

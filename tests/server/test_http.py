@@ -89,7 +89,7 @@ def test_what_can_never_fit_is_refused_for_good(small: Running) -> None:
     assert fits.status == 200
     refused = ask(small.url, "/v1/completions", {**BODY, "prompt": ["a", "b", "c"], "n": 2})
     assert refused.status == 400 and refused.error["param"] == "n"
-    assert "6 sequences" in refused.error["message"] and "takes 5" in refused.error["message"]
+    assert "6 sequences" in refused.error["message"] and "accepts 5" in refused.error["message"]
 
 
 def test_too_long_a_prompt_in_openai_s_sentence(server: Running) -> None:

@@ -252,8 +252,8 @@ def test_an_engine_thread_lets_go_of_its_connection(target: LLM) -> None:
         if starts:
             engine.start()
         engine.close()
-        assert engine._connection.fileno() == engine._theirs.fileno() == -1
-        assert not engine._reading.is_alive()
+        assert engine._connection.fileno() == engine._engine_end.fileno() == -1
+        assert not engine._reader.is_alive()
         engine.close()
 
 

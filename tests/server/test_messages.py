@@ -11,7 +11,7 @@ import pytest
 from paceline.request.completion import Completion, CompletionStats, StreamEvent
 from paceline.server.api.anthropic import MessagesAnswer
 from paceline.server.api.protocol import FunctionDefinition, Tool
-from paceline.server.api.tools import PossibleCall
+from paceline.server.api.tools import ToolCallParser
 from support.asking import Reply, ask
 from support.running_server import MODEL, Running
 
@@ -196,15 +196,15 @@ def test_two_calls_keep_their_inputs() -> None:
     """The second begins before the first has been closed."""
     tools = [Tool(type="function", function=FunctionDefinition(name="look"))]
     body = SimpleNamespace(logprobs=False, request_id=None, stop=(), model=MODEL, receipt=False)
-    dialogue: Any = SimpleNamespace(
+    chat: Any = SimpleNamespace(
         service=SimpleNamespace(tokenizer=None, model=MODEL),
         body=body,
         prompt=[1],
-        reader=lambda: PossibleCall(tools, parallel=True),
+        new_parser=lambda: ToolCallParser(tools, parallel=True),
     )
     calls = [f'<tool_call>{{"name": "look", "arguments": {{"at": {n}}}}}</tool_call>' for n in "12"]
     stats = CompletionStats(0, 0, None, 1.0, [], 1, 0.1, 10.0)
     done = Completion("", "".join(calls), [5], None, "stop", 0, [False], stats)
     event = StreamEvent(0, 0, done.text, [5], [False], done)
-    blocks = MessagesAnswer(dialogue).whole([event])["content"]
+    blocks = MessagesAnswer(chat).complete([event])["content"]
     assert [block["input"] for block in blocks] == [{"at": 1}, {"at": 2}]

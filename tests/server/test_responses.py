@@ -10,8 +10,8 @@ import pytest
 
 from paceline.server.api.responses import (
     MAX_BYTES,
-    KeptResponse,
     ResponseStore,
+    StoredResponse,
 )
 from support.asking import Reply, ask
 from support.running_server import MODEL, Running
@@ -230,9 +230,9 @@ def test_tools_of_other_servers_beside_functions_are_left_out(server: Running) -
         ({"input": [{"role": "boss", "content": "x"}]}, "input", "'system'"),
         ({"input": []}, "input", "at least 1"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools of type 'web_search' are not run"),
-        ({"conversation": "x"}, "conversation", "conversations are not kept"),
-        ({"background": True}, "background", "not made in the background"),
-        ({"n": 2}, None, "n is 1 here"),
+        ({"conversation": "x"}, "conversation", "conversations are not stored"),
+        ({"background": True}, "background", "background responses are not supported"),
+        ({"n": 2}, None, "n must be 1 here"),
     ],
 )
 def test_errors(server: Running, fields: dict[str, Any], param: str | None, words: str) -> None:
@@ -260,24 +260,24 @@ def test_what_has_no_effect_is_noted(server: Running) -> None:
     assert answer.json["metadata"] == {"a": "b"}
 
 
-def made(name: str, text: str = "", said: Any = (), **fields: Any) -> KeptResponse:
+def made(name: str, text: str = "", said: Any = (), **fields: Any) -> StoredResponse:
     item = {"id": f"msg_{name}_0", "text": text}
     shown = {"id": f"resp_{name}", "output": [item], **fields}
-    return KeptResponse([{"role": "user", "content": "x"}, *said], shown)
+    return StoredResponse([{"role": "user", "content": "x"}, *said], shown)
 
 
 def test_the_store_is_bounded() -> None:
     store = ResponseStore()
-    store.keep("", made("beyond", "x" * (MAX_BYTES + 1)))
+    store.add("", made("beyond", "x" * (MAX_BYTES + 1)))
     assert not store.sizes
     for number in range(3):
-        store.keep("", made(f"huge{number}", "x" * (MAX_BYTES * 4 // 10)))
+        store.add("", made(f"huge{number}", "x" * (MAX_BYTES * 4 // 10)))
     assert store.get("", "resp_huge0") is None and store.item("", "msg_huge0_0") is None
-    store.keep("", made("small", "y"))
+    store.add("", made("small", "y"))
     assert store.get("", "resp_huge1") is not None  # and is the latest now
     assert store.item("", "msg_small_0") == {"id": "msg_small_0", "text": "y"}
     assert store.item("", "msg_small_1") is None and store.item("", "nothing") is None
-    store.keep("", made("huge3", "x" * (MAX_BYTES * 4 // 10)))
+    store.add("", made("huge3", "x" * (MAX_BYTES * 4 // 10)))
     assert store.get("", "resp_huge2") is None and store.get("", "resp_huge1") is not None
     assert store.sizes[""] <= MAX_BYTES
 
@@ -293,25 +293,25 @@ def test_the_store_is_bounded() -> None:
 )
 def test_the_store_counts_all_that_it_keeps_and_gives_it_back(fields: dict[str, Any]) -> None:
     store = ResponseStore()
-    store.keep("", made("0"))
+    store.add("", made("0"))
     little = store.sizes[""]
     for number in range(1, 10):
-        store.keep("", made(f"{number}", **fields))
+        store.add("", made(f"{number}", **fields))
     assert store.sizes[""] > little + 9 * 1000
     assert store.get("", "resp_9") == made("9", **fields)
     for number in range(1, 10):
-        store.drop("", f"resp_{number}")
+        store.remove("", f"resp_{number}")
     assert store.sizes[""] == little and store.get("", "resp_9") is None
 
 
 def test_one_owner_cannot_take_the_store_from_the_others() -> None:
     """Whoever keeps most gives way, even as the one who asked last."""
     store = ResponseStore()
-    store.keep("quiet", made("quiet"))
+    store.add("quiet", made("quiet"))
     for number in range(100):
-        store.keep("busy", made(f"busy{number}", "x" * (MAX_BYTES // 50)))
+        store.add("busy", made(f"busy{number}", "x" * (MAX_BYTES // 50)))
     for number in range(4):
-        store.keep("large", made(f"large{number}", "x" * (MAX_BYTES * 4 // 10)))
+        store.add("large", made(f"large{number}", "x" * (MAX_BYTES * 4 // 10)))
     assert store.get("quiet", "resp_quiet") is not None
     assert store.get("large", "resp_large3") is not None
     assert store.get("large", "resp_large1") is None

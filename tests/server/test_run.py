@@ -42,7 +42,9 @@ def test_a_free_port_is_found_and_told() -> None:
 def test_a_taken_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(run.AddressError, match=f"port {port} of 127.0.0.1 is taken.*--port"):
+        with pytest.raises(
+            run.AddressError, match=f"port {port} of 127.0.0.1 is already in use.*--port"
+        ):
             run.bind("127.0.0.1", port)
 
 
@@ -59,7 +61,7 @@ def test_a_port_that_was_just_left_is_free() -> None:
 
 
 def test_addresses_that_cannot_be() -> None:
-    with pytest.raises(run.AddressError, match="'no such host' is no address"):
+    with pytest.raises(run.AddressError, match="'no such host' cannot be resolved"):
         run.bind("no such host", 0)
     with pytest.raises(run.AddressError, match=r"no address 192\.0\.2\.1; choose another --host"):
         run.bind("192.0.2.1", 0)
@@ -70,7 +72,7 @@ def test_a_privileged_port(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(socket.socket, "bind", refuse)
-    with pytest.raises(run.AddressError, match="port 80 needs privileges; choose a --port from"):
+    with pytest.raises(run.AddressError, match="port 80 needs root privileges; choose a --port of"):
         run.bind("127.0.0.1", 80)
 
 
@@ -81,7 +83,7 @@ def test_somebody_was_quicker(target: LLM) -> None:
         theirs.bind(ours.getsockname())
         theirs.listen()
         service = service_of(target.beside(), port=ours.getsockname()[1])
-        with pytest.raises(run.AddressError, match="is taken"):
+        with pytest.raises(run.AddressError, match="already in use"):
             run.run(service, Keys(), ours)
 
 

@@ -50,7 +50,7 @@ def collected() -> Collected:
 @pytest.fixture
 def traced(target: LLM, collected: Collected) -> Iterator[Running]:
     service = service_of(target.beside("ngram"))
-    yield from serve(service, ended=collected.telemetry)
+    yield from serve(service, on_end=collected.telemetry)
 
 
 def test_a_span_for_every_request(traced: Running, collected: Collected) -> None:

@@ -12,7 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.server.api.protocol import Tool
-from paceline.server.api.tools import AnswerStream, ForcedCall, PossibleCall, message_of
+from paceline.server.api.tools import (
+    ForcedCallParser,
+    TextParser,
+    ToolCallParser,
+    message_from_deltas,
+)
 
 TOOLS = [
     Tool.model_validate({"type": "function", "function": {"name": name}})
@@ -46,7 +51,7 @@ class Client:
                 self.calls[call["index"]][1] += call["function"]["arguments"]
 
 
-def told(make: Callable[[], AnswerStream], parts: Sequence[str], reason: str) -> tuple[Any, ...]:
+def told(make: Callable[[], TextParser], parts: Sequence[str], reason: str) -> tuple[Any, ...]:
     stream, client = make(), Client()
     for part in parts:
         client.read(stream.feed(part))
@@ -56,11 +61,11 @@ def told(make: Callable[[], AnswerStream], parts: Sequence[str], reason: str) ->
     return client.content, client.calls, reason
 
 
-def whole(make: Callable[[], AnswerStream], text: str, reason: str) -> tuple[Any, ...]:
+def whole(make: Callable[[], TextParser], text: str, reason: str) -> tuple[Any, ...]:
     stream = make()
     deltas = stream.feed(text)
     rest, reason = stream.finish(reason)
-    message = message_of([*deltas, *rest])
+    message = message_from_deltas([*deltas, *rest])
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [[function["name"], function["arguments"]] for function in functions]
     return message["content"] or "", calls, reason
@@ -103,8 +108,8 @@ ANSWERS = st.lists(st.sampled_from(BITS), max_size=8).map("".join)
 def test_any_cut_of_any_answer_says_the_same(
     text: str, parallel: bool, reason: str, data: st.DataObject
 ) -> None:
-    def make() -> AnswerStream:
-        return PossibleCall(TOOLS, parallel)
+    def make() -> TextParser:
+        return ToolCallParser(TOOLS, parallel)
 
     expected = whole(make, text, reason)
     assert told(make, cuts(data, text), reason) == expected
@@ -142,7 +147,7 @@ TEXTS = [
 @given(st.lists(st.sampled_from([*CALLS, *TEXTS]), max_size=6))
 @example(["Let me see.", f"```json\n{CALL}\n```"])
 def test_calls_are_found_and_the_rest_is_text(parts: list[str]) -> None:
-    content, calls, reason = whole(lambda: PossibleCall(TOOLS, True), "".join(parts), "stop")
+    content, calls, reason = whole(lambda: ToolCallParser(TOOLS, True), "".join(parts), "stop")
     names = [name for part in parts for name in CALLS.get(part, [])]
     assert [name for name, _ in calls] == names
     text = "".join(part for part in parts if part not in CALLS)
@@ -161,7 +166,7 @@ def test_calls_are_found_and_the_rest_is_text(parts: list[str]) -> None:
     ],
 )
 def test_text_does_not_wait_for_the_end(text: str) -> None:
-    stream = PossibleCall(TOOLS, parallel=True)
+    stream = ToolCallParser(TOOLS, parallel=True)
     shown = ""
     for position, character in enumerate(text, 1):
         shown += "".join(delta["content"] for delta in stream.feed(character))
@@ -170,7 +175,7 @@ def test_text_does_not_wait_for_the_end(text: str) -> None:
 
 
 def test_calls_do_not_wait_for_the_end() -> None:
-    stream = PossibleCall(TOOLS, parallel=True)
+    stream = ToolCallParser(TOOLS, parallel=True)
     assert not stream.feed(f"<tool_call>{CALL}")
     (delta,) = stream.feed("</tool_call>")
     assert delta["tool_calls"][0]["function"]["name"] == "add"
@@ -179,13 +184,13 @@ def test_calls_do_not_wait_for_the_end() -> None:
 def test_only_one_call_where_parallel_ones_are_not_wanted() -> None:
     text = f"[TOOL_CALLS][{CALL}, {OTHER}]"
     for parts in (pieces(text, 1), [text]):
-        content, calls, reason = told(lambda: PossibleCall(TOOLS, False), parts, "stop")
+        content, calls, reason = told(lambda: ToolCallParser(TOOLS, False), parts, "stop")
         assert (content, [name for name, _ in calls], reason) == ("", ["add"], "tool_calls")
 
 
 def test_a_second_call_that_is_cut_off_is_told_by_the_reason() -> None:
     text = f"<tool_call>{CALL}</tool_call>\n<tool_call>{OTHER[:-4]}"
-    content, calls, reason = told(lambda: PossibleCall(TOOLS, True), pieces(text, 3), "length")
+    content, calls, reason = told(lambda: ToolCallParser(TOOLS, True), pieces(text, 3), "length")
     assert [name for name, _ in calls] == ["add"] and reason == "length"
     assert content == f"<tool_call>{OTHER[:-4]}"
 
@@ -213,8 +218,8 @@ def test_any_cut_of_a_forced_call_says_the_same(
     end = data.draw(st.one_of(st.just(len(text)), st.integers(0, len(text))))
     names = data.draw(st.sampled_from([["add"], ["add", "addition", "find"]]))
 
-    def make() -> AnswerStream:
-        return ForcedCall(names)
+    def make() -> TextParser:
+        return ForcedCallParser(names)
 
     expected = whole(make, text[:end], reason)
     assert told(make, cuts(data, text[:end]), reason) == expected
@@ -229,7 +234,7 @@ def test_any_cut_of_a_forced_call_says_the_same(
 
 
 def test_a_forced_call_streams_its_arguments() -> None:
-    stream = ForcedCall()
+    stream = ForcedCallParser()
     deltas = [delta for piece in pieces(CALL, 1) for delta in stream.feed(piece)]
     calls = [call for delta in deltas for call in delta["tool_calls"]]
     assert calls[0]["function"] == {"name": "add", "arguments": ""} and calls[0]["id"]

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from paceline import LLM, SamplingParams
 from paceline.server.api.chat import render
 from paceline.server.api.protocol import ChatMessage, ChatRequest, Tool
-from paceline.server.api.tools import PossibleCall, forced_grammar, message_of
+from paceline.server.api.tools import ToolCallParser, forced_grammar, message_from_deltas
 from support.asking import ask
 from support.running_server import MODEL, Running
 
@@ -61,10 +61,10 @@ DEEP = '[{"name":' + "[" * 100_000 + "]" * 100_000 + "}]"
     ],
 )
 def test_calls_in_text(text: str, rest: str, names: list[str]) -> None:
-    stream = PossibleCall(TOOLS, parallel=True)
+    stream = ToolCallParser(TOOLS, parallel=True)
     deltas = stream.feed(text)
     last, reason = stream.finish("stop")
-    message = message_of([*deltas, *last])
+    message = message_from_deltas([*deltas, *last])
     calls = message.get("tool_calls", [])
     assert message["content"] == (rest or None if names else rest)
     assert reason == ("tool_calls" if names else "stop")

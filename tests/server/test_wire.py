@@ -22,11 +22,11 @@ from paceline.request.completion import Completion, CompletionStats, StreamEvent
 from paceline.server.config import ServeConfig
 from paceline.server.failures import (
     as_api_error,
-    busy,
-    draining,
+    deadline_exceeded,
     engine_lost,
+    queue_full,
     request_failed,
-    too_late,
+    shutting_down,
 )
 from paceline.server.wire import (
     REPLIES,
@@ -78,10 +78,10 @@ def test_answers_arrive_as_they_were_sent() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
-        (busy("full", 7), 429, "queue_full"),
-        (too_late(True), 408, "deadline_exceeded"),
-        (too_late(False), 504, "deadline_exceeded"),
-        (draining("over"), 503, "shutting_down"),
+        (queue_full("full", 7), 429, "queue_full"),
+        (deadline_exceeded(True), 408, "deadline_exceeded"),
+        (deadline_exceeded(False), 504, "deadline_exceeded"),
+        (shutting_down("over"), 503, "shutting_down"),
         (engine_lost(), 503, "engine_lost"),
         (request_failed("not a law"), 500, "request_failed"),
         (PromptError("too long"), 400, None),

@@ -46,13 +46,13 @@ def serve(
     service: Service,
     keys: Keys | None = None,
     listener: socket.socket | None = None,
-    ended: Callable[[Exchange], None] | None = None,
+    on_end: Callable[[Exchange], None] | None = None,
     local: bool = False,
 ) -> Iterator[Running]:
     """Run uvicorn, on a free port if there is no listener, until the caller goes on."""
     listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
     config = uvicorn.Config(
-        create_app(service, keys, ended, local), log_level="warning", lifespan="on"
+        create_app(service, keys, on_end, local), log_level="warning", lifespan="on"
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

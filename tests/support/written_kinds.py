@@ -22,10 +22,10 @@ from paceline.lab.report.document import Report, Text
 from paceline.lab.report.render import write
 from paceline.settings import tuned
 from paceline.settings.tuned import ModelIdentity, TunedSettings
-from paceline.train.acceptance import written_texts
+from paceline.train.acceptance import load_held_out_texts
 from paceline.train.card import write_card
-from paceline.train.data import Stream, Windows, write_stream
-from paceline.train.reading import FeatureCache, Observed
+from paceline.train.data import TokenStream, Windows, write_stream
+from paceline.train.reading import FeatureCache, TargetOutputs
 
 Write = Callable[[Path, int], Any]  # writes another content for every number
 
@@ -81,20 +81,22 @@ def medusa(folder: Path, number: int) -> None:
 
 
 def features(folder: Path, number: int) -> None:
-    def observe(windows: Windows) -> Observed:
+    def run_target(windows: Windows) -> TargetOutputs:
         final = torch.full((1, 3, 4), float(number))
-        return Observed(windows.ids, windows.learn, final, final, None)
+        return TargetOutputs(windows.ids, windows.loss_mask, final, final, None)
 
     ids = torch.full((1, 3), number)
     windows = Windows(ids, ids > 0, (3,))
-    FeatureCache(folder / "f", observe, torch.device("cpu"), 4).look(windows)
+    FeatureCache(folder / "f", run_target, torch.device("cpu"), 4).get(windows)
 
 
 def held_out(folder: Path, number: int) -> None:
     class Target:
         device = torch.device("cpu")
 
-    written_texts(cast(Any, Target()), cast(Any, None), [], number, 9, (), folder / "held_out.json")
+    load_held_out_texts(
+        cast(Any, Target()), cast(Any, None), [], number, 9, (), folder / "held_out.json"
+    )
 
 
 class Recorder:
@@ -126,7 +128,7 @@ def tuned_settings(folder: Path, number: int) -> None:
 
 def token_stream(folder: Path, number: int) -> None:
     ids = np.full(99, number, np.uint16)
-    stream = Stream("t.jsonl", ids, np.ones(99, np.bool_), np.zeros(1, np.int64))
+    stream = TokenStream("t.jsonl", ids, np.ones(99, np.bool_), np.zeros(1, np.int64))
     write_stream(folder / "tokens" / "t.npz", stream)
 
 
@@ -141,7 +143,7 @@ def card(folder: Path, number: int) -> None:
         sources=[],
         history=[],
     )
-    run.step, run.about = number, lambda: "x" * 99
+    run.step, run.describe = number, lambda: "x" * 99
     write_card(run, "train it")
 
 

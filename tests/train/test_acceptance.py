@@ -6,7 +6,13 @@ import msgspec
 import pytest
 import torch
 
-from paceline.train.acceptance import AcceptanceCounts, drafting_rows, ranks_of, total, walk
+from paceline.train.acceptance import (
+    AcceptanceCounts,
+    candidate_ranks,
+    simulate_decoding,
+    start_positions,
+    total,
+)
 
 
 def matrix(rows: list[str]) -> torch.Tensor:
@@ -15,25 +21,27 @@ def matrix(rows: list[str]) -> torch.Tensor:
 
 def test_a_walk_starts_where_the_last_step_ended() -> None:
     # Starts 0, 3 and 4: two, none and one accepted; rows 1, 2 and 5 are never started from.
-    found = walk(matrix(["xx.", "xxx", "xxx", ".xx", "x..", "xxx"]), undrafted=0)
+    found = simulate_decoding(matrix(["xx.", "xxx", "xxx", ".xx", "x..", "xxx"]), undrafted=0)
     assert found == AcceptanceCounts(tokens=6, steps=3, reached=(3, 2, 1), accepted=(2, 1, 0))
     assert found.mean_accepted_length == 2.0
     assert found.rates == (2 / 3, 1 / 2, 0.0)
 
 
 def test_the_step_of_the_prompt_counts() -> None:
-    assert walk(matrix(["x", "."])) == AcceptanceCounts(3, 2, (1,), (1,))
-    assert walk(matrix([]).reshape(0, 3)) == AcceptanceCounts(1, 1, (0, 0, 0), (0, 0, 0))
+    assert simulate_decoding(matrix(["x", "."])) == AcceptanceCounts(3, 2, (1,), (1,))
+    assert simulate_decoding(matrix([]).reshape(0, 3)) == AcceptanceCounts(
+        1, 1, (0, 0, 0), (0, 0, 0)
+    )
 
 
 def test_nothing_is_tried_beyond_the_end() -> None:
-    found = walk(matrix(["xx.", "x.."]), undrafted=0)
+    found = simulate_decoding(matrix(["xx.", "x.."]), undrafted=0)
     assert (found.tokens, found.steps) == (2, 1)
     assert found.reached == (1, 1, 0)
 
 
 def test_full_acceptance_adds_the_targets_own_token() -> None:
-    found = walk(matrix(["xx"] * 9), undrafted=0)
+    found = simulate_decoding(matrix(["xx"] * 9), undrafted=0)
     assert (found.tokens, found.steps) == (9, 3)
     assert found.rates == (1.0, 1.0)
 
@@ -59,8 +67,8 @@ def test_walking_a_text_equals_decoding_it(seed: int) -> None:
     length, prompt = int(torch.randint(8, 30, (), generator=generator)), 4
     text = torch.randint(0, 2, (length,), generator=generator)
     drafts = torch.randint(0, 2, (length, 3), generator=generator)
-    rows = drafting_rows(text, prompt)
-    found = walk(ranks_of(drafts[rows, :, None], text, rows) == 0)
+    rows = start_positions(text, prompt)
+    found = simulate_decoding(candidate_ranks(drafts[rows, :, None], text, rows) == 0)
     assert (found.tokens, found.steps) == by_hand(text.tolist(), prompt, drafts.tolist())
 
 

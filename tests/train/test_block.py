@@ -70,8 +70,8 @@ def test_windows_of_a_batch_do_not_see_each_other(
     stream = torch.from_numpy(trainer.documents.streams[0].ids.astype("int64"))
     windows = stream[:120].view(3, 40)
     with torch.no_grad():
-        whole = float(trainer.loss_of(trainer.observe(windows)))  # as many starts in each
-        alone = [float(trainer.loss_of(trainer.observe(row[None]))) for row in windows]
+        whole = float(trainer.loss_of(trainer.run_target(windows)))  # as many starts in each
+        alone = [float(trainer.loss_of(trainer.run_target(row[None]))) for row in windows]
     assert whole == pytest.approx(sum(alone) / 3, rel=1e-4)
 
 

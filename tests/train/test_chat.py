@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from embedded_target import TargetConfig, train_tokenizer
 from paceline import ConfigError, DataError
-from paceline.train.chat import ChatWriter, Conversation, conversation_of
+from paceline.train.chat import ChatWriter, Conversation, conversation_from_record
 from paceline.train.data import encode_stream
-from paceline.train.records import RefusedError
+from paceline.train.records import RecordError
 from support.heard_stages import heard
 from support.tiny_models import SENTENCES
 
@@ -64,7 +64,7 @@ def file_of(folder: Path, *records: Any) -> Path:
     return file
 
 
-def talk(*said: str) -> list[dict[str, str]]:
+def conversation(*said: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(said)]
 
 
@@ -75,7 +75,7 @@ def learnt(
     stream = encode_stream(file, tokenizer, (), loss_on)
     runs: list[list[int]] = []
     before = False
-    for token, wanted in zip(stream.ids.tolist(), stream.learn.tolist(), strict=True):
+    for token, wanted in zip(stream.ids.tolist(), stream.loss_mask.tolist(), strict=True):
         if wanted and not before:
             runs.append([])
         if wanted:
@@ -90,11 +90,11 @@ def learnt(
 @pytest.mark.parametrize(
     "record",
     [
-        {"messages": talk("2 and 3?", "5.")},
-        {"messages": [PARTS, *talk("", "5.")[1:]]},
+        {"messages": conversation("2 and 3?", "5.")},
+        {"messages": [PARTS, *conversation("", "5.")[1:]]},
         {"conversations": [{"from": "human", "value": "2 and 3?"}, {"from": "gpt", "value": "5."}]},
         {"turns": ["2 and 3?", "5."]},
-        {"turns": talk("2 and 3?", "5.")},
+        {"turns": conversation("2 and 3?", "5.")},
         {"text": "User: 2 and 3?\n\nAssistant: 5."},
     ],
 )  # fmt: skip
@@ -115,9 +115,9 @@ def test_every_layout_is_the_same_conversation(
 
 def test_system_messages_of_both_layouts() -> None:
     said = {"role": "system", "content": "Be brief."}
-    first = conversation_of({"messages": [{"role": "developer", "content": "Be brief."}]})
+    first = conversation_from_record({"messages": [{"role": "developer", "content": "Be brief."}]})
     shared = {"system": "Be brief.", "conversations": [{"from": "human", "value": "hi"}]}
-    second = conversation_of(shared)
+    second = conversation_from_record(shared)
     assert first is not None and second is not None
     assert first.messages == [said]
     assert second.messages == [said, {"role": "user", "content": "hi"}]
@@ -140,12 +140,12 @@ def test_tools_reach_the_template_as_objects() -> None:
             {"role": "assistant", "content": "It is 8."},
         ],
     }
-    conversation = conversation_of(record)
+    conversation = conversation_from_record(record)
     assert conversation is not None
     text, spans = ChatWriter(speaking(template)).write(conversation)
     assert text.startswith("[add]<|im_start|>user")
     assert [text[a:b] for a, b in spans] == ["add(7)<|im_end|>", "It is 8.<|im_end|>"]
-    with pytest.raises(RefusedError, match="calls tools"):
+    with pytest.raises(RecordError, match="calls tools"):
         ChatWriter(speaking(CHATML)).write(conversation)
 
 
@@ -154,21 +154,24 @@ def test_tools_reach_the_template_as_objects() -> None:
     [
         ({"messages": "hi"}, "not a list of objects"),
         ({"messages": [{"content": "hi"}]}, "message 1 has no role"),
-        ({"messages": [*talk("a"), {"role": "assistant"}]}, "message 2 has no content of text"),
+        (
+            {"messages": [*conversation("a"), {"role": "assistant"}]},
+            "message 2 has no text as content",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type 'image_url'"),
-        ({"messages": talk("a")}, "its assistant says nothing"),
-        ({"messages": talk("a", "b\ud800")}, "half a surrogate pair"),
-        ({"conversations": [{"from": "narrator", "value": "x"}]}, "said by 'narrator'"),
-        ({"conversations": [{"from": "gpt"}]}, "turn 1 has no value of text"),
-        ({"turns": ["a question"]}, "its assistant says nothing"),
-        ({"turns": ["one", "two"], "question_id": 81}, "its assistant says nothing"),
+        ({"messages": conversation("a")}, "it has no answers"),
+        ({"messages": conversation("a", "b\ud800")}, "half a surrogate pair"),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, "from 'narrator'"),
+        ({"conversations": [{"from": "gpt"}]}, "turn 1 has no text as value"),
+        ({"turns": ["a question"]}, "it has no answers"),
+        ({"turns": ["one", "two"], "question_id": 81}, "it has no answers"),
         ({"turns": [1, 2]}, "not a list of objects"),
         ({"ids": [1, "x"]}, "not a list of whole numbers"),
         ({"ids": [1, 2.5]}, "not a list of whole numbers"),
         ({"ids": [[1], [2, 3]]}, "not a list of whole numbers"),
         ({"ids": [1, 320]}, r"outside the vocabulary \(0 to 319\)"),
         ({"ids": [1, -1]}, "outside the vocabulary"),
-        ({"ids": [1, 2], "prompt": 2}, "must be fewer tokens"),
+        ({"ids": [1, 2], "prompt": 2}, "less than the number of ids"),
         ({"ids": []}, "its ids is empty"),
     ],
 )
@@ -182,7 +185,7 @@ def test_models_without_a_template_take_text_and_no_messages(tmp_path: Path) -> 
     text = "User: hi\n\nAssistant: yo"
     assert learnt(tokenizer, file_of(tmp_path, {"text": text}))[0] == f"<|im_end|>{text}"
     with pytest.raises(DataError, match="the model has no chat template"):
-        encode_stream(file_of(tmp_path, {"messages": talk("hi", "yo")}), tokenizer)
+        encode_stream(file_of(tmp_path, {"messages": conversation("hi", "yo")}), tokenizer)
 
 
 # -- what the assistant said -----------------------------------------------------------------------
@@ -208,19 +211,19 @@ def test_answers_are_found_in_what_templates_write(
     template: str, said: tuple[str, ...], runs: list[str], searched: int
 ) -> None:
     writer = ChatWriter(speaking(template))
-    text, spans = writer.write(Conversation(talk(*said)))
+    text, spans = writer.write(Conversation(conversation(*said)))
     assert [text[start:end] for start, end in spans] == runs
     assert writer.searched == searched
 
 
 def test_a_template_that_rewrites_answers_beyond_recognition_refuses_the_line() -> None:
     upper = CHATML.replace("m['content']", "(m['content'] | upper if not loop.last else 'x')")
-    with pytest.raises(RefusedError, match="rewrites an answer"):
-        ChatWriter(speaking(upper)).write(Conversation(talk("a", "b", "c", "d")))
+    with pytest.raises(RecordError, match="changes an answer"):
+        ChatWriter(speaking(upper)).write(Conversation(conversation("a", "b", "c", "d")))
 
 
 def test_what_the_template_refuses_is_named_and_the_rest_is_used(tmp_path: Path) -> None:
-    good, bad = {"messages": talk("2?", "two")}, {"messages": talk("2?", "two")[1:]}
+    good, bad = {"messages": conversation("2?", "two")}, {"messages": conversation("2?", "two")[1:]}
     with heard() as told:
         _, runs = learnt(speaking(PLAIN), file_of(tmp_path, bad, good, bad))
     assert len(runs) == 1
@@ -229,7 +232,7 @@ def test_what_the_template_refuses_is_named_and_the_rest_is_used(tmp_path: Path)
 
 
 def test_loss_on_all_and_the_weights_of_messages(tmp_path: Path) -> None:
-    messages: list[dict[str, Any]] = [*talk("2?", "two", "3?", "three")]
+    messages: list[dict[str, Any]] = [*conversation("2?", "two", "3?", "three")]
     messages[1]["weight"] = 0
     file = file_of(tmp_path, {"messages": messages}, {"text": "plain"})
     whole, runs = learnt(OURS, file)
@@ -243,14 +246,16 @@ def test_a_token_that_begins_in_the_prompt_is_not_learnt(tmp_path: Path) -> None
     """The blank behind ``ASSISTANT:`` becomes a part of the answer's first token."""
     tokenizer = speaking(PLAIN)
     assert len(tokenizer.encode(" the", add_special_tokens=False)) == 1
-    whole, runs = learnt(tokenizer, file_of(tmp_path, {"messages": talk("2?", "the dog")}))
+    whole, runs = learnt(tokenizer, file_of(tmp_path, {"messages": conversation("2?", "the dog")}))
     assert whole.endswith("ASSISTANT: the dog\n")
     assert runs == [" dog\n"]
 
 
 def test_characters_of_several_tokens_and_tokens_of_several_characters(tmp_path: Path) -> None:
     answer = "é🙂 the garden 漢"
-    _, runs = learnt(speaking(CHATML), file_of(tmp_path, {"messages": talk("🙂漢", answer)}))
+    _, runs = learnt(
+        speaking(CHATML), file_of(tmp_path, {"messages": conversation("🙂漢", answer)})
+    )
     assert runs == [answer + "<|im_end|>"]
 
 
@@ -261,41 +266,43 @@ def test_ids_are_learnt_behind_their_prompt(tmp_path: Path) -> None:
     assert stream.ids.tolist() == ids + ids  # the separator is put where it lacks
     assert stream.starts.tolist() == [0, len(ids)]
     expected = [position >= 4 for position in range(len(ids))]
-    assert stream.learn.tolist() == expected + expected
-    assert encode_stream(file, OURS, (), "all").learn.all()
+    assert stream.loss_mask.tolist() == expected + expected
+    assert encode_stream(file, OURS, (), "all").loss_mask.all()
 
 
 def test_ids_of_another_tokenizer_are_found_out(tmp_path: Path) -> None:
     ids = OURS.encode("What is 12?")
     encode_stream(file_of(tmp_path, {"ids": ids, "text": OURS.decode(ids)}), OURS)
-    with pytest.raises(DataError, match="are not this model's"):
+    with pytest.raises(DataError, match="belong to another tokenizer"):
         encode_stream(file_of(tmp_path, {"ids": ids, "text": "Wer ist das?"}), OURS)
 
 
 def test_separators_are_learnt_where_they_end_a_plain_text(tmp_path: Path) -> None:
-    records = [{"text": "one"}, {"messages": talk("2?", "two")}, {"text": "three"}]
+    records = [{"text": "one"}, {"messages": conversation("2?", "two")}, {"text": "three"}]
     stream = encode_stream(file_of(tmp_path, *records), OURS)
-    assert stream.learn[stream.starts].tolist() == [True, True, False]
+    assert stream.loss_mask[stream.starts].tolist() == [True, True, False]
 
 
 # -- questions -------------------------------------------------------------------------------------
 
 
 def test_what_is_to_be_answered() -> None:
-    asked = conversation_of({"messages": talk("2?", "two", "3?", "three")})
-    assert asked is not None and asked.openings == [1, 3]
-    open_end = conversation_of({"messages": talk("2?", "two", "3?")})
-    assert open_end is not None and open_end.openings == [1, 3]
-    spec_bench = conversation_of({"question_id": 81, "turns": ["Write.", "Rewrite.", "Again."]})
+    asked = conversation_from_record({"messages": conversation("2?", "two", "3?", "three")})
+    assert asked is not None and asked.answer_positions == [1, 3]
+    open_end = conversation_from_record({"messages": conversation("2?", "two", "3?")})
+    assert open_end is not None and open_end.answer_positions == [1, 3]
+    spec_bench = conversation_from_record(
+        {"question_id": 81, "turns": ["Write.", "Rewrite.", "Again."]}
+    )
     assert spec_bench is not None
-    assert spec_bench.messages == talk("Write.")
-    assert spec_bench.later == ("Rewrite.", "Again.")
-    assert conversation_of({"text": "A story."}) is None
-    alone = conversation_of({"messages": [{"role": "system", "content": "Be brief."}]})
-    assert alone is not None and not alone.openings
+    assert spec_bench.messages == conversation("Write.")
+    assert spec_bench.next_questions == ("Rewrite.", "Again.")
+    assert conversation_from_record({"text": "A story."}) is None
+    alone = conversation_from_record({"messages": [{"role": "system", "content": "Be brief."}]})
+    assert alone is not None and not alone.answer_positions
 
 
 def test_our_own_format_refuses_roles_that_it_has_no_token_for() -> None:
     messages = [{"role": "user", "content": "8?"}, {"role": "tool", "content": "8"}]
-    with pytest.raises(RefusedError, match="unknown role tool"):
+    with pytest.raises(RecordError, match="unknown role tool"):
         ChatWriter(OURS).write(Conversation(messages))

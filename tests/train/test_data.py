@@ -14,7 +14,7 @@ from embedded_target import own_text, train_tokenizer
 from paceline import DataError
 from paceline.train.configs import PromptSelection
 from paceline.train.data import encode_stream
-from paceline.train.prompts import prompts_of
+from paceline.train.prompts import load_prompts
 from paceline.train.records import Records, Source
 from support.heard_stages import heard
 
@@ -164,5 +164,5 @@ def test_foreign_conversations_are_opened_up_to_an_answer(tmp_path: Path) -> Non
     tokenizer = foreign_tokenizer()
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"text": "User: hello\n\nAssistant: world"}) + "\n")
-    (opening,) = prompts_of([Source(file, 1.0)], tokenizer, PromptSelection(num_prompts=1))
+    (opening,) = load_prompts([Source(file, 1.0)], tokenizer, PromptSelection(num_prompts=1))
     assert tokenizer.decode(opening.token_ids) == "<s>[U]hello[A]"

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from paceline import DataError
-from paceline.train.data import Documents, Stream
-from paceline.train.losses import distribution_loss, mixed_probs
+from paceline.train.data import Documents, TokenStream
+from paceline.train.losses import distribution_loss, teacher_probs
 from paceline.train.unrolled import DraftStarts
 
 
-def stream(name: str, lengths: list[int], prompt: int = 2, first: int = 0) -> Stream:
+def stream(name: str, lengths: list[int], prompt: int = 2, first: int = 0) -> TokenStream:
     """Documents of these lengths, of ids that count up; their first ``prompt`` not to be learnt."""
     starts = np.cumsum([0, *lengths[:-1]])
-    learn = np.concatenate([np.arange(length) >= prompt for length in lengths])
+    loss_mask = np.concatenate([np.arange(length) >= prompt for length in lengths])
     ids = np.arange(first, first + sum(lengths)).astype(np.uint16)
-    return Stream(name, ids, learn, starts)
+    return TokenStream(name, ids, loss_mask, starts)
 
 
 def test_every_document_comes_once_before_any_comes_again() -> None:
@@ -55,9 +55,9 @@ def test_long_documents_are_cut_and_what_teaches_nothing_is_left_out() -> None:
 def test_the_separator_behind_a_text_is_its_end() -> None:
     """Where it is to be learnt: conversations have end tokens of their own."""
     ids = np.array([9, 1, 2, 3, 9, 4, 5, 6, 9, 7, 8, 6, 5], np.uint16)
-    learn = np.ones(13, bool)
-    learn[8] = False
-    documents = Documents([Stream("a", ids, learn, np.array([0, 4, 8]))], [1.0], 0, 64)
+    loss_mask = np.ones(13, bool)
+    loss_mask[8] = False
+    documents = Documents([TokenStream("a", ids, loss_mask, np.array([0, 4, 8]))], [1.0], 0, 64)
     pieces = [piece.tolist() for piece, _ in documents.pieces]
     assert pieces == [[9, 1, 2, 3, 9], [9, 4, 5, 6], [9, 7, 8, 6, 5]]
 
@@ -70,28 +70,28 @@ def test_windows_are_of_like_length_and_padded_at_the_end() -> None:
     assert [part.lengths for part in parts] == [(5, 6), (28, 29), (30,), (50,)]
     part = parts[1]
     assert part.ids.shape == (2, 29)
-    assert part.ids[0].tolist() == [*range(36, 64), 0] and not part.learn[0, 28]
-    assert part.learn[1].tolist() == [False] * 2 + [True] * 27
+    assert part.ids[0].tolist() == [*range(36, 64), 0] and not part.loss_mask[0, 28]
+    assert part.loss_mask[1].tolist() == [False] * 2 + [True] * 27
     assert sum(p.drafts for p in parts) == sum(length - 2 for length in lengths)
 
 
 def test_joined_windows_hold_the_same_text_one_behind_the_other() -> None:
     documents = Documents([stream("a", [30, 20, 40, 10])], [1.0], 0, 64)
-    parts = documents.joined([0, 1, 2, 3], 60)
+    parts = documents.packed_windows([0, 1, 2, 3], 60)
     assert [part.lengths for part in parts] == [(50,), (50,)]
     assert parts[0].ids[0].tolist() == list(range(50))
-    assert parts[1].learn[0].nonzero()[:, 0].tolist() == [*range(2, 40), *range(42, 50)]
+    assert parts[1].loss_mask[0].nonzero()[:, 0].tolist() == [*range(2, 40), *range(42, 50)]
 
 
 def test_places_of_several_windows() -> None:
-    learn = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 0, 0, 1, 0]]).bool()
-    starts = DraftStarts.of(learn)
+    loss_mask = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 0, 0, 1, 0]]).bool()
+    starts = DraftStarts.of(loss_mask)
     assert starts.flat.tolist() == [0, 1, 3, 6 + 2] and starts.longest == 3
     assert starts.padded.tolist() == [0, 1, 2, 3]
     assert starts.position.tolist() == [0, 1, 3, 2]
-    assert starts.ahead(2).tolist() == [2, 3, 5, 6 + 4]
-    assert starts.ahead(4).tolist() == [4, 5, 5, 6 + 5]
-    assert starts.inside(3).tolist() == [True, True, False, True]
+    assert starts.index_ahead(2).tolist() == [2, 3, 5, 6 + 4]
+    assert starts.index_ahead(4).tolist() == [4, 5, 5, 6 + 5]
+    assert starts.in_window(3).tolist() == [True, True, False, True]
 
 
 @pytest.mark.parametrize("tv_weight", [0.0, 0.3, 1.0])
@@ -116,6 +116,6 @@ def test_the_loss_and_its_gradient_are_those_of_autograd(tv_weight: float) -> No
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_laws_with_a_share_for_the_likeliest_token(share: float) -> None:
     logits = torch.randn(600, 11, generator=torch.Generator().manual_seed(1))
-    probs = mixed_probs(torch.arange(600), lambda rows: logits[rows], share)
+    probs = teacher_probs(torch.arange(600), lambda rows: logits[rows], share)
     best = torch.nn.functional.one_hot(logits.argmax(-1), 11)
     torch.testing.assert_close(probs, (1 - share) * logits.softmax(-1) + share * best)

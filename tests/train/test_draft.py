@@ -15,7 +15,7 @@ from paceline import ConfigError, DataError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.files.ownership import MANIFEST
 from paceline.llm import LLM
-from paceline.train.acceptance import AcceptanceCounts, WrittenText, total
+from paceline.train.acceptance import AcceptanceCounts, HeldOutText, total
 from paceline.train.draft import DraftConfig, DraftTrainer
 from paceline.train.losses import total_variation
 from paceline.train.unrolled import MaskedRows
@@ -93,7 +93,7 @@ def test_a_draft_learns_to_draft_in_one_pass(
 def test_masks_see_the_text_before_them_and_their_own_chain() -> None:
     rows = MaskedRows.of(9, 5, 3, first=1)
     assert rows.positions.tolist() == [0, 1, 2, 3, 4, 2, 3, 3, 4]
-    seen = [sorted(row.nonzero().flatten().tolist()) for row in rows.seen]
+    seen = [sorted(row.nonzero().flatten().tolist()) for row in rows.attention_mask]
     assert seen[3:] == [
         [0, 1, 2, 3],
         [0, 1, 2, 3, 4],
@@ -107,7 +107,7 @@ def test_masks_see_the_text_before_them_and_their_own_chain() -> None:
     for seed in (0, 1):  # as many rows at every step, of others
         dropped = MaskedRows.of(9, 40, 4, generator=torch.Generator().manual_seed(seed))
         sizes.append(dropped.positions.shape)
-        assert bool((dropped.seen.sum(1) > dropped.positions - 3).all())
+        assert bool((dropped.attention_mask.sum(1) > dropped.positions - 3).all())
     assert sizes == [(40 + 25 + 18 + 12,)] * 2
 
 
@@ -122,7 +122,7 @@ def as_the_engine(trainer: DraftTrainer, target: str, passes: int) -> Acceptance
     params = SamplingParams(temperature=0, max_tokens=config.held_out_tokens)
     done = llm.generate(prompts, params)
     texts = [
-        WrittenText("held out", len(prompt), [*prompt, *completion.token_ids])
+        HeldOutText("held out", len(prompt), [*prompt, *completion.token_ids])
         for prompt, completion in zip(prompts, done, strict=True)
     ]
     stored, trainer.model = trainer.model, copy.deepcopy(trainer.model).float()
@@ -179,7 +179,7 @@ def test_target_and_draft_of_other_architectures(config: DraftConfig, tmp_path: 
         folders.append(str(tmp_path / name))
     own = replace(config, model=folders[0], init=folders[1], valid=(), steps=4, tv_weight=0.5)
     trainer = train(own, tmp_path / "run")
-    assert trainer.long_rows == 48
+    assert trainer.packed_length == 48
     assert type(trainer.model).__name__ == "GPT2LMHeadModel"
     assert trainer.history[-1]["acceptance"] == {}
 
@@ -240,7 +240,7 @@ def test_options_that_make_no_sense(config: DraftConfig, tmp_path: Path) -> None
 def test_a_draft_of_another_vocabulary(
     config: DraftConfig, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    with pytest.raises(VocabularyMismatchError, match=r"vocabulary entries .* leave --init"):
+    with pytest.raises(VocabularyMismatchError, match=r"vocabulary entries .* leave out --init"):
         DraftTrainer(replace(config, init=tiny_pair.foreign), tmp_path, device="cpu")
 
 

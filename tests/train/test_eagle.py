@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from paceline import LLM, ConfigError, DataError, ModelLoadError, SamplingParams
 from paceline.train.acceptance import total
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
-from paceline.train.reading import Observed
+from paceline.train.reading import TargetOutputs
 from paceline.train.trainer import Progress
 from paceline.train.unrolled import DraftAttention, DraftStarts
 from support import training_runs
@@ -43,7 +43,7 @@ def config(corpus: str, target: str) -> EagleTrainConfig:
 # -- the unrolled forward --------------------------------------------------------------------
 
 
-def chain_by_hand(trainer: EagleTrainer, seen: Observed, t: int) -> list[int]:
+def chain_by_hand(trainer: EagleTrainer, seen: TargetOutputs, t: int) -> list[int]:
     """Greedy drafts from position t, one row after the other."""
     chain = chain_logits(trainer, seen, t)
     return [int(trainer.head.to_target_ids(logits.argmax(-1))) for logits in chain]
@@ -53,7 +53,7 @@ def test_drafts_of_all_positions_at_once_equal_drafting_from_each(finished: Eagl
     stream = finished.documents.streams[0].ids
     ids = torch.from_numpy(stream[:20].astype("int64"))[None]
     with torch.inference_mode():
-        seen = finished.observe(ids)
+        seen = finished.run_target(ids)
         drafts = finished.drafts(seen, 3)
         for t in (0, 5, 16):
             expected = chain_by_hand(finished, seen, t)
@@ -64,8 +64,8 @@ def test_windows_of_a_batch_do_not_see_each_other(finished: EagleTrainer) -> Non
     stream = torch.from_numpy(finished.documents.streams[0].ids.astype("int64"))
     windows = stream[:120].view(3, 40)
     with torch.no_grad():
-        whole = float(finished.loss_of(finished.observe(windows)))  # as many starts in each
-        alone = [float(finished.loss_of(finished.observe(row[None]))) for row in windows]
+        whole = float(finished.loss_of(finished.run_target(windows)))  # as many starts in each
+        alone = [float(finished.loss_of(finished.run_target(row[None]))) for row in windows]
     assert whole == pytest.approx(sum(alone) / 3, rel=1e-4)
 
 
@@ -86,7 +86,7 @@ def test_later_steps_see_what_came_before_and_their_own_chain() -> None:
     assert seen_in(DraftAttention(starts), (6,)) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
     own = [[0, 6, 10], [0, 1, 7, 11], [0, 1, 2, 8, 12], [0, 1, 2, 3, 9, 13]]
     assert seen_in(DraftAttention(starts), (6, 4, 4)) == own
-    fewer, kept = starts.every(3, 0)
+    fewer, kept = starts.strided(3, 0)
     assert kept.tolist() == [0, 3]
     attend, names, zero = DraftAttention(starts, fewer), torch.eye(16), torch.zeros(1, 1, 6, 16)
     attend(zero[:, :, :4], zero, names[None, None, :6], layer=0, scaling=1.0)
@@ -99,7 +99,7 @@ def test_strided_positions_unroll_the_same_way(finished: EagleTrainer) -> None:
     """The mean of the strided losses over all offsets is the loss of all starts, where a window
     has as many of each."""
     stream = torch.from_numpy(finished.documents.streams[0].ids.astype("int64"))
-    seen = finished.observe(stream[None, :41])  # 39 starts: 13 at each offset
+    seen = finished.run_target(stream[None, :41])  # 39 starts: 13 at each offset
     config, step = finished.config, finished.step
     try:
         with torch.no_grad():
@@ -120,10 +120,10 @@ def test_the_kernels_read_what_the_module_says(finished: EagleTrainer) -> None:
     reader = finished._reader
     if reader is None:
         pytest.skip("the kernels cannot be built here")
-    read = finished.observe(windows)
+    read = finished.run_target(windows)
     finished._reader = None
     try:
-        said = finished.observe(windows)
+        said = finished.run_target(windows)
     finally:
         finished._reader = reader
     for name in ("features", "final"):
@@ -155,7 +155,7 @@ def test_a_head_starts_as_the_last_layer(config: EagleTrainConfig, tmp_path: Pat
     )
     rows = trainer.target.get_output_embeddings().weight[head.draft_ids]
     assert torch.equal(head.lm_head.weight, rows)
-    with pytest.raises(ConfigError, match="other sizes"):
+    with pytest.raises(ConfigError, match="other names or shapes"):
         EagleTrainer(replace(own, ffn_size=8), tmp_path / "other", device="cpu")
 
 
@@ -232,11 +232,11 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     trainer = EagleTrainer(own, tmp_path, device="cpu")
     cache = trainer._cache
     assert cache is not None
-    for windows in trainer.parts(0):
-        first, again = cache.look(windows), cache.look(windows)
-        streamed = trainer.observe_windows(windows)
+    for windows in trainer.micro_batches(0):
+        first, again = cache.get(windows), cache.get(windows)
+        streamed = trainer.run_target_on_windows(windows)
         real = torch.arange(windows.ids.shape[1]) < torch.tensor(windows.lengths)[:, None]
-        for name in ("ids", "learn", "features", "final"):
+        for name in ("ids", "loss_mask", "features", "final"):
             expected = getattr(streamed, name)[real]
             assert torch.equal(getattr(first, name), getattr(again, name))
             near = 0.0 if expected.dtype != torch.float32 else float(expected.abs().max()) / 200
@@ -253,10 +253,10 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     beside.mkdir()
     (beside / "features").symlink_to(tmp_path / "features")
     others = EagleTrainer(replace(own, feature_layers=layers), beside, device="cpu")
-    windows = others.parts(0)[0]
+    windows = others.micro_batches(0)[0]
     assert others._cache is not None
-    features = others._cache.look(windows).features[0, :4]
-    expected = others.observe_windows(windows).features[0, :4]
+    features = others._cache.get(windows).features[0, :4]
+    expected = others.run_target_on_windows(windows).features[0, :4]
     torch.testing.assert_close(features, expected, rtol=0.01, atol=float(expected.abs().max()) / 50)
     whole = EagleTrainer(own, tmp_path / "again", device="cpu")
     whole.run()
@@ -269,7 +269,7 @@ def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long
 ) -> None:
     own = replace(config, seq_len=64, max_positions=64, long_every=3)
     trainer = EagleTrainer(own, tmp_path, device="cpu")
-    batches = [trainer.parts(step) for step in range(6)]
+    batches = [trainer.micro_batches(step) for step in range(6)]
     assert [all(len(part.lengths) == 1 for part in parts) for parts in batches] == [
         False,
         False,
@@ -280,25 +280,29 @@ def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long
 def test_only_what_is_to_be_learnt_counts(finished: EagleTrainer) -> None:
     """What stands before is read, what does not count changes nothing."""
     ids = torch.from_numpy(finished.documents.streams[0].ids[:30].astype("int64"))[None]
-    learn = torch.zeros_like(ids, dtype=torch.bool)
-    learn[0, 12:20] = True
+    loss_mask = torch.zeros_like(ids, dtype=torch.bool)
+    loss_mask[0, 12:20] = True
     other = ids.clone()
     other[0, 25:] = other[0, 25:].flip(0)
     with torch.no_grad():
-        loss = float(finished.loss_of(finished.observe(ids, learn)))
-        assert float(finished.loss_of(finished.observe(other, learn))) == pytest.approx(loss)
-        assert float(finished.loss_of(finished.observe(ids))) != pytest.approx(loss)
+        loss = float(finished.loss_of(finished.run_target(ids, loss_mask)))
+        assert float(finished.loss_of(finished.run_target(other, loss_mask))) == pytest.approx(loss)
+        assert float(finished.loss_of(finished.run_target(ids))) != pytest.approx(loss)
         before = ids.clone()
         before[0, 3] = (before[0, 3] + 1) % 300
-        assert float(finished.loss_of(finished.observe(before, learn))) != pytest.approx(loss)
+        assert float(finished.loss_of(finished.run_target(before, loss_mask))) != pytest.approx(
+            loss
+        )
 
 
 def test_padding_at_the_end_changes_nothing(finished: EagleTrainer) -> None:
     ids = torch.from_numpy(finished.documents.streams[0].ids[:30].astype("int64"))[None]
-    padded, learn = F.pad(ids, (0, 9)), F.pad(torch.ones_like(ids, dtype=torch.bool), (0, 9))
+    padded, loss_mask = F.pad(ids, (0, 9)), F.pad(torch.ones_like(ids, dtype=torch.bool), (0, 9))
     with torch.no_grad():
-        expected = float(finished.loss_of(finished.observe(ids)))
-        assert float(finished.loss_of(finished.observe(padded, learn))) == pytest.approx(expected)
+        expected = float(finished.loss_of(finished.run_target(ids)))
+        assert float(finished.loss_of(finished.run_target(padded, loss_mask))) == pytest.approx(
+            expected
+        )
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -312,11 +316,11 @@ def test_the_loss_is_that_of_single_drafts(
     trainer = EagleTrainer(own, tmp_path, device="cpu")
     head = trainer.head
     ids = torch.from_numpy(trainer.documents.streams[0].ids[:14].astype("int64"))[None]
-    learn = torch.ones_like(ids, dtype=torch.bool)
-    learn[0, :5] = False
+    loss_mask = torch.ones_like(ids, dtype=torch.bool)
+    loss_mask[0, :5] = False
     everything = torch.arange(head.config.draft_vocab_size)
     with torch.no_grad():
-        seen = trainer.observe(ids, learn)
+        seen = trainer.run_target(ids, loss_mask)
         found = float(trainer.loss_of(seen))
         out = trainer.target(input_ids=ids)
         probs = out.logits[0][:, head.to_target_ids(everything)].softmax(-1)
@@ -330,7 +334,7 @@ def test_the_loss_is_that_of_single_drafts(
     assert found == pytest.approx(total_loss / 9, rel=1e-4)
 
 
-def chain_logits(trainer: EagleTrainer, seen: Observed, t: int) -> list[torch.Tensor]:
+def chain_logits(trainer: EagleTrainer, seen: TargetOutputs, t: int) -> list[torch.Tensor]:
     """Logits of three steps from position t, the text's own tokens standing in for drafted ones."""
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []

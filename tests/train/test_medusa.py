@@ -50,15 +50,15 @@ def test_head_k_is_taught_the_distribution_two_and_k_further_on(
     """The loss is lowest where head k says what the target says k + 1 rows later."""
     trainer = MedusaTrainer(replace(config, argmax_weight=0.0, step_decay=0.5), tmp_path, "cpu")
     stream = trainer.documents.streams[0].ids[:84].astype("int64")
-    seen = trainer.observe(torch.from_numpy(stream).view(2, 42))
+    seen = trainer.run_target(torch.from_numpy(stream).view(2, 42))
     logits = trainer.target(input_ids=seen.ids).logits.detach()
-    places = DraftStarts.of(seen.learn)
+    places = DraftStarts.of(seen.loss_mask)
     assert len(places.flat) == 2 * 40
     asked = []
 
     def perfect(k, features, lm_head):
         asked.append((k, features.shape[0]))
-        return logits.flatten(0, 1)[places.ahead(1 + k)]
+        return logits.flatten(0, 1)[places.index_ahead(1 + k)]
 
     trainer.head.logits = perfect  # type: ignore[method-assign]
     best = float(trainer.loss_of(seen))
@@ -138,7 +138,7 @@ def test_accuracy_counts_ranks_where_a_node_had_its_chance() -> None:
     ("changes", "message"),
     [
         ({"medusa_heads": 0}, "heads is 0"),
-        ({"medusa_layers": 0}, "have no weights"),
+        ({"medusa_layers": 0}, "leaves no weights"),
     ],
 )
 def test_options_that_cannot_work_leave_nothing(

@@ -10,7 +10,7 @@ import pytest
 from embedded_target import train_tokenizer
 from paceline.errors import DataError
 from paceline.train.configs import PromptSelection
-from paceline.train.prompts import NumberedPrompt, prompts_of_file
+from paceline.train.prompts import NumberedPrompt, load_file_prompts
 from paceline.train.records import Source
 from support.tiny_models import SENTENCES
 
@@ -24,25 +24,25 @@ def corpus(folder: Path, texts: list[str]) -> Source:
     return Source(file, 1.0)
 
 
-def openings(source: Source, count: int, **more: int) -> list[NumberedPrompt]:
+def answer_positions(source: Source, count: int, **more: int) -> list[NumberedPrompt]:
     """As held-out texts are opened."""
     selection = PromptSelection(num_prompts=count, **more)  # type: ignore[arg-type]
-    return prompts_of_file(source, TOKENIZER, selection, (1,), any_turn=True)
+    return load_file_prompts(source, TOKENIZER, selection, (1,), any_turn=True)
 
 
 def test_openings_are_beginnings_of_records(tmp_path: Path) -> None:
     source = corpus(tmp_path, SENTENCES)
-    found = openings(source, 4, max_text_len=14)
+    found = answer_positions(source, 4, max_text_len=14)
     assert len(found) == 4
     whole = [TOKENIZER.encode(text) for text in SENTENCES]
     for opening in found:
         assert 12 <= len(opening.token_ids) <= 14
         assert any(ids[: len(opening.token_ids)] == opening.token_ids for ids in whole)
-    assert found == openings(source, 4, max_text_len=14)
+    assert found == answer_positions(source, 4, max_text_len=14)
 
 
 def test_conversations_are_opened_up_to_an_answer(tmp_path: Path) -> None:
-    (opening,) = openings(corpus(tmp_path, [CHAT]), 1)
+    (opening,) = answer_positions(corpus(tmp_path, [CHAT]), 1)
     text = TOKENIZER.decode(opening.token_ids)
     assert text.endswith("<|end|><|assistant|>")
     assert "It is 42" not in text or "And 1 + 1?" in text
@@ -56,21 +56,21 @@ def test_questions_and_prompts_are_opened_whole(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "Hi."}]}, "<|user|>Hi.<|end|>"),
     ):
         file.write_text(json.dumps(record) + "\n")
-        (opening,) = openings(Source(file, 1.0), 1)
+        (opening,) = answer_positions(Source(file, 1.0), 1)
         assert TOKENIZER.decode(opening.token_ids) == f"<|endoftext|>{expected}<|assistant|>"
     file.write_text(json.dumps({"ids": [*ids, 9, 9], "prompt": len(ids)}) + "\n")
-    (opening,) = openings(Source(file, 1.0), 1)
+    (opening,) = answer_positions(Source(file, 1.0), 1)
     assert opening.token_ids == ids
 
 
 def test_long_conversations_are_opened_where_they_are_wanted(tmp_path: Path) -> None:
     source = corpus(tmp_path, [f"User: {'word ' * 90}\n\nAssistant: yes"])
     with pytest.raises(DataError, match="more than --max-prompt-len"):
-        openings(source, 1, max_prompt_len=192)
-    (opening,) = openings(source, 1)
+        answer_positions(source, 1, max_prompt_len=192)
+    (opening,) = answer_positions(source, 1)
     assert len(opening.token_ids) > 192
 
 
 def test_records_that_are_too_short_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="12 tokens"):
-        openings(corpus(tmp_path, ["hi"]), 1)
+    with pytest.raises(DataError, match="prefix of 12"):
+        answer_positions(corpus(tmp_path, ["hi"]), 1)

@@ -1,5 +1,5 @@
-"""``paceline bench``, ``tune`` and ``profile``: how fast decoding is with which drafts, and where
-the time goes."""
+"""``paceline bench``, ``tune`` and ``profile``: measure the speed of decoding with different
+drafts, and what takes the time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paceline.cli.output import (
     Interruption,
     ReportOptions,
     RunOptions,
+    budget_progress,
     debugging,
-    spending,
 )
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from paceline.lab.profiling.runs import ProfileResult
 
 _PER_CATEGORY = 3
-_BATCH = 8  # sequences that an engine of profile has room for at least
+_MIN_BATCH = 8  # smallest batch size of the engines of profile
 
 
 @dataclass(frozen=True)
 class MeasuredModel(ModelOptions):
-    """As many sequences are decoded together as ``concurrency`` says."""
+    """Model options without --max-batch-size: the concurrency determines the batch size."""
 
     max_batch_size: int | None = changed(
         EngineSettings, "max_batch_size", None, except_in=("command",)
@@ -49,7 +49,7 @@ class MeasuredModel(ModelOptions):
 
 @dataclass(frozen=True)
 class BenchedModel(MeasuredModel):
-    """Drafts may have several lengths."""
+    """Model options in which --draft-length may have several values."""
 
     draft_length: int | str | tuple[int, ...] | None = changed(  # type: ignore[assignment]
         EngineSettings,
@@ -64,7 +64,7 @@ class BenchedModel(MeasuredModel):
 
 @dataclass(frozen=True)
 class BenchRun(RunOptions):
-    """Two minutes, if nobody says otherwise."""
+    """The time budget, by default two minutes."""
 
     seconds: float = changed(RunOptions, "seconds", 120.0)
     details: bool = under("Output")(
@@ -74,7 +74,7 @@ class BenchRun(RunOptions):
 
 @dataclass(frozen=True)
 class _Plan:
-    """A checked command line."""
+    """A checked command line; ``settings`` go into the record of the result."""
 
     methods: list[Method]
     sweep: Sweep
@@ -100,20 +100,20 @@ def bench(
         from paceline.lab.bench.pages import report_of
         from paceline.lab.bench.result import BenchResult
 
-    # It decodes nothing itself, so a small cache will do; every method gets one of its own.
+    # This LLM only shares its weights, so its cache is small; each method gets its own cache.
     llm = replace(engine, draft_length=None, max_batch_size=1, kv_cache_memory=None).open(None)
     record: list[JobResult] = []
-    interrupted, about = _measured(engine, plan, llm, record, budget)
+    interrupted, fields = _measure(engine, plan, llm, record, budget)
     if not record:
         if not interrupted.code:
             info(
-                f"error: {budget.seconds:g} s were not enough to measure anything: all methods "
-                "must be loaded and answer a prompt; give more --seconds, or fewer methods"
+                f"error: {budget.seconds:g} s were not enough to measure anything, because every "
+                "method must be loaded and answer a prompt; give more --seconds or fewer methods"
             )
         return interrupted.code or NOT_ENOUGH
     with stage("comparing the texts"):
         result = BenchResult.of(plan.methods, plan.settings, llm, record)
-        result = replace(result, **about)
+        result = replace(result, **fields)
     run.emit(result.record(), report_of(result), run.details)
     failures = result.failures(options.allow_idle)
     for line in failures:
@@ -122,7 +122,7 @@ def bench(
 
 
 def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) -> _Plan:
-    """Everything that can be refused before a model is loaded. Raises ConfigError, DataError."""
+    """Check the command line before a model is loaded. Raises ConfigError and DataError."""
     from paceline.lab.bench.engines import parse_methods
 
     length, rule = engine.length_and_rule
@@ -148,11 +148,11 @@ def _default_methods(model: str, draft: str | None) -> list[str]:
     return ["plain", *(["draft"] if draft is not None else []), *(others or ["ngram"])]
 
 
-def _measured(
+def _measure(
     engine: ModelOptions, plan: _Plan, llm: LLM, record: list[JobResult], budget: Budget
 ) -> tuple[Interruption, dict[str, Any]]:
-    """Measure into ``record``: whether Ctrl-C came, and other fields of BenchResult. Raises
-    DataError if no prompt leaves room for an answer."""
+    """Append measurements to ``record``; returns whether Ctrl-C was pressed, and further fields of
+    BenchResult. Raises DataError if no prompt leaves room for an answer."""
     from paceline.lab.bench.engines import EngineFactory
     from paceline.lab.bench.prompts import fit, tokens_needed
     from paceline.lab.bench.runner import spending_of
@@ -165,8 +165,8 @@ def _measured(
     sizes = {"max_model_len": needed, "kv_cache_memory": memory}
     factory = EngineFactory(llm, rule=rule, **sizes)
     runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
-    with Interruption() as interrupted, spending("measuring", budget, runs) as note:
-        sweep.run(prompts, methods, factory.create, record, note, budget)
+    with Interruption() as interrupted, budget_progress("measuring", budget, runs) as advance:
+        sweep.run(prompts, methods, factory.create, record, advance, budget)
     return interrupted, {
         "left_out": left_out,
         "interrupted": bool(interrupted.code),
@@ -176,7 +176,7 @@ def _measured(
 
 
 _model = under("Model")
-_TUNED_BY = 8
+_TUNING_PROMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class TargetOptions(LoadSettings, TargetName):
 
 @dataclass(frozen=True)
 class TuneRun(RunOptions):
-    """Where the tuned settings go, too. Raises ConfigError, before measuring, if they may not."""
+    """The time budget and the output file. Raises ConfigError if the file cannot be written."""
 
     out: str = setting("tuned.toml", "File to write the tuned settings to.")
 
@@ -217,12 +217,12 @@ def tune(
     options: TuneOptions,
     run: TuneRun,
 ) -> int:
-    """Find the fastest drafter and settings; write these tuned settings to a file for --config.
+    """Find the fastest drafter and settings, and write them to a file for --config.
 
     Exits with 3, and writes nothing, if the time was too short to confirm a result.
     """
     budget = run.begin()
-    chosen_prompts = prompts.load(_TUNED_BY)
+    chosen_prompts = prompts.load(_TUNING_PROMPTS)
     from paceline.lab.tune.candidates import at_hand
     from paceline.lab.tune.plan import TuningOutcome, num_tasks
     from paceline.lab.tune.plan import tune as search
@@ -233,13 +233,13 @@ def tune(
     llm = load_llm(target, target.model, "none", max_batch_size=1)
     outcome = TuningOutcome.start(options, llm)
     tasks = num_tasks(candidates, options)
-    with Interruption() as interrupted, spending("tuning", budget, tasks) as advance:
+    with Interruption() as interrupted, budget_progress("tuning", budget, tasks) as advance:
         search(llm, candidates, chosen_prompts, outcome, advance, budget)
     confirmed = outcome.chosen is not None
     record = {**tuning_record(outcome), "config": run.out if confirmed else None}
     run.emit(record, report_of(outcome))
     if not confirmed:
-        info("no tuned settings were written: nothing is confirmed")
+        info("no tuned settings were written, because no result was confirmed")
         return interrupted.code or NOT_ENOUGH
     tuned_settings(outcome, llm).write(run.out)
     info(f"tuned settings: {run.out} (use them with --config {run.out})")
@@ -272,14 +272,14 @@ def profile(
     if trace is not None:
         check_path(trace)
     prompts = source.load()
-    engines = _engines(replace(engine, max_batch_size=max(_BATCH, concurrency)))
+    engines = _engines(replace(engine, max_batch_size=max(_MIN_BATCH, concurrency)))
     target = engines[0][1]
-    half = -(-target.max_model_len // 2)  # to decode in
+    half = -(-target.max_model_len // 2)  # left for decoding
     fitting, _ = fit(prompts, target, half, "shorter prompts")
     chosen, encoded = zip(*islice(cycle(fitting), concurrency), strict=True)
     result = runs.ProfileResult()
     tasks = runs.stages(len(engines), rounds)
-    with Interruption() as interrupted, spending("profile", Budget(), tasks) as advance:
+    with Interruption() as interrupted, budget_progress("profile", Budget(), tasks) as advance:
         runs.profile_all(engines, encoded, steps, rounds, trace, result, advance)
     names = list(dict.fromkeys(prompt.name for prompt in chosen))
     record = {
@@ -290,12 +290,13 @@ def profile(
         **runs.record(result),
         "trace": trace if len(result.runs) == len(engines) else None,
     }
-    output.emit(record, runs.report_of(result, _setting(engine, concurrency, names, result)))
+    output.emit(record, runs.report_of(result, _title(engine, concurrency, names, result)))
     return interrupted.code
 
 
 def _engines(engine: ModelOptions) -> list[tuple[str, LLM]]:
-    """Plain decoding, and then the draft's if there is one, over the same weights."""
+    """The engines to profile, by name: plain decoding and, if there is a draft, decoding with it,
+    sharing the weights."""
     draft = engine.resolved_draft
     loaded = engine.open(draft)
     if draft is None:
@@ -303,10 +304,9 @@ def _engines(engine: ModelOptions) -> list[tuple[str, LLM]]:
     return [("plain", engine.plain_beside(loaded)), (draft, loaded)]
 
 
-def _setting(
-    engine: ModelOptions, concurrency: int, names: list[str], result: ProfileResult
-) -> str:
-    together = "1 sequence" if concurrency == 1 else f"{concurrency} sequences at once"
+def _title(engine: ModelOptions, concurrency: int, names: list[str], result: ProfileResult) -> str:
+    """What was profiled, for the report."""
+    sequences = "1 sequence" if concurrency == 1 else f"{concurrency} sequences at once"
     context = f" with about {result.runs[0].context:.0f} tokens of context" if result.runs else ""
     prompts = f"prompt {names[0]}" if len(names) == 1 else f"{len(names)} prompts"
-    return f"{engine.model}, {together}{context}, {prompts}."
+    return f"{engine.model}, {sequences}{context}, {prompts}."

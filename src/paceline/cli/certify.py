@@ -1,5 +1,5 @@
-"""``paceline certify``: is speculative decoding lossless for this model, drafter and sampling? With
-``--url``: is the server behind it, whoever made it?"""
+"""``paceline certify``: test whether speculative decoding is lossless, for a model, drafter and
+sampling parameters or, with ``--url``, for any server of OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.cli.output import (
     Interruption,
     ReportOptions,
     RunOptions,
-    spending,
+    budget_progress,
 )
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
@@ -33,23 +33,24 @@ if TYPE_CHECKING:
     from paceline.lab.certify.server import ServerCertifier
 
 _server = under("Testing a server")
-_LEAST_BATCH = 32  # samples are drawn in batches; smaller ones would only take longer
-_RELATIVE = (
+_MIN_BATCH = 32  # samples are drawn in batches; smaller ones would only take longer
+_QUANTISED_NOTE = (
     "The reference is the target as it was loaded, which is quantised: its text differs from that "
     "of the unquantised model."
 )
 
 
-def _certified(entry: TableEntry) -> TableEntry:
-    """Certified is what is given; nothing is filled in by the model's defaults."""
+def _certify_entry(entry: TableEntry) -> TableEntry:
+    """A sampling option with its neutral default: exactly what the user gives is certified, without
+    the model's own default settings."""
     neutral: dict[str, Any] = {**SamplingDefaults().filled(), "temperature": 1.0}
     key = replace(entry.key, shown=None)
     if entry.name == "temperature":
-        key = replace(key, help="0 tests greedy decoding only.")
+        key = replace(key, help="Temperature; 0 tests greedy decoding only.")
     return replace(entry, default=neutral.get(entry.name, entry.default), key=key)
 
 
-_DISTRIBUTION = tuple(map(_certified, entries(DistributionOptions, "command")))
+_DISTRIBUTION = tuple(map(_certify_entry, entries(DistributionOptions, "command")))
 
 
 def _certify_server(
@@ -62,27 +63,28 @@ def _certify_server(
     output: ReportOptions,
     budget: Budget,
 ) -> int:
-    """No model is loaded here. Raises ConfigError on options that do not go with a server."""
-    asked = PromptOptions, Effort, ReportOptions
-    known = {entry.name for table in asked for entry in entries(table)}
-    known |= {"url", "against", "model", "seconds"}
+    """Certify a server; no model is loaded here. Raises ConfigError for options that do not apply
+    to a server."""
+    tables = PromptOptions, Effort, ReportOptions
+    applicable = {entry.name for table in tables for entry in entries(table)}
+    applicable |= {"url", "against", "model", "seconds"}
     for parameter in context.command.params:
-        given = context.get_parameter_source(parameter.name or "")
-        if parameter.name not in known and given and given.name == "COMMANDLINE":
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in applicable and source and source.name == "COMMANDLINE":
             raise ConfigError(
-                f"{parameter.opts[0]} is for an engine of this machine, not for a server "
-                "behind --url; leave it out, and start the server with it"
+                f"{parameter.opts[0]} is for an engine of this machine, not for the server at "
+                "--url; leave it out here and start the server with it"
             )
     from paceline.lab.bench.prompts import evenly
     from paceline.lab.certify.server import ServerCertifier
     from paceline.lab.certify.session import connect
 
     texts = [(prompt.name, prompt.text) for prompt in evenly(prompts.load(1), effort.num_prompts)]
-    of_model = model or None, os.environ.get("OPENAI_API_KEY")
-    answering, reference = connect(url, *of_model, timeout=min(120.0, max(1.0, budget.left)))
+    model_and_key = model or None, os.environ.get("OPENAI_API_KEY")
+    server, reference = connect(url, *model_and_key, timeout=min(120.0, max(1.0, budget.left)))
     if against is not None:
-        reference, _ = connect(against, *of_model)
-    certifier = ServerCertifier(answering, reference, texts, effort, budget)
+        reference, _ = connect(against, *model_and_key)
+    certifier = ServerCertifier(server, reference, texts, effort, budget)
     interrupted = _run(certifier)
     certificate = certifier.certificate()
     output.emit(certificate.record(), certificate.report())
@@ -90,7 +92,7 @@ def _certify_server(
 
 
 def _run(certifier: Certifier | ServerCertifier) -> Interruption:
-    progress = spending("certifying", certifier.budget, certifier.num_tasks)
+    progress = budget_progress("certifying", certifier.budget, certifier.num_tasks)
     with Interruption() as interrupted, progress as advance:
         certifier.run(advance)
     return interrupted
@@ -130,12 +132,12 @@ def certify(
     if url is not None:
         return _certify_server(context, url, against, pair["model"], prompts, effort, run, budget)
     if against is not None:
-        raise typer.BadParameter("--against goes with --url")
+        raise typer.BadParameter("--against needs --url")
     engine = ModelOptions(**pair)
     if engine.resolved_draft is None:
         raise typer.BadParameter("there is no draft to certify; leave out --draft none")
-    params, chosen = sampling.params(), _prompts(prompts, effort.num_prompts)
-    batch = max(_LEAST_BATCH, engine.max_batch_size or 0)
+    params, chosen = sampling.params(), _select_prompts(prompts, effort.num_prompts)
+    batch = max(_MIN_BATCH, engine.max_batch_size or 0)
     base = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
     from paceline.lab.bench.prompts import tokens_needed
     from paceline.lab.certify.run import Certifier
@@ -149,16 +151,15 @@ def certify(
     with stage("testing the samples"):
         certificate = certifier.certificate()
     report = certificate.report()
-    plain = llm.target.cache_dtype == llm.target.dtype and not is_few(llm.target.hf)
-    if not plain:
-        report.add("A quantised target", Text(_RELATIVE))
+    if llm.target.cache_dtype != llm.target.dtype or is_few(llm.target.hf):
+        report.add("A quantised target", Text(_QUANTISED_NOTE))
     given = {entry.name: getattr(params, entry.name) for entry in _DISTRIBUTION}
     run.emit({**certificate.record(), "sampling": given}, report)
     return interrupted.code or _code(certificate)
 
 
-def _prompts(options: PromptOptions, count: int) -> list[BenchPrompt]:
-    """``count`` of them, evenly spread."""
+def _select_prompts(options: PromptOptions, count: int) -> list[BenchPrompt]:
+    """``count`` prompts, spread evenly over the categories."""
     from paceline.lab.bench.prompts import evenly
 
     return evenly(options.load(1 if options.prompts is None else count), count)

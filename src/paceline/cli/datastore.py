@@ -1,4 +1,4 @@
-"""``paceline datastore``: texts that ``--draft datastore:FILE`` looks things up in."""
+"""``paceline datastore``: build the files that ``--draft datastore:FILE`` drafts from."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from paceline.model.tokenizer import Tokenizer
 
 app = typer.Typer(help="Datastores for drafting by retrieval.", no_args_is_help=True)
-_PLAIN = (".txt", ".text", ".md")
+_TEXT_SUFFIXES = (".txt", ".text", ".md")
 
 
 @app.callback()
 def root() -> None:
-    """Keeps ``build`` a word of the command."""
+    """Makes ``build`` a subcommand, although it is the only one."""
 
 
 @app.command("build", cls=Command)
@@ -55,12 +55,12 @@ def build(
     tokenizer = load_tokenizer(target.model)
     texts: list[np.ndarray] = []
     for file in files:
-        if file.suffix.lower() not in _PLAIN:
-            texts += _recorded(file, tokenizer, from_answers, exclude_licenses)
+        if file.suffix.lower() not in _TEXT_SUFFIXES:
+            texts += _read_records(file, tokenizer, from_answers, exclude_licenses)
         elif from_answers:
             raise DataError(f"{file} is plain text, which has no answers; give JSONL records")
         else:
-            texts += _plain(file, tokenizer)
+            texts += _read_text(file, tokenizer)
     with stage("sorting contexts"):
         tokens, contexts = write_datastore(out, texts, tokenizer, least)
     size = out.stat().st_size
@@ -71,8 +71,8 @@ def build(
     info(f"use it with --draft datastore:{out} or --draft hybrid:suffix+ngram+datastore:{out}")
 
 
-def _plain(file: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The tokens of a file of text."""
+def _read_text(file: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The token ids of a text file."""
     import numpy as np
 
     from paceline.lab.bench.prompts import read_records
@@ -82,19 +82,19 @@ def _plain(file: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         yield np.array(ids, np.int64)
 
 
-def _recorded(
+def _read_records(
     file: Path, tokenizer: Tokenizer, answers: bool, exclude_licenses: tuple[str, ...]
 ) -> Iterator[np.ndarray]:
-    """The tokens of a file's records, or of their answers: with those before them, by which the
-    first ones are found."""
+    """The token ids of a file's records, or of their answers. Each answer includes the tokens
+    before it that a lookup of its first token needs."""
     import numpy as np
 
     from paceline.draft.datastore import MATCH
     from paceline.train.data import encode_stream
 
     stream = encode_stream(file, tokenizer, exclude_licenses, "assistant" if answers else "all")
-    kept = np.convolve(stream.learn, np.ones(MATCH + 1))[MATCH:] > 0
+    kept = np.convolve(stream.loss_mask, np.ones(MATCH + 1))[MATCH:] > 0
     cuts = np.union1d(stream.starts, np.flatnonzero(np.diff(kept)) + 1)
-    for first, behind in pairwise([0, *cuts, len(kept)]):
-        if kept[first:behind].any():
-            yield stream.ids[first:behind]
+    for start, end in pairwise([0, *cuts, len(kept)]):
+        if kept[start:end].any():
+            yield stream.ids[start:end]

@@ -1,7 +1,7 @@
-"""``paceline demo``: the same prompts decoded plainly and speculatively, shown and measured.
+"""``paceline demo``: decodes the same prompts plainly and speculatively, side by side.
 
-Both take turns of a twentieth of a second, each on a clock of its own, prompt included: both have
-the same machine, and drawing costs neither of them anything.
+Both engines take turns of a twentieth of a second, and the time of each is measured separately,
+including the prompt. So both have the same machine, and drawing on the screen slows neither.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.certify.decoding import Difference
 
-_ABOUT = (
+_ABOUT_REAL_MODEL = (
     "SmolLM2-135M-Instruct is a real model that downloads within a minute. Its weights were "
     "dequantised from a 4-bit file, so drafts of its 4-bit copy are accepted more often than with "
     "most other models."
@@ -39,7 +39,7 @@ _ABOUT = (
 _TURN = 0.05  # seconds
 
 
-# -- the race --------------------------------------------------------------------------------------
+# -- decoding side by side -------------------------------------------------------------------------
 
 
 def measure(
@@ -50,8 +50,8 @@ def measure(
     params: SamplingParams,
     shown: bool,
 ) -> Measurement:
-    """Decode a prompt by both in turns, on the console as it goes; ``shown``: with the text of
-    ``fast``. Raises PacelineError if a request fails."""
+    """Decode a prompt with both LLMs in turns, with bars on the console and, if ``shown``, the text
+    of ``fast``. Raises PacelineError if a request fails."""
     from paceline.engine.driver import Drive, StepSums, sequence
     from paceline.lab.certify.decoding import explain
 
@@ -67,20 +67,20 @@ def measure(
                         if commit.error is not None:
                             raise PacelineError(f"a request failed: {commit.error}")
                         if shown and drive is drives[1]:
-                            drafted = (at < len(commit.path) for at in range(len(commit.tokens)))
+                            drafted = (i < len(commit.path) for i in range(len(commit.tokens)))
                             text.append_text(painter.paint(commit.tokens, drafted))
                             if commit.finish_reason is not None:
                                 text.append_text(painter.rest())
             live.update(Group(*([text] if shown else []), _bars(*drives)), refresh=True)
-    if not console.is_terminal:  # there it ends the last line itself
+    if not console.is_terminal:  # on a terminal, Live ends the last line
         console.line()
-    left, right = (drive.seqs[0].tokens[len(ids) :] for drive in drives)
-    difference = explain(plain.target, ids, left, right, SamplingParams())
-    one, other = (StepSums.of(drive.steps) for drive in drives)
-    measured = Measurement(prompt.name, one, other, drives[1].counts, difference)
+    plain_tokens, fast_tokens = (drive.seqs[0].tokens[len(ids) :] for drive in drives)
+    difference = explain(plain.target, ids, plain_tokens, fast_tokens, SamplingParams())
+    plain_sums, fast_sums = (StepSums.of(drive.steps) for drive in drives)
+    measured = Measurement(prompt.name, plain_sums, fast_sums, drives[1].counts, difference)
     console.print(Text(measured.in_words, style="dim"))
     if difference is not None:
-        console.print(_difference_in_words(plain, difference, left, right))
+        console.print(_describe_difference(plain, difference, plain_tokens, fast_tokens))
     return measured
 
 
@@ -88,12 +88,12 @@ def _bars(plain: Drive, fast: Drive) -> rich_tables.Table:
     bars, speedup = rich_tables.Table.grid(padding=(0, 1)), ""
     for name, drive, style in (("plain", plain, "cyan"), ("speculative", fast, DRAFT_STYLE)):
         rate = drive.tokens / drive.seconds
-        most = drive.seqs[0].params.max_tokens if drive.busy else max(1, drive.tokens)
+        total = drive.seqs[0].params.max_tokens if drive.busy else max(1, drive.tokens)
         if drive is fast and plain.tokens and not (plain.busy or fast.busy):
             speedup = times(rate * plain.seconds / plain.tokens)
         bars.add_row(
             name,
-            ProgressBar(most, drive.tokens, width=36, complete_style=style, finished_style=style),
+            ProgressBar(total, drive.tokens, width=36, complete_style=style, finished_style=style),
             Text(f"{rate:4.0f} tokens/s", justify="right"),
             Text(f"{drive.seconds:5.2f} s"),
             Text(speedup, style="bold"),
@@ -101,10 +101,10 @@ def _bars(plain: Drive, fast: Drive) -> rich_tables.Table:
     return bars
 
 
-def _difference_in_words(
+def _describe_difference(
     llm: LLM, difference: Difference, plain: list[int], fast: list[int]
 ) -> Text:
-    """Where two greedy outputs part, and why."""
+    """Where two greedy outputs diverge, and why."""
     at, decode = difference.at, llm.tokenizer.decode
     reason = (
         f"a tie: their logits differ by {difference.gap:.3g}, and one rounding step is "
@@ -118,7 +118,7 @@ def _difference_in_words(
     )
 
 
-# -- the show --------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @expand
@@ -131,22 +131,22 @@ def demo(
     draft = options.resolved_draft
     if draft is None:
         raise typer.BadParameter(
-            f"the demo needs a draft; leave it out, or try --draft {DEFAULT_DRAFT}"
+            f"the demo needs a draft; leave out --draft none, or try --draft {DEFAULT_DRAFT}"
         )
     params = SamplingParams(max_tokens=max_tokens)
     console = Console(quiet=output.as_json)
     with stage("loading the models"):
         speculative = options.open(draft)
         plain = options.plain_beside(speculative)
-        for llm in (plain, speculative):  # kernels, buffers, lazy imports
+        for llm in (plain, speculative):  # warm up kernels, buffers and lazy imports
             llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=8, ignore_eos=True))
     memories = with_memory(speculative)
     for memory in memories:
         memory.clear()
-    words = "Accepted draft tokens are ", ("green", DRAFT_STYLE), ", the target's own are "
-    console.print(Text.assemble(*words, ("bold", TARGET_STYLE), "."))
+    legend = "Accepted draft tokens are ", ("green", DRAFT_STYLE), ", the target's own are "
+    console.print(Text.assemble(*legend, ("bold", TARGET_STYLE), "."))
     if options.model == REAL:
-        console.print(_ABOUT, style="dim")
+        console.print(_ABOUT_REAL_MODEL, style="dim")
     groups: list[list[Measurement]] = []
     prompts = prompts_for(options.model, speculative)
     for again in ("", " again") if memories else ("",):
@@ -160,5 +160,5 @@ def demo(
             groups[-1].append(measure(console, plain, speculative, prompt, params, shown))
     output.show(demo_record(groups, draft), demo_table(groups, draft))
     missing = options.model == EMBEDDED == default_model()[0]
-    following = "paceline pull smollm2" if missing else "paceline chat"
-    console.print(Text.assemble("Try next: ", (following, "bold")))
+    suggestion = "paceline pull smollm2" if missing else "paceline chat"
+    console.print(Text.assemble("Try next: ", (suggestion, "bold")))

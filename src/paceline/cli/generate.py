@@ -1,5 +1,5 @@
-"""``paceline generate`` and ``paceline chat``: text that goes on, and a conversation at a terminal
-or in a pipe."""
+"""``paceline generate`` continues prompts, ``paceline chat`` holds a conversation; both work at a
+terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ class OutputOptions:
 
     as_json: bool = _output(False, "Print one JSON object per completion.", flags=("--json",))
     show_draft: bool | None = _output(
-        None, "Colour drafted tokens.", flags=("--show-draft/--hide-draft",), shown="on a terminal"
+        None, "Colour draft tokens.", flags=("--show-draft/--hide-draft",), shown="on a terminal"
     )
 
 
 def run(
     llm: LLM, prompts: list[str] | list[list[int]], params: SamplingParams, output: OutputOptions
 ) -> list[Completion]:
-    """Text goes to stdout, figures to stderr, so that a pipe carries the text alone."""
+    """Print completions. Text goes to stdout and statistics to stderr, so that a pipe gets only the
+    text."""
     if llm.draft_vocabulary is not None:
         note(f"draft vocabulary: {llm.draft_vocabulary}")
     if output.as_json:
@@ -56,7 +57,7 @@ def run(
         return completions
     if params.receipt or params.logprobs is not None:
         note("--receipt and --logprobs are shown with --json only")
-    # A flag given by hand holds for pipes too, where Rich would strip the colours.
+    # An explicit --show-draft holds for pipes, too, where Rich would strip the colours.
     console = Console(force_terminal=True if output.show_draft else None)
     show_draft = console.is_terminal if output.show_draft is None else output.show_draft
     completions = stream_to(console, llm, prompts, params, show_draft)
@@ -66,24 +67,26 @@ def run(
 
 
 def note(line: str) -> None:
-    """A dim line on stderr."""
+    """Print a dim line on stderr."""
     Console(stderr=True).print(line, style="dim", highlight=False, soft_wrap=True)
 
 
-def opened(
+def open_model(
     engine: ModelOptions, adapters: AdapterSettings, sampling: SamplingOptions
 ) -> tuple[LLM, SamplingParams]:
-    sampling.params()  # what is wrong is said before anything is loaded
+    """Load the model, its draft and adapters; also returns the sampling parameters, with the first
+    adapter. Raises ConfigError for invalid parameters before anything is loaded."""
+    sampling.params()
     llm = engine.open(engine.resolved_draft, lora=adapters.adapters)
     first = next(iter(adapters.adapters), None)
     return llm, replace(sampling.params(llm.sampling_defaults), lora=first)
 
 
-def read(prompt: str) -> str:
-    """A prompt, or for - what stands on standard input. Raises PromptError."""
+def read_prompt(prompt: str) -> str:
+    """The prompt, or standard input if it is "-". Raises PromptError."""
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
-        text.encode()  # bytes that are no UTF-8 may have come through as half surrogate pairs
+        text.encode()  # fails for bytes that are not UTF-8, which become lone surrogates
     except UnicodeError:
         raise PromptError("a prompt is not UTF-8 text; save or convert it as UTF-8") from None
     return text
@@ -101,10 +104,10 @@ def generate(
     chat: bool = setting(False, "Use the model's chat template.", flags=("--chat/--raw",)),
 ) -> bool:
     """Continue one or several prompts."""
-    texts = list(map(read, prompts))
+    texts = list(map(read_prompt, prompts))
     if not chat and not all(texts):
         raise PromptError(EMPTY_PROMPT)
-    llm, params = opened(engine, adapters, sampling)
+    llm, params = open_model(engine, adapters, sampling)
     inputs: list[str] | list[list[int]] = texts
     if chat:
         inputs = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
@@ -137,15 +140,15 @@ def chat(
     system: str | None = setting(None, "Instruction that opens the conversation."),
 ) -> None:
     """Chat with the model; /help lists the commands."""
-    llm, params = opened(engine, adapters, sampling)
+    llm, params = open_model(engine, adapters, sampling)
     opening = [{"role": "system", "content": system}] if system else []
     session = _Session(llm, engine, sampling, output, opening, params.lora)
     if prompt is not None:
-        session.answer(read(prompt))
+        session.answer(read_prompt(prompt))
         return
-    while (text := _read_turn()) is not None:
+    while (text := _read_input()) is not None:
         try:
-            if not session.obeyed(text) and text:
+            if not session.run_command(text) and text:
                 session.answer(text)
         except (PacelineError, KeyboardInterrupt) as error:
             if not sys.stdin.isatty():
@@ -155,7 +158,8 @@ def chat(
 
 @dataclass
 class _Session:
-    """A conversation, and how its next answer is made."""
+    """A conversation and the settings for its next answer. ``base`` was loaded at the start;
+    ``llm`` is the same, or another one that shares its weights and has another draft."""
 
     base: LLM
     engine: ModelOptions
@@ -166,23 +170,23 @@ class _Session:
     messages: Messages = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.llm = self.base  # or one beside it, with another draft
+        self.llm = self.base
         self.clear("")
 
     def answer(self, text: str) -> None:
-        """A turn of the user, and the answer to it as far as it came."""
-        asked = [*self.messages, {"role": "user", "content": text}]
+        """Answer a message of the user; a stopped answer is kept as far as it got."""
+        messages = [*self.messages, {"role": "user", "content": text}]
         params = replace(self.sampling.params(self.llm.sampling_defaults), lora=self.lora)
-        prompts = [self.llm.render_chat(asked)]
-        rendered = sys.stdout.isatty() and params.n == 1
-        if rendered and not self.output.as_json and self.output.show_draft is None:
+        prompts = [self.llm.render_chat(messages)]
+        markdown = sys.stdout.isatty() and params.n == 1
+        if markdown and not self.output.as_json and self.output.show_draft is None:
             answer = _stream_markdown(self.llm, prompts[0], params)
         else:
             answer = run(self.llm, prompts, params, self.output)[0].text
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
 
-    def obeyed(self, line: str) -> bool:
-        """Whether the line was a command."""
+    def run_command(self, line: str) -> bool:
+        """Run the line if it is a command; returns whether it was one."""
         commands: dict[str, Callable[[str], None]] = {
             **{"/help": lambda _: info(_HELP), "/set": self.set, "/draft": self.draft},
             **{"/save": self.save, "/clear": self.clear, "/reset": self.clear},
@@ -191,7 +195,7 @@ class _Session:
         if not name.startswith("/") or "\n" in line or "/" in name[1:]:
             return False
         if name not in commands:
-            advice = did_you_mean(name, commands, "/help lists all")
+            advice = did_you_mean(name, commands, "/help lists all commands")
             raise ConfigError(f"there is no {name}; {advice}")
         commands[name](rest.strip())
         return True
@@ -205,19 +209,21 @@ class _Session:
             info("  ".join(f"{name} {getattr(self.sampling, name)}" for name in known))
             return
         if name not in known:
-            advice = did_you_mean(name, known, "/set lists all")
-            raise ConfigError(f"there is no {name}; {advice}")
+            advice = did_you_mean(name, known, "/set lists all options")
+            raise ConfigError(f"there is no option {name}; {advice}")
         entry = known[name]
         try:
-            made = msgspec.convert((value,) if entry.is_list else value, entry.type, strict=False)
+            parsed = msgspec.convert((value,) if entry.is_list else value, entry.type, strict=False)
         except msgspec.ValidationError:
-            raise ConfigError(f"{name} is {value!r}; give /set {name} and its value") from None
-        changed = replace(self.sampling, **{name: made})
+            raise ConfigError(
+                f"{value!r} is not a value of {name}; write /set {name} VALUE"
+            ) from None
+        changed = replace(self.sampling, **{name: parsed})
         changed.params()
         self.sampling = changed
 
     def draft(self, spec: str) -> None:
-        """Draft with another drafter, over the same weights. Raises PacelineErrors."""
+        """Use another draft with the same weights. Raises PacelineError."""
         if not spec:
             return info(f"drafting with {', '.join(self.llm.drafts)}; /draft SPEC changes it")
         settings = explicit(vars(self.engine), "beside")
@@ -228,7 +234,7 @@ class _Session:
         info(f"drafting with {', '.join(other.drafts) or 'nothing'}")
 
     def save(self, path: str) -> None:
-        """Write the messages. Raises WriteError."""
+        """Write the messages to a file. Raises WriteError."""
         file = path or time.strftime("chat-%Y%m%d-%H%M%S.json")
         text = json.dumps(self.messages, indent=2, ensure_ascii=False)
         replace_text(file, f"{text}\n", "the conversation", None)
@@ -239,47 +245,47 @@ class _Session:
 
 
 def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str:
-    """Show an answer as it grows; finished blocks stay, the last one is drawn anew. Ctrl-C ends it;
-    returns the text."""
-    console, text, shown = Console(), "", 0
-    done: Completion | None = None
-    events, reading = llm.stream([prompt], params), f"reading {len(prompt):,} tokens"
-    with suppress(KeyboardInterrupt), Live(reading, console=console, transient=True) as live:
+    """Show a growing answer as Markdown and return its text. Complete blocks are printed once, the
+    last one is redrawn. Ctrl-C ends the answer."""
+    console, text, shown = Console(), "", 0  # characters that have been printed
+    completion: Completion | None = None
+    events, status = llm.stream([prompt], params), f"reading {len(prompt):,} tokens"
+    with suppress(KeyboardInterrupt), Live(status, console=console, transient=True) as live:
         for event in events:
-            text, done = text + event.text, event.completion
-            end = _finished(text, shown)
+            text, completion = text + event.text, event.completion
+            end = _end_of_complete_blocks(text, shown)
             if end > shown:
                 console.print(Markdown(text[shown:end]))
                 shown = end
             live.update(Markdown(text[shown:]))
     events.close()  # type: ignore[attr-defined]
     console.print(Markdown(text[shown:]))
-    if done is None:
+    if completion is None:
         info("stopped")
     else:
-        note(summary(done, llm.drafters != ("none",)))
+        note(summary(completion, llm.drafters != ("none",)))
     return text
 
 
-def _finished(text: str, shown: int) -> int:
-    """Where the last block that is complete ends: at an empty line outside a fence."""
+def _end_of_complete_blocks(text: str, shown: int) -> int:
+    """Where the last complete block ends: at an empty line outside of code fences."""
     end = text.rfind("\n\n", shown)
     while end >= 0 and text.count("```", shown, end) % 2:
         end = text.rfind("\n\n", shown, end)
     return shown if end < 0 else end + 2
 
 
-# -- reading ---------------------------------------------------------------------------------------
+# -- reading input ---------------------------------------------------------------------------------
 
 
-def _read_turn() -> str | None:
-    """The next text from the user, or None at the end. Lines that were pasted together, or stand
-    between triple quotes, are one. Ctrl-C empties the line."""
+def _read_input() -> str | None:
+    """The next text from the user, or None at the end. Lines that are pasted together, or that
+    stand between triple quotes, are one text. Ctrl-C drops the line."""
     interactive = sys.stdin.isatty()
     if interactive:
-        import readline  # editing and history for input()
+        import readline  # gives input() line editing and a history
 
-        with suppress(Exception):  # libedit knows nothing of it
+        with suppress(Exception):  # libedit does not support this setting
             readline.parse_and_bind("set enable-bracketed-paste on")
     try:
         text = input("you> " if interactive else "").strip()
@@ -292,7 +298,7 @@ def _read_turn() -> str | None:
     except KeyboardInterrupt:
         if not interactive:
             raise
-        print(" (Ctrl-D ends)", file=sys.stderr)
+        print(" (Ctrl-D quits)", file=sys.stderr)
         return ""
     if text.startswith(_QUOTES):
         text = text.removeprefix(_QUOTES).removesuffix(_QUOTES)

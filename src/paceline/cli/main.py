@@ -1,4 +1,4 @@
-"""``paceline``: the commands, and how their errors leave the program."""
+"""The program ``paceline``: its commands, and how errors become messages and exit codes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from paceline.cli.datastore import app as datastore
 from paceline.cli.demo import demo
 from paceline.cli.generate import chat, generate
 from paceline.cli.models import check_drafter, doctor, export, pull, quantize, recommend, replay
-from paceline.cli.options import Command, switches_take_nothing
-from paceline.cli.output import debugging, reason_of
+from paceline.cli.options import Command, hide_switch_types
+from paceline.cli.output import debugging, error_line
 from paceline.cli.serve import serve
 from paceline.cli.train import app as train
 from paceline.kernels.compile import are_kernels_here, origin
 
-_LEAST_COLUMNS = 60
+_MIN_TABLE_COLUMNS = 60
 
 
-def _failed(message: str, code: int) -> typer.Exit:
-    """One line on stderr, whatever the message held."""
+def _fail(message: str, code: int) -> typer.Exit:
+    """Print a message on stderr, in one line; returns the exit to raise."""
     print(" ".join(message.split()), file=sys.stderr)
     return typer.Exit(code)
 
 
 class CommandGroup(TyperGroup):
-    """Turns every way to fail into one line and an exit code: 1 error, 2 usage, 130 Ctrl-C."""
+    """A command group in which every failure ends with one line on stderr and an exit code: 1 for
+    errors, 2 for wrong usage, 130 for Ctrl-C."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        switches_take_nothing(self.get_params(ctx))
+        hide_switch_types(self.get_params(ctx))
         super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -46,38 +47,38 @@ class CommandGroup(TyperGroup):
             return super().parse_args(ctx, args)
         except Exception as error:
             if getattr(error, "option_name", None):
-                error.message += "; options of a command go after its name"  # type: ignore[attr-defined]
+                error.message += "; write the options of a command after its name"  # type: ignore[attr-defined]
             raise
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            raise _failed(str(interrupt) or "interrupted", 130) from None
+            raise _fail(str(interrupt) or "interrupted", 130) from None
         except Exception as error:
-            # Typer's own exceptions (usage, exit) carry their code; a broken pipe means that the
-            # reader of our output has gone, and Typer then ends quietly.
+            # Typer's own exceptions (usage, exit) have an exit code. A broken pipe means that the
+            # reader of the output has gone; Typer then ends quietly.
             known = hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError))
             if known or debugging():
                 raise
-            raise _failed(f"error: {reason_of(error)}", 1) from None
+            raise _fail(f"error: {error_line(error)}", 1) from None
 
 
 app = typer.Typer(
     name="paceline",
     cls=CommandGroup,
-    help="Lossless speculative decoding: the text of the large model, sooner.",
+    help="Lossless speculative decoding: the same text as the large model alone, faster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Tables of options need room; without them Click wraps its own text to any width.
-    rich_markup_mode="rich" if get_terminal_size().columns >= _LEAST_COLUMNS else None,
+    # Rich's tables of options need a wide terminal; without Rich, Click wraps text to any width.
+    rich_markup_mode="rich" if get_terminal_size().columns >= _MIN_TABLE_COLUMNS else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 def _build() -> str:
-    """The tag of the wheel that is installed, or that the sources of a checkout run."""
+    """The tag of the installed wheel, or "checkout" if the sources of a checkout are running."""
     try:
         installed = metadata.distribution("paceline")
     except metadata.PackageNotFoundError:
@@ -91,7 +92,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         backend = "native" if are_kernels_here() else "reference (torch)"
         print(f"paceline {__version__}\nbuild: {_build()}")
-        print(f"backend on processors: {backend}\nnative kernels: {origin()}")
+        print(f"backend on CPUs: {backend}\nnative kernels: {origin()}")
         raise typer.Exit
 
 
@@ -107,7 +108,7 @@ def root(
         ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks (also PACELINE_DEBUG=1).")
+        bool, typer.Option("--debug", help="Show tracebacks (as does PACELINE_DEBUG=1).")
     ] = False,
 ) -> None:
     if debug:
@@ -119,4 +120,4 @@ for command in (*_COMMANDS, recommend, quantize, export, check_drafter):
     app.command(command.__name__.replace("_", "-"), cls=Command)(command)
 app.add_typer(train, name="train")
 app.add_typer(datastore, name="datastore")
-main = app  # what scripts call that an earlier checkout installed
+main = app  # called by scripts that an older version of the package installed

@@ -1,4 +1,5 @@
-"""The short commands: models are fetched, examined and converted, drafters and answers checked."""
+"""Short commands: ``pull``, ``recommend``, ``doctor``, ``quantize``, ``export``, ``check-drafter``
+and ``replay``."""
 
 from __future__ import annotations
 
@@ -43,31 +44,33 @@ def pull(
     """
     if show_list:
         models = PULLABLE.values()
-        output.show({"models": [record_of(m, _LISTED) for m in models]}, *map(_described, models))
+        output.show({"models": [record_of(m, _LISTED) for m in models]}, *map(_describe, models))
         return
     if name is None:
-        raise typer.BadParameter("which model? `paceline pull smollm2`, or --list for all")
+        raise typer.BadParameter(
+            "no model is named; run `paceline pull smollm2`, or give --list to see all"
+        )
     from paceline.pull import pull as fetch
 
     result = fetch(name)
     entry, folder = result.entry, str(result.folder)
-    same = {key: getattr(entry, key) for key in ("source", "location", "licence")}
-    did = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
-    word = "ready" if result.fetched else "already there"
+    about = {key: getattr(entry, key) for key in ("source", "location", "licence")}
+    outcome = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
+    state = "ready" if result.fetched else "already there"
     output.show(
-        {"name": entry.full_name, "folder": folder, **same, **did},
-        f"{entry.full_name} is {word}: {entry.what} ({entry.licence})",
+        {"name": entry.full_name, "folder": folder, **about, **outcome},
+        f"{entry.full_name} is {state}: {entry.what} ({entry.licence})",
         f"  {folder}\n  SHA-256 of the weights {result.sha256}",
         f"Try: paceline chat --model {entry.full_name}",
     )
 
 
-def _described(entry: Pullable) -> str:
+def _describe(entry: Pullable) -> str:
     return (
         f"{entry.name}: {entry.what} ({entry.licence})\n"
-        f"  {entry.sizes}; {'is here' if pulled(entry) else 'not pulled yet'}\n"
+        f"  {entry.sizes}; {'already pulled' if pulled(entry) else 'not pulled yet'}\n"
         f"  {entry.source}: {entry.location}\n"
-        f"  SHA-256 of the weights {entry.weights_sha256 or 'as the hub states it'}"
+        f"  SHA-256 of the weights: {entry.weights_sha256 or 'as given by the hub'}"
     )
 
 
@@ -98,7 +101,7 @@ def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOption
 
     Loads a few of the model's layers and compares their logits with transformers'.
 
-    Exits with 1 if there is an error among the findings.
+    Exit status 1 if there is an error among the findings.
     """
     draft = engine.resolved_draft
     with stage(f"examining {engine.model}"):
@@ -110,12 +113,13 @@ def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOption
     errors = {item.about for item in findings if item.severity is Severity.ERROR}
     with Interruption() as interrupted:
         if "target" not in errors:
-            how = {"device": engine.device, "backend": engine.backend}
-            findings.append(check_logits(engine.model, **how))
-    about = engine.model, draft, by_severity(findings)
-    examined = record(*about)
-    output.emit(examined, report_of(*about))
-    return interrupted.code or int(examined["errors"] > 0)
+            findings.append(
+                check_logits(engine.model, device=engine.device, backend=engine.backend)
+            )
+    examination = engine.model, draft, by_severity(findings)
+    result = record(*examination)
+    output.emit(result, report_of(*examination))
+    return interrupted.code or int(result["errors"] > 0)
 
 
 @expand
@@ -177,18 +181,18 @@ def export(
     from paceline.lab.export import export as run
 
     names = ("draft_length", "rule", "max_batch_size", "config")
-    how = {name: getattr(engine, name) for name in names}
-    made = run(to, engine.model, engine.resolved_draft, **how, out=out)
+    settings = {name: getattr(engine, name) for name in names}
+    exported = run(to, engine.model, engine.resolved_draft, **settings, out=out)
     if output.as_json:
-        print_json(made.record())
+        print_json(exported.record())
         return
-    for line in (*made.steps, made.command_line):  # as it can be pasted
+    for line in (*exported.steps, exported.command_line):  # ready to be pasted
         print(line)
-    for approximation in made.approximations:
+    for approximation in exported.approximations:
         info(f"approximated: {approximation.line()}")
-    if made.head is None and out is None and "eagle" in str(made.config):
-        info("note: the head is not converted; give --out FOLDER for that")
-    info(f"checked against {made.version}")
+    if exported.head is None and out is None and "eagle" in str(exported.config):
+        info("note: the head has not been converted; give --out FOLDER to convert it")
+    info(f"checked against {exported.version}")
 
 
 _LAWS = (
@@ -250,13 +254,13 @@ def replay(
     """
     from paceline.request.receipt import ReceiptError, read_receipts
 
-    parted = False
+    differs = False
     try:
         receipts = read_receipts(Path(receipt))
-        first = receipts[0]  # those of one answer are of one engine
-        wanted = {"backend": first["backend"]["name"], **first["settings"]}
+        first = receipts[0]  # all receipts of an answer come from one engine
+        recorded = {"backend": first["backend"]["name"], **first["settings"]}
         names = {entry.name for entry in entries(LoadSettings)}
-        known: dict[str, Any] = {name: wanted[name] for name in names & wanted.keys()}
+        known: dict[str, Any] = {name: recorded[name] for name in names & recorded.keys()}
         settings = LoadSettings(**known, threads=threads)
         try:
             llm = load_llm(settings, model or first["model"], "none", max_batch_size=1)
@@ -267,7 +271,7 @@ def replay(
         for record in receipts:
             with stage("decoding again"):
                 outcome, line = decode_again(llm, record)
-            parted |= not outcome["same"]
+            differs |= not outcome["same"]
             if as_json:
                 print_json(outcome)
             else:
@@ -275,4 +279,4 @@ def replay(
     except ReceiptError as error:
         print(f"error: {error}", file=sys.stderr)
         return NOT_COMPARABLE
-    return int(parted)
+    return int(differs)

@@ -1,4 +1,4 @@
-"""How commands take their options from tables of settings, and how they come to a model."""
+"""Turns tables of settings into the options of commands, and loads the model that they name."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ _model = under("Model")
 
 # -- tables as options -----------------------------------------------------------------------------
 
-# What --help shows of a command with more than so many options; --help-all shows them all.
-_MANY = 12
-_COMMON = frozenset(
+# For commands with more than this many options, --help shows only the common ones (and required
+# ones); --help-all shows all.
+_MANY_OPTIONS = 12
+_COMMON_OPTIONS = frozenset(
     (
         *("model", "draft", "temperature", "max_tokens", "chat"),
         *("prompt", "system", "as_json", "method", "seconds", "url"),
@@ -57,34 +58,34 @@ _COMMON = frozenset(
 )
 
 
-def switches_take_nothing(params: Sequence[Any]) -> None:
-    """Typer shows a type behind switches, too, as if a value were to follow."""
+def hide_switch_types(params: Sequence[Any]) -> None:
+    """Remove the type that Typer shows after a switch, as if it took a value."""
     for item in params:
         if getattr(item, "is_flag", False):
             item.metavar = ""
 
 
 class Command(TyperCommand):
-    """A command that also takes the names of other places and engines (core/keywords.py): a model
-    by position or by --model, --drafter for --draft, --tensor-parallel-size ..."""
+    """A command that also accepts the option names of other commands and engines, such as --drafter
+    for --draft or --tensor-parallel-size (core/keywords.py), and the model by position."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flags = {option for item in self.params for option in (*item.opts, *item.secondary_opts)}
         arguments = flags - {option for option in flags if option.startswith("-")}
-        given: dict[str, str] = {}  # by our name
+        given: dict[str, str] = {}  # the name that the user wrote, by our name
         words: list[str] = []
         if not arguments and "--model" in flags and args and not args[0].startswith("-"):
             given["--model"], words, args = "MODEL", ["--model", args[0]], args[1:]
         end = args.index("--") if "--" in args else len(args)
         for word in args[:end]:
             name, equals, value = word.partition("=")
-            ours = self._ours(name, flags | {flag(argument) for argument in arguments})
+            ours = self._our_flag(name, flags | {flag(argument) for argument in arguments})
             if given.setdefault(ours, name) != name:
                 other = name if name != ours else given[ours]
                 raise typer.BadParameter(f"{other} is {ours} here; give it once")
             if ours[2:] not in arguments:
                 words.append(f"{ours}{equals}{value}")
-            elif equals:  # by position here
+            elif equals:  # this command takes it by position
                 words.append(value)
         for ours, name in given.items():
             if name.startswith("--") and name != ours:
@@ -92,12 +93,13 @@ class Command(TyperCommand):
         return super().parse_args(ctx, words + args[end:])
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        switches_take_nothing(self.get_params(ctx))
+        hide_switch_types(self.get_params(ctx))
         super().format_help(ctx, formatter)
 
     @staticmethod
-    def _ours(name: str, flags: set[str]) -> str:
-        """Our name of an option, or the word as it is. Raises BadParameter with what to do."""
+    def _our_flag(name: str, flags: set[str]) -> str:
+        """Our name of an option; words that are not options are returned unchanged. Raises
+        BadParameter, with advice, for options of other engines that have no equivalent."""
         if not name.startswith("--"):
             return name
         if (dashed := name.replace("_", "-")) in flags:
@@ -129,9 +131,12 @@ _HELP_ALL = inspect.Parameter(
 
 
 def expand(command: Callable[..., int | None]) -> Callable[..., None]:
-    """Replace parameters annotated with a table of settings (or ``Annotated[TABLE, settings]``) by
-    the table's options, and those whose default is a ``setting`` by its option. Others are left to
-    Typer. What the command does is shown, and what it returns is its exit status."""
+    """Make a Typer command of a function whose parameters are tables of settings.
+
+    A parameter annotated with a table (or ``Annotated[TABLE, entries]``) is replaced by the options
+    of the table, one whose default is a ``setting`` by its option; others are left to Typer. The
+    command shows its progress, and its exit status is what the function returns.
+    """
     hints = get_type_hints(command, include_extras=True)
     options: dict[str, TableEntry] = {}
     tables: dict[str, tuple[Callable[..., Any], Sequence[TableEntry]]] = {}
@@ -151,36 +156,39 @@ def expand(command: Callable[..., int | None]) -> Callable[..., None]:
         values.pop("help_all", None)
         with showing():
             values |= {name: _value(entry, values[name]) for name, entry in options.items()}
-            for name, (kind, listed) in tables.items():
-                values[name] = kind(**{entry.name: values.pop(entry.name) for entry in listed})
+            for name, (table, listed) in tables.items():
+                values[name] = table(**{entry.name: values.pop(entry.name) for entry in listed})
             code = command(**values)
         if code:
             raise typer.Exit(code)
 
-    # By keyword: then one with a default may stand before one without.
-    many = len(options) > _MANY
-    made = [_parameter_of(entry, many) for entry in options.values()]
-    ordered = [
+    many = len(options) > _MANY_OPTIONS
+    parameters = [
+        # Keyword-only, so that a parameter with a default may come before one without.
         item.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for item in (*others, *made, *([_HELP_ALL] if many else ()))
+        for item in (
+            *others,
+            *(_typer_parameter(entry, many) for entry in options.values()),
+            *([_HELP_ALL] if many else ()),
+        )
     ]
     call.__name__, call.__doc__ = command.__name__, command.__doc__
-    call.__annotations__ = {item.name: item.annotation for item in ordered}
-    call.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    call.__annotations__ = {item.name: item.annotation for item in parameters}
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return call
 
 
-def left_open(entry: TableEntry) -> TableEntry:
-    """The setting as None where it is not given; its range is looked at by whoever reads it."""
+def without_default(entry: TableEntry) -> TableEntry:
+    """The same setting, but None if the user does not give it. Its range is not checked."""
     shown = entry.key.shown or str(entry.default).lower().removesuffix(".0")
     key = replace(entry.key, shown=shown, low=None, high=None, kind="")
     kind = str if entry.key.kind else entry.type
     return replace(entry, type=kind, default=None, optional=True, key=key)
 
 
-def _parameter_of(entry: TableEntry, among_many: bool = False) -> inspect.Parameter:
-    """A setting as Typer knows options. Among many the common ones come first, and the others,
-    under their headings, only in --help-all."""
+def _typer_parameter(entry: TableEntry, many: bool) -> inspect.Parameter:
+    """A setting as a parameter for Typer. In a command with ``many`` options only the common ones
+    are in --help; the others appear in --help-all, under their headings."""
     key, default = entry.key, entry.default
     kind: Any = entry.type
     if key.kind:
@@ -189,32 +197,32 @@ def _parameter_of(entry: TableEntry, among_many: bool = False) -> inspect.Parame
         kind = list[get_args(kind)[0]]  # type: ignore[misc]
     shown: Any = False if key.shown == "" else key.shown or True
     limits: dict[str, Any] = {} if key.kind else {"min": key.low, "max": key.high}
-    # A switch that is off needs no --no-... where its default is known.
+    # A switch whose default is off does not need a --no-... form.
     flags = key.flags or ((entry.flag,) if default is False else ())
     if default is MISSING:
         default = inspect.Parameter.empty
     elif isinstance(default, tuple):
         default = ",".join(map(str, default)) if key.kind else [*default]
     help = f"{key.help} One of {', '.join(key.choices)}." if key.choices else key.help
-    seen = not among_many or entry.name in _COMMON or default is inspect.Parameter.empty
-    common: dict[str, Any] = {"help": escape(help), "show_default": shown, "hidden": not seen}
+    listed = not many or entry.name in _COMMON_OPTIONS or default is inspect.Parameter.empty
+    common: dict[str, Any] = {"help": escape(help), "show_default": shown, "hidden": not listed}
     common |= limits
     if flags and not flags[0].startswith("-"):
         option: Any = typer.Argument(metavar=flags[0], **common)
     else:
-        panel = None if among_many and seen else key.panel or None
+        panel = None if many and listed else key.panel or None
         if entry.is_list and not key.kind:
             common["help"] += " Repeatable."
         option = typer.Option(*flags, metavar=key.metavar, rich_help_panel=panel, **common)
     if entry.optional:
         kind = kind | None
-    how = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(entry.name, how, default=default, annotation=Annotated[kind, option])
+    keyword, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[kind, option]
+    return inspect.Parameter(entry.name, keyword, default=default, annotation=annotation)
 
 
 def _value(entry: TableEntry, given: Any) -> Any:
-    """What Typer found, as the table holds it; a text that cannot be read is a usage error."""
-    if given is not None and (entry.key.kind or isinstance(given, float)):  # perhaps a NaN
+    """Convert a value from Typer to the type of the setting. Raises BadParameter."""
+    if given is not None and (entry.key.kind or isinstance(given, float)):  # it may be NaN
         try:
             return entry.read(given, entry.flag)
         except ConfigError as error:
@@ -226,49 +234,53 @@ def _value(entry: TableEntry, given: Any) -> Any:
 
 
 def set_threads(threads: int | None) -> None:
-    """Use so many threads (None: torch's choice), at most one a processor: more would wait."""
+    """Use this many threads (None: torch's default), but at most one per processor, since more
+    would only wait for each other."""
     if threads is None:
         return
     import torch
 
     most = processors()
     if threads > most:
-        line = f"note: {threads} threads are too many for the {most} processors here; using {most}"
+        line = f"note: this machine has {most} processors; using {most} threads, not {threads}"
         print(line, file=sys.stderr)
     torch.set_num_threads(min(threads, most))
 
 
-def chosen_model(given: str) -> str:
-    """The model that was named, else the default, with a line that says which. At a terminal, one
-    that has yet to be pulled is fetched if the user agrees."""
+def select_model(given: str) -> str:
+    """The model that the user named, or the default with a note that says which it is. At a
+    terminal, a built-in model that is not there yet is pulled if the user agrees."""
     model, note = (given, None) if given else default_model()
     if note is not None:
         info(note)
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return model  # never unasked: loading it says what to do
+        return model  # nobody can be asked; loading the model raises an error with advice
     try:
         resolve(model)
     except NotPulledError as error:
         entry = error.entry
         named = f"{entry.full_name} ({entry.what}, {entry.licence})"
-        question = f"{named} is not here yet: {entry.sizes}, from the {entry.source}. Pull it now?"
+        question = (
+            f"{named} is not on this machine yet: {entry.sizes}, from the {entry.source}. Pull it "
+            "now?"
+        )
         if typer.confirm(question, default=True, err=True):
             from paceline.pull import pull
 
             pull(entry.name)
     except PacelineError:
-        pass  # said where it is loaded
+        pass  # loading the model raises it again
     return model
 
 
 @dataclass(frozen=True)
 class TargetName:
-    """Which model is loaded."""
+    """The model to load."""
 
     model: str = _model("", "Model folder, GGUF file, hub name or built-in name.", shown=IN_WORDS)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", chosen_model(self.model))
+        object.__setattr__(self, "model", select_model(self.model))
 
 
 @dataclass(frozen=True)
@@ -288,7 +300,7 @@ class _PairNames(TargetName):
 
 @dataclass(frozen=True)
 class ModelOptions(EngineSettings, _PairNames):
-    """What is loaded and how it runs."""
+    """The model, its draft, and how they run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -303,22 +315,22 @@ class ModelOptions(EngineSettings, _PairNames):
 
     @property
     def resolved_draft(self) -> str | None:
-        """The draft asked for, else the tuned, else "auto"; None decodes plainly. Raises
-        ConfigError on tuned settings that cannot be used."""
+        """The draft that the user gave, or that of the tuned settings, or "auto"; None for plain
+        decoding. Raises ConfigError if the tuned settings cannot be read."""
         draft = self.draft or DEFAULT_DRAFT
         if self.draft is None and self.config is not None:
             draft = TunedSettings.read(self.config).draft.spec
         return None if draft.lower() == "none" else draft
 
     def open(self, draft: str | None, **more: Any) -> LLM:
-        """Load the model with this draft (None decodes plainly)."""
-        # The tuned draft is resolved already.
+        """Load the model with a draft; None decodes plainly, whatever the tuned settings say."""
         draft = "none" if draft is None else draft
         return load_llm(self, self.model, draft, self.config, **more)
 
     @property
     def length_and_rule(self) -> tuple[Any, str]:
-        """Asked for, else the tuned (a length only with its draft), else auto."""
+        """Draft length and rule: what the user gave, or the tuned settings (whose length holds for
+        their draft only), or "auto"."""
         length, rule = self.draft_length, self.rule
         if self.config is not None:
             tuned = TunedSettings.read(self.config)
@@ -328,16 +340,16 @@ class ModelOptions(EngineSettings, _PairNames):
         return ("auto" if length is None else length), rule or "auto"
 
     def beside(self, llm: LLM, **sizes: int) -> LLM:
-        """The draft over the weights of one that was opened, as ``open`` has it."""
+        """An LLM with the draft of these options that shares the weights of ``llm``."""
         length, rule = self.length_and_rule
-        how = explicit({**vars(self), "draft_length": length, "rule": rule}, "beside")
-        other = llm.beside(self.resolved_draft, **how | sizes)
+        settings = explicit({**vars(self), "draft_length": length, "rule": rule}, "beside")
+        other = llm.beside(self.resolved_draft, **settings | sizes)
         for note in other.notes:
             info(f"note: {note}")
         return other
 
     def plain_beside(self, llm: LLM) -> LLM:
-        """Plain decoding over the weights of one that was opened, with as large batches."""
+        """An LLM without drafts that shares the weights of ``llm`` and has the same batch size."""
         batch = llm.engine.scheduler.config.max_batch_size
         return llm.beside(None, max_batch_size=batch, kv_cache_memory=self.kv_cache_memory)
 
@@ -349,8 +361,8 @@ def load_llm(
     config: str | None = None,
     **more: Any,
 ) -> LLM:
-    """Load a model as ``settings`` and ``more`` say, quietly but for the notes on how it went."""
-    quiet_libraries()  # a server's engine may have a process of its own
+    """Load a model with ``settings`` and ``more``, and print the notes of the LLM."""
+    quiet_libraries()  # not done yet in the engine process of a server
     with stage("starting"):
         set_threads(settings.threads)
         from paceline import LLM

@@ -1,5 +1,5 @@
-"""Completions on a terminal, in a pipe, and as JSON; and what the measuring commands share:
-reports, Ctrl-C and budgets."""
+"""Prints completions on a terminal, in a pipe or as JSON; and what commands that measure share:
+reports, Ctrl-C and time budgets."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ TARGET_STYLE = "bold"
 
 
 def debugging() -> bool:
-    """Whether tracebacks and warnings of libraries are wanted (--debug)."""
+    """Whether to show tracebacks and warnings of libraries (--debug)."""
     return os.environ.get("PACELINE_DEBUG", "0") != "0"
 
 
-def reason_of(error: Exception) -> str:
-    """What the one line says that a command ends with."""
+def error_line(error: Exception) -> str:
+    """The message of the line with which a failing command ends."""
     if isinstance(error, PacelineError):
         return str(error)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of the disk behind stdout
-        return f"the output cannot be written: {error.strerror}; make room there, and run it again"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # stdout is a file
+        return f"the output cannot be written: {error.strerror}; free some space and run it again"
     return f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback"
 
 
 def quiet_libraries() -> None:
-    """Keep the progress bars and warnings of the libraries below us off the terminal."""
+    """Suppress the progress bars and warnings of the libraries in use."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -60,12 +60,12 @@ def quiet_libraries() -> None:
 
 @dataclass(frozen=True)
 class JsonOptions:
-    """For whom a command shows its outcome."""
+    """Whether a command prints its result as JSON."""
 
     as_json: bool = _output(False, "Print one JSON object instead.", flags=("--json",))
 
     def show(self, record: dict[str, Any], *parts: Table | str) -> None:
-        """The record for programs or, for people, tables and lines."""
+        """Print the record as JSON or, without --json, the tables and lines."""
         if self.as_json:
             print_json(record)
             return
@@ -78,7 +78,7 @@ class JsonOptions:
 
 @dataclass(frozen=True)
 class WriteOptions(JsonOptions):
-    """The same of one that writes files, and what it may replace."""
+    """Options of a command that writes files."""
 
     force: bool = _output(
         False, "Also overwrite files that Paceline did not write; they are named first."
@@ -89,14 +89,14 @@ class WriteOptions(JsonOptions):
 
 
 def prompt_text(completion: Completion, tokenizer: Any) -> str:
-    """The prompt as text; a rendered conversation shows its special tokens."""
+    """The prompt as text; that of a conversation includes its special tokens."""
     if isinstance(completion.prompt, str):
         return completion.prompt
     return str(tokenizer.decode(completion.prompt))
 
 
 def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
-    """A completion as JSON knows it; the names are those of the Python API."""
+    """A completion for JSON, with the names of the Python API."""
     names = ("text", "token_ids", "logprobs", "finish_reason", "index")
     return {
         "prompt": prompt_text(completion, tokenizer),
@@ -108,25 +108,26 @@ def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
 
 
 def print_json(record: dict[str, Any]) -> None:
-    plain = partial(to_builtins, order="deterministic", enc_hook=str)  # sets are sorted
-    print(json.dumps(record, ensure_ascii=False, default=plain), flush=True)
+    convert = partial(to_builtins, order="deterministic", enc_hook=str)  # sorts sets
+    print(json.dumps(record, ensure_ascii=False, default=convert), flush=True)
 
 
 def summary(completion: Completion, drafts: bool = False) -> str:
-    """One line of figures for people; ``drafts``: there was a drafter."""
-    stats, written = completion.stats, len(completion.token_ids)
-    unit = "token" if written == 1 else "tokens"
+    """The line of statistics below a completion. ``drafts``: the LLM has a drafter, so the line
+    says why if nothing was drafted."""
+    stats, count = completion.stats, len(completion.token_ids)
+    unit = "token" if count == 1 else "tokens"
     parts = [
-        f"{written} {unit} ({completion.error or completion.finish_reason})",
+        f"{count} {unit} ({completion.error or completion.finish_reason})",
         f"{stats.tokens_per_second:.0f} tokens/s",
     ]
-    if stats.time_to_first_token > 2:  # of a long prompt, whose time the rate counts
-        parts.append(f"the first after {stats.time_to_first_token:.1f} s")
+    if stats.time_to_first_token > 2:  # the rate includes this time
+        parts.append(f"first token after {stats.time_to_first_token:.1f} s")
     if stats.acceptance_rate is not None:
         parts.append(f"{stats.mean_accepted_length:.2f} tokens per target step")
         parts.append(f"{stats.acceptance_rate:.0%} of drafted tokens accepted")
         shares = sorted(stats.drafters.items(), key=lambda item: -item[1])
-        parts += [f"{count / max(1, written):.0%} from {name}" for name, count in shares if count]
+        parts += [f"{tokens / max(1, count):.0%} from {name}" for name, tokens in shares if tokens]
     elif drafts:
         reasons = Counter(stats.not_drafted).most_common(1)
         parts += [f"no draft was tried: {reason}" for reason, _ in reasons]
@@ -138,23 +139,23 @@ def shortened(text: str) -> str:
 
 
 class Painter:
-    """Colours streamed text, behind ``prompt``, by where its tokens came from. A character that
-    spans tokens takes the later one's colour."""
+    """Colours the streamed text after ``prompt``: green for draft tokens, bold for the target's
+    own. A character of several tokens has the style of the last one."""
 
     def __init__(self, tokenizer: Any, coloured: bool, prompt: Sequence[int] = ()) -> None:
-        # Here, because it loads tokenizers, which --help need not.
+        # Imported here because it loads tokenizers, which --help does not need.
         from paceline.request.text import Detokeniser
 
         self._detokeniser = Detokeniser(tokenizer, prompt)
         self._coloured = coloured
-        self._styles: deque[str] = deque()  # of characters that were not shown yet
+        self._styles: deque[str] = deque()  # of the characters that have not been shown
         self._last = TARGET_STYLE
 
     def paint(
         self, token_ids: Iterable[int], from_draft: Iterable[bool], text: str | None = None
     ) -> Text:
-        """The next tokens as styled runs. ``text`` is the engine's, which may hold some back; None:
-        what their decoding gives."""
+        """The next tokens as styled text. ``text`` is the engine's new text, which may lag behind
+        the tokens; None shows all that the tokens decode to."""
         if text is not None and not self._coloured:
             return Text(text)
         decoded = ""
@@ -165,13 +166,13 @@ class Painter:
             decoded += piece
         painted, styles = Text(), self._styles
         shown = decoded if text is None else text
-        # An unfinished character at the text's end belongs to its last token.
+        # An incomplete character at the end of the text has the style of the last token.
         for style, run in groupby(shown, lambda _: styles.popleft() if styles else self._last):
             painted.append("".join(run), style)
         return painted
 
     def rest(self) -> Text:
-        """Characters that the last token left unfinished."""
+        """The incomplete character that the last token left."""
         return Text(self._detokeniser.flush(), self._last)
 
 
@@ -182,7 +183,7 @@ def stream_to(
     params: SamplingParams,
     show_draft: bool,
 ) -> list[Completion]:
-    """Print completions as they grow (a single one) or as they finish (several)."""
+    """Print a single completion as it grows, or each of several when it is complete."""
     show = partial(console.print, soft_wrap=True, highlight=False)
     single = len(prompts) == 1 and params.n == 1
     completions: list[Completion] = []
@@ -210,16 +211,16 @@ def stream_to(
     return completions
 
 
-NOT_ENOUGH = 3  # exit status: nothing is wrong, but the budget was too small to say anything
+NOT_ENOUGH = 3  # exit status: no error, but the time budget was too small for a result
 
 # -- options ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ReportOptions(WriteOptions):
-    """Where the result goes besides the terminal. Raises ConfigError on a bad report's name."""
+    """Options of a command that writes a report. Raises ConfigError for an invalid file name."""
 
-    report: str | None = _output(None, "Also write a report, an .html or .md file.")
+    report: str | None = _output(None, "Also write a report to this .html or .md file.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -227,7 +228,7 @@ class ReportOptions(WriteOptions):
             check_path(self.report)
 
     def emit(self, record: dict[str, Any], report: Report, details: bool = True) -> None:
-        """Tables or JSON to stdout, and the report's file if one was asked for."""
+        """Print the report, or the record as JSON, and write the report's file if there is one."""
         if self.as_json:
             print_json(record)
         else:
@@ -239,7 +240,7 @@ class ReportOptions(WriteOptions):
 
 @dataclass(frozen=True)
 class RunOptions(ReportOptions):
-    """How long measuring may take, and where results go."""
+    """Options of a command with a time budget."""
 
     seconds: float = _budget(
         180.0, "Time limit in seconds, loading included; 0 is no limit.", low=0
@@ -253,7 +254,7 @@ class RunOptions(ReportOptions):
 
 
 class Interruption:
-    """Ctrl-C ends the block early instead of the program; ``code`` is the exit status, then 130."""
+    """A context in which Ctrl-C ends the block instead of the program; ``code`` is then 130."""
 
     code = 0
 
@@ -268,17 +269,18 @@ class Interruption:
 
 
 @contextmanager
-def spending(what: str, budget: Budget, pieces: int = 0) -> Iterator[Callable[[str], None]]:
-    """A stage of so many seconds or, without an end, of so many pieces; given what comes next."""
+def budget_progress(what: str, budget: Budget, pieces: int = 0) -> Iterator[Callable[[str], None]]:
+    """Show the progress of a measurement: by the seconds of the budget or, if it has no limit, by
+    the number of ``pieces``. Yields a function to call before each piece, with its name."""
     seconds = budget.seconds
     total, unit = (pieces, "") if seconds is None else (seconds, "s")
-    with stage(what, total, unit) as begun:
-        shown = 0.0
+    with stage(what, total, unit) as progress:
+        done = 0.0
 
         def advance(note: str) -> None:
-            nonlocal shown
-            now = shown + 1 if seconds is None else min(budget.spent, seconds)
-            begun.advance(now - shown, note)
-            shown = now
+            nonlocal done
+            now = done + 1 if seconds is None else min(budget.spent, seconds)
+            progress.advance(now - done, note)
+            done = now
 
         yield advance

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
-from paceline.cli.options import chosen_model, expand, left_open
+from paceline.cli.options import expand, select_model, without_default
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, PacelineError
 from paceline.files import read_toml
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.server.service import Service
 
 
-_FLAGS = tuple(left_open(key) for key in keys() if key.name != "config")
+_FLAGS = tuple(without_default(key) for key in keys() if key.name != "config")
 
 
 @expand
@@ -36,19 +36,20 @@ def serve(
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     by_kind: dict[str, str] = {}
     for path in config:
-        # Only tuned settings have a version.
+        # Only files of tuned settings have a version.
         kind = "config" if "version" in read_toml(path, "config file") else "file"
         if by_kind.setdefault(kind, path) != path:
             raise ConfigError(
-                f"--config {path} is of the same kind as {by_kind[kind]}; leave out one"
+                f"--config {path} and --config {by_kind[kind]} hold the same kind of settings; "
+                "leave out one of them"
             )
     file = by_kind.pop("file", None)
-    settings = configure(given | by_kind, file, chosen_model)
+    settings = configure(given | by_kind, file, select_model)
     from paceline.server.security import Keys, exposure_warning, key_file_warning
 
     api_keys = Keys.load(settings.api_key_file)
     if print_config:
-        print(f"# {len(api_keys)} API keys, which are not shown")
+        print(f"# {len(api_keys)} API keys (not shown)")
         print(to_toml(settings), end="")
         return
     from paceline.server.run import bind, run, set_up_logging
@@ -58,7 +59,7 @@ def serve(
         from paceline.server.telemetry import Telemetry
 
         telemetry = Telemetry.to(settings.otlp_endpoint, settings.name)
-    with bind(settings.host, settings.port) as listener:  # what is quickly found out comes first
+    with bind(settings.host, settings.port) as listener:  # fails early if the port is taken
         notes = [exposure_warning(settings.host, api_keys)]
         if settings.api_key_file is not None:
             notes.append(key_file_warning(settings.api_key_file))
@@ -71,7 +72,7 @@ def serve(
 
 @contextmanager
 def _open(settings: ServeConfig) -> Iterator[Service]:
-    """The loaded model, in this process or in one of its own."""
+    """Load the model, in this process or in an engine process."""
     if settings.single_process:
         from paceline.server.local import load_llm, local_service
 
@@ -87,11 +88,11 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
     with closing(EngineProcess(settings)) as process:
         with stage(f"loading {settings.model}"):
             try:
-                tokenizer = load_tokenizer_alone(settings)  # while the other process loads
+                tokenizer = load_tokenizer_alone(settings)  # while the engine process loads
             except PacelineError:
-                process.hello()  # what it says of the model comes first
+                process.wait_until_loaded()  # the engine's error about the model comes first
                 raise
-            process.hello()
+            process.wait_until_loaded()
         for note in process.facts.notes:
             info(f"note: {note}")
         yield Service(process, tokenizer, settings)

@@ -1,6 +1,6 @@
-"""``paceline train``: drafts and heads, from their configurations; and ``paceline train sample``: a
-model answers prompts, for its drafts to be trained on. Every answer is a record as soon as it is
-there: an interruption costs what was being written.
+"""``paceline train``: trains draft models and heads; ``paceline train sample``: a model answers
+prompts, as training data for its drafts. Each answer is written to the file at once, so an
+interruption only loses the answers that were being generated.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from paceline.train.configs import (
     PromptSelection,
     TrainConfig,
 )
-from paceline.train.records import RefusedError, Source
+from paceline.train.records import RecordError, Source
 
 if TYPE_CHECKING:
     from paceline import LLM, Completion
     from paceline.train.prompts import NumberedPrompt
     from paceline.train.trainer import Progress, Trainer
 
-_GROUP = 16  # batches of prompts that are sorted by length together
+_STOP_SIGNALS = signal.SIGINT, signal.SIGTERM
+_BATCHES_PER_GROUP = 16  # the prompts of this many batches are sorted by length
 
 
 @expand
@@ -71,7 +72,7 @@ def sample(
     if out.is_file():
         info(f"{out} exists already; delete it to write it again")
         return
-    from paceline.train.prompts import prompts_of
+    from paceline.train.prompts import load_prompts
 
     sources = [Source.parse(spec) for spec in data]
     params = SamplingParams(**asdict(answers))
@@ -82,7 +83,7 @@ def sample(
         seed = prompts.seed + lines.lines
         llm = load_llm(engine, model, None, max_batch_size=max_batch_size, seed=seed)
         longest = min(prompts.max_prompt_len, llm.max_model_len - 1)
-        chosen = prompts_of(sources, llm.tokenizer, replace(prompts, max_prompt_len=longest))
+        chosen = load_prompts(sources, llm.tokenizer, replace(prompts, max_prompt_len=longest))
         writer = AnswerWriter(llm, params, longest, lines.add)
         writer.write(chosen, max_batch_size, lines.kept())
         failed = f" ({writer.failed} answers failed)" if writer.failed else ""
@@ -90,7 +91,7 @@ def sample(
 
 
 class AnswerWriter:
-    """Has prompts answered and writes them down, one JSON line an answer."""
+    """Has a model answer prompts, and passes each answer as a JSON line to ``add``."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, max_prompt: int, add: Callable[[str], None]
@@ -104,29 +105,31 @@ class AnswerWriter:
     def write(
         self, prompts: Sequence[NumberedPrompt], batch: int, kept: Iterable[str] = ()
     ) -> None:
-        """Answer the prompts, but for the lines that an earlier run has ``kept``, in groups of some
-        batches, each sorted by length. Next questions are in the next group."""
+        """Answer the prompts in groups of several batches, each sorted by length. ``kept`` are the
+        lines of an earlier run, whose prompts are skipped. The next question of a conversation is
+        asked in the next group."""
         waiting = self._unanswered(prompts, kept)
         tokens, total, start = 0, len(waiting), time.monotonic()
-        with stage("writing answers", total, "records") as doing:
+        size = _BATCHES_PER_GROUP * batch
+        with stage("writing answers", total, "records") as progress:
             while waiting:
-                group, waiting = waiting[: _GROUP * batch], waiting[_GROUP * batch :]
+                group, waiting = waiting[:size], waiting[size:]
                 group.sort(key=lambda prompt: len(prompt.token_ids))
                 for event in self._llm.stream([prompt.token_ids for prompt in group], self._params):
                     prompt, answer = group[event.request], event.completion
                     if answer is None:
                         continue
-                    self._note(prompt, answer)
+                    self._write_record(prompt, answer)
                     tokens += len(answer.token_ids)
                     speed = tokens / max(1e-9, time.monotonic() - start)
-                    doing.advance(1, f"{tokens:,} tokens, {speed:,.0f} tokens/s")
-                    after = self._next(prompt, answer.token_ids, answer.finish_reason)
-                    if after is not None:
+                    progress.advance(1, f"{tokens:,} tokens, {speed:,.0f} tokens/s")
+                    following = self._next(prompt, answer.token_ids, answer.finish_reason)
+                    if following is not None:
                         total += 1
-                        doing.resize(total)
-                        waiting.insert(0, after)
+                        progress.resize(total)
+                        waiting.insert(0, following)
 
-    def _note(self, prompt: NumberedPrompt, answer: Completion) -> None:
+    def _write_record(self, prompt: NumberedPrompt, answer: Completion) -> None:
         if answer.finish_reason == "error" or not answer.token_ids:
             self.failed += 1
             return
@@ -148,58 +151,65 @@ class AnswerWriter:
     def _next(
         self, prompt: NumberedPrompt, answer: Sequence[int], finish: str
     ) -> NumberedPrompt | None:
-        """The next question of a conversation, if there is one and the answer had an end."""
-        talk = prompt.talk
-        if finish != "stop" or talk is None or not talk.later:
+        """The next prompt of a conversation: None if it has no further question, the answer was
+        cut off, or the prompt would be too long."""
+        conversation = prompt.conversation
+        if finish != "stop" or conversation is None or not conversation.next_questions:
             return None
         text = self._llm.tokenizer.decode(list(answer), skip_special_tokens=True)
-        turns = {"role": "assistant", "content": text}, {"role": "user", "content": talk.later[0]}
-        talk = replace(talk, messages=[*talk.messages, *turns], later=talk.later[1:])
-        with suppress(RefusedError):
-            ids = self._writer.prompt_ids(talk, len(talk.messages))
+        question, *later = conversation.next_questions
+        turns = {"role": "assistant", "content": text}, {"role": "user", "content": question}
+        conversation = replace(
+            conversation, messages=[*conversation.messages, *turns], next_questions=tuple(later)
+        )
+        with suppress(RecordError):
+            ids = self._writer.prompt_ids(conversation, len(conversation.messages))
             if len(ids) <= self._max_prompt:
-                return replace(prompt, token_ids=ids, talk=talk, turn=prompt.turn + 1)
+                turn = prompt.turn + 1
+                return replace(prompt, token_ids=ids, conversation=conversation, turn=turn)
         return None
 
     def _unanswered(
         self, prompts: Sequence[NumberedPrompt], kept: Iterable[str]
     ) -> list[NumberedPrompt]:
-        """The first questions, and the next ones of what was kept."""
-        left: dict[int, NumberedPrompt | None] = {prompt.number: prompt for prompt in prompts}
+        """The prompts that have no answer among the ``kept`` lines; for conversations of which
+        answers are kept, the next prompt."""
+        pending: dict[int, NumberedPrompt | None] = {prompt.number: prompt for prompt in prompts}
         for record in map(json.loads, kept):
-            prompt = left.get(record["job"])
+            prompt = pending.get(record["job"])
             if prompt is not None and prompt.turn == record["turn"]:
                 answer = record["ids"][record["prompt"] :]
-                left[prompt.number] = self._next(prompt, answer, record["finish"])
-        return [prompt for prompt in left.values() if prompt is not None]
+                pending[prompt.number] = self._next(prompt, answer, record["finish"])
+        return [prompt for prompt in pending.values() if prompt is not None]
 
 
-app = typer.Typer(help="Train models for Paceline.", no_args_is_help=True)
+app = typer.Typer(help="Train draft models and heads.", no_args_is_help=True)
 
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C, or SIGTERM, between steps: the block asks whether it came. A second one stops at
-    once."""
-    came = False
+    """In the block, Ctrl-C and SIGTERM only set a flag, which the yielded function returns. A
+    second signal raises KeyboardInterrupt at once."""
+    interrupted = False
 
     def interrupt(*_: object) -> None:
-        nonlocal came
-        if came:
-            raise KeyboardInterrupt("interrupted; the last saved checkpoint stands")
-        came = True
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt("interrupted; the last saved checkpoint is kept")
+        interrupted = True
         print("stopping after this step (press Ctrl-C again to stop at once)", file=sys.stderr)
 
-    before = {sent: signal.signal(sent, interrupt) for sent in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, interrupt) for number in _STOP_SIGNALS}
     try:
-        yield lambda: came
+        yield lambda: interrupted
     finally:
-        for sent, handler in before.items():
-            signal.signal(sent, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:
-    """Train to the last step, or to Ctrl-C; returns the folder of the result."""
+    """Train to the last step; returns the folder of the result. After Ctrl-C, saves a checkpoint
+    and raises KeyboardInterrupt."""
     from paceline.train.acceptance import total
 
     first, last = trainer.step, trainer.config.steps
@@ -207,20 +217,21 @@ def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:
         info(f"note: {trainer.note}")
     if first:
         info(f"resuming at step {first} of {last}")
-    mean = ""
+    acceptance = ""
     what = f"training from step {first}" if first else "training"
     steps = stage(what, max(0, last - first), "steps")
-    with deferred_interrupts() as interrupted, steps as doing:
+    with deferred_interrupts() as interrupted, steps as bar:
 
         def on_progress(progress: Progress) -> None:
-            nonlocal mean
+            nonlocal acceptance
             if parts := progress.acceptance:
                 length = total(parts.values()).mean_accepted_length
-                mean = f"{length:.2f} tokens per target step"
+                acceptance = f"{length:.2f} tokens per target step"
                 files = (f"{name} {part.mean_accepted_length:.2f}" for name, part in parts.items())
-                info(f"step {progress.step}: {mean} ({', '.join(files)})")
+                info(f"step {progress.step}: {acceptance} ({', '.join(files)})")
             speed = f"{progress.tokens_per_second:,.0f} tokens/s"
-            doing.advance(1, ", ".join(filter(None, (f"loss {progress.loss:.3f}", speed, mean))))
+            figures = f"loss {progress.loss:.3f}", speed, acceptance
+            bar.advance(1, ", ".join(filter(None, figures)))
             if interrupted():
                 trainer.save_checkpoint()
                 raise KeyboardInterrupt(
@@ -233,7 +244,7 @@ def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:
 
 @dataclass(frozen=True)
 class RunningOptions(WriteOptions):
-    """How a run is carried out; nothing here changes its result, up to rounding."""
+    """How a training runs. These options do not change its result, except for rounding."""
 
     out: Path = setting(MISSING, "Folder of the run; the trained model is written below it.")
     device: str = setting("auto", "Device to train on: auto, cpu, cuda ...")
@@ -246,15 +257,15 @@ class RunningOptions(WriteOptions):
 
 
 def train(config: TrainConfig, running: RunningOptions, program: str = "paceline") -> None:
-    """Train to the end or to Ctrl-C, and write the result and its card, which says how ``program``
-    was called."""
+    """Train, then write the result and its model card, which has the command line. ``program`` is
+    its first word. Ctrl-C saves a checkpoint and raises KeyboardInterrupt."""
     set_threads(running.threads)
     from paceline.train.acceptance import total
     from paceline.train.card import counts_of, write_card
 
     module, _, name = config.trainer.partition(":")
-    kind = getattr(import_module(module), name)
-    trainer: Trainer = kind(config, running.out, running.device, running.compiled)
+    trainer_class = getattr(import_module(module), name)
+    trainer: Trainer = trainer_class(config, running.out, running.device, running.compiled)
     folder = train_to_end(trainer, running)
     with stage("writing the model card"):
         card = write_card(trainer, shlex.join([program, *sys.argv[1:]]))
@@ -278,7 +289,7 @@ def train(config: TrainConfig, running: RunningOptions, program: str = "paceline
 
 
 def _add(name: str, config: type[TrainConfig]) -> None:
-    """Add ``paceline train NAME``."""
+    """Add the command ``paceline train NAME``."""
 
     def command(config: Any, running: Any) -> None:
         train(config, running)

@@ -1,4 +1,4 @@
-"""``paceline pull``: fetching named models, the one thing in this package that does."""
+"""``paceline pull``: downloads built-in models. Nothing else in the package downloads them."""
 
 from paceline.pull.run import Pulled as Pulled
 from paceline.pull.run import pull as pull

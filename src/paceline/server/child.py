@@ -1,4 +1,4 @@
-"""The engine's process: model, engine thread and metrics. It ends when the connection closes."""
+"""The engine process: model, engine thread and metrics. It ends when the connection closes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline.server.loop import EngineLoop, Link
 
 
 def main() -> None:
-    """Run the process. Its argument is the connection's descriptor."""
-    ignore_signals()  # the parent drains, then closes the connection
+    """Run the engine process; ``sys.argv[1]`` is the file descriptor of the connection."""
+    ignore_signals()  # the parent handles them: it drains, then closes the connection
     connection = socket.socket(fileno=int(sys.argv[1]))
     first = wire.read_message(connection)
     if first is None:
@@ -22,7 +22,7 @@ def main() -> None:
     message = wire.REQUESTS.decode(first)
     assert isinstance(message, wire.LoadModel)
     link = Link(connection, lambda: exit_now(0))
-    # Before loading, so that the end of the parent is noticed.
+    # Read while the model loads, so that the end of the parent ends this process.
     threading.Thread(target=link.read, name="paceline-link", daemon=True).start()
     loop = link.loop = _load(message, link)
     link.send(wire.Hello(wire.Facts.of(loop.llm)))
@@ -32,8 +32,8 @@ def main() -> None:
 
 
 def _load(message: wire.LoadModel, link: Link) -> EngineLoop:
-    """Load the model; ends the process on failure."""
-    from paceline.cli.output import debugging, reason_of
+    """Load the model. On failure, report it to the parent and end the process."""
+    from paceline.cli.output import debugging, error_line
     from paceline.server.local import load_llm
     from paceline.server.run import set_up_logging
 
@@ -44,5 +44,5 @@ def _load(message: wire.LoadModel, link: Link) -> EngineLoop:
     except Exception as error:
         if debugging():
             traceback.print_exc()
-        link.send(wire.Lost(reason_of(error).encode("utf-8", "replace").decode("utf-8")))
+        link.send(wire.Lost(error_line(error).encode("utf-8", "replace").decode("utf-8")))
         exit_now(1)

@@ -1,7 +1,7 @@
-"""The settings of ``paceline serve``: flags, TOML file and checks.
+"""The settings of ``paceline serve``, from flags and a TOML file.
 
-Every field of ``ServeConfig`` is a flag (``max_queue`` is ``--max-queue``) and a key of its section
-in the file; both are read by ``TableEntry.read``.
+Every field of ``ServeConfig`` is a flag (``max_queue`` is ``--max-queue``) and a key in a section
+of the file. ``TableEntry.read`` parses and checks the values of both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _model, _server, _limits, _security = map(under, ("Model", "Server", "Limits", "
 
 @dataclass(frozen=True)
 class _Names:
-    """The model and its name."""
+    """The model, its drafts and its name."""
 
     model: str = _model(
         EMBEDDED,
@@ -49,7 +49,7 @@ class _Names:
 
 @dataclass(frozen=True)
 class ServeConfig(EngineSettings, AdapterSettings, _Names):
-    """Settings of a server. Sizes in bytes, times in seconds; ``deadline`` 0 is none."""
+    """Settings of a server. Sizes are in bytes, times in seconds; ``deadline`` 0 means none."""
 
     host: str = _server("127.0.0.1", "Address to listen on.")
     port: int = _server(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
@@ -97,21 +97,23 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
 
     def __post_init__(self) -> None:
         if self.name in self.adapters:
-            raise ConfigError(f"an adapter is called {self.name!r}, as the model; rename one")
+            raise ConfigError(f"an adapter and the model are both called {self.name!r}; rename one")
         if "none" in self.draft and len(self.draft) > 1:
-            raise ConfigError("draft 'none' stands alone; leave out it or the other drafts")
+            raise ConfigError(
+                "draft 'none' cannot be combined with other drafts; leave out it or the others"
+            )
         for origin in self.cors_origin:
             scheme, colons, rest = origin.partition("://")
-            plain = scheme in ("http", "https") and colons and rest and not set(rest) & set("/ *?#")
-            if origin != "*" and not plain:
+            valid = scheme in ("http", "https") and colons and rest and not set(rest) & set("/ *?#")
+            if origin != "*" and not valid:
                 raise ConfigError(
-                    f"cors_origin {origin!r} is no origin; write https://chat.example, without a "
-                    "path, or * for any"
+                    f"cors_origin {origin!r} is not an origin; write https://chat.example, without "
+                    "a path, or * for any"
                 )
 
     @property
     def drafts(self) -> tuple[str, ...]:
-        """The drafts that ``LLM`` loads; for "auto" tuned settings give their own."""
+        """The specs of the drafts to load. Without ``draft``, tuned settings name theirs."""
         if self.draft:
             return self.draft
         return default_drafts(self.model) if self.config is None else (DEFAULT_DRAFT,)
@@ -123,12 +125,12 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
 
     @property
     def alias_of(self) -> str | None:
-        """The model's name in metrics under another server's names; None without those."""
+        """The model's name for ``metrics_alias``; None if that is not set."""
         return None if self.metrics_alias is None else self.name
 
 
 def keys() -> tuple[TableEntry, ...]:
-    """All settings in the order of ``--help``."""
+    """All settings of a server, in the order of ``--help``."""
     return entries(ServeConfig, "server")
 
 
@@ -137,8 +139,9 @@ def configure(
     file: str | Path | None = None,
     choose: Callable[[str], str] = lambda name: name or EMBEDDED,
 ) -> ServeConfig:
-    """Defaults, then the file, then flags that are not None. ``choose`` gets the model's name (""
-    if none is named) and returns the one to serve. Raises ConfigError."""
+    """Merge the defaults, the file, and the flags that are not None, which take precedence.
+    ``choose`` gets the model's name ("" if none was given) and returns the model to serve. Raises
+    ConfigError."""
     values = {} if file is None else read_file(file)
     for entry in keys():
         value = flags.get(entry.name)
@@ -149,42 +152,42 @@ def configure(
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The values in a configuration file. Raises ConfigError with file and key."""
-    known = {(entry.key.section, entry.name): entry for entry in keys()}
+    """The values in a configuration file. Raises ConfigError, which names file and key."""
     values = {}
     for section, content in read_toml(path, "config file").items():
         if section not in SECTIONS or not isinstance(content, dict):
-            raise ConfigError(f"{path}: {_unknown('', section)}")
-        there = [name for home, name in known if home == section]
+            raise ConfigError(f"{path}: {_unknown_key('', section)}")
+        known = {entry.name: entry for entry in keys() if entry.key.section == section}
         for name, value in content.items():
             where = f"{path}: [{section}] {name}"
-            if name not in there:
-                ours = our_name(name, there)
-                if ours not in there:
-                    fault = f"[{section}] {name}: {ours}" if ours else _unknown(section, name)
-                    raise ConfigError(f"{path}: {fault}")
+            if name not in known:  # perhaps another engine's name for one of the keys
+                ours = our_name(name, known)
+                if ours not in known:
+                    problem = f"[{section}] {name}: {ours}" if ours else _unknown_key(section, name)
+                    raise ConfigError(f"{path}: {problem}")
                 announce(f"{path}: [{section}]", name, ours, ours in content or ours in values)
                 name = ours
-            values[name] = known[section, name].read(value, where)
+            values[name] = known[name].read(value, where)
     return values
 
 
-def _unknown(section: str, name: str) -> str:
-    """The error for an unknown key or, with section "", an unknown section; suggests near ones."""
-    homes = {entry.name: f"[{entry.key.section}] {entry.name}" for entry in keys()}
+def _unknown_key(section: str, name: str) -> str:
+    """The message for an unknown key or, if ``section`` is "", an unknown section. It suggests the
+    most similar one."""
+    candidates = {entry.name: f"[{entry.key.section}] {entry.name}" for entry in keys()}
     if not section:
-        homes |= {other: f"[{other}]" for other in SECTIONS}
-    there = [entry.name for entry in keys() if entry.key.section == section]
+        candidates |= {other: f"[{other}]" for other in SECTIONS}
+    names = [entry.name for entry in keys() if entry.key.section == section]
     advice = (
-        f"there are {', '.join(there)}" if section else f"the sections are {', '.join(SECTIONS)}"
+        f"the keys are {', '.join(names)}" if section else f"the sections are {', '.join(SECTIONS)}"
     )
-    if near := get_close_matches(name, homes, 1):
-        advice = f"did you mean {homes[near[0]]}?"
+    if similar := get_close_matches(name, candidates, 1):
+        advice = f"did you mean {candidates[similar[0]]}?"
     return f"unknown key {f'[{section}] {name}' if section else name}; {advice}"
 
 
 def to_toml(config: ServeConfig) -> str:
-    """A file with these settings; unset ones are comments."""
+    """The text of a configuration file with these settings; unset ones are comments."""
     import tomli_w
 
     values = asdict(config)

@@ -1,7 +1,8 @@
-"""Fields of request bodies: known, noted, ignored or refused; and the text of a message's content.
+"""Which fields of request bodies are accepted, ignored or refused; the content of messages.
 
-Fields that cannot change the text are noted (``requestlog.note``), as are fields of other servers
-at neutral values. Unknown fields that are null are ignored. All others are refused by name.
+Fields that cannot change the text, and fields of other servers at neutral values, are ignored, and
+the response names them (``requestlog.report_ignored``). Unknown fields that are null are dropped
+silently. All other unknown fields are refused by name.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from paceline.files import read_toml
 from paceline.request.validation import text_of
-from paceline.server.requestlog import note
+from paceline.server.requestlog import report_ignored
 
 _TABLES = read_toml(Path(__file__).with_name("fields.toml"), "the table of fields")
-NOTED = frozenset[str](_TABLES["noted"])  # at any value
-NOTED_AT: Mapping[str, Sequence[Any]] = _TABLES["noted_at"]  # these neutral values
-REFUSED: Mapping[str, str] = _TABLES["refused"]  # reasons; others are refused by name alone
+IGNORED = frozenset[str](_TABLES["ignored"])  # at any value
+IGNORED_AT: Mapping[str, Sequence[Any]] = _TABLES["ignored_at"]  # at these neutral values
+REFUSED: Mapping[str, str] = _TABLES["refused"]  # with the reason
 ROUTER_DEFAULTS: Mapping[str, bool] = _TABLES["router_defaults"]  # in every request of vllm-router
 
 
 class Body(BaseModel):
-    """Part of a request. A null for a field that is not nullable is as good as left out."""
+    """A JSON object of a request. Null stands for the default of a field that is not nullable.
+    Fields in ``_dropped`` are ignored silently."""
 
     model_config = ConfigDict(extra="forbid")
-    _ignored: ClassVar[frozenset[str]] = frozenset()  # ignored
+    _dropped: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -42,10 +44,10 @@ class Body(BaseModel):
             if name in known:
                 if value is not None or known[name]:
                     kept[name] = value
-            elif name in cls._ignored or value is None or value is ROUTER_DEFAULTS.get(name):
+            elif name in cls._dropped or value is None or value is ROUTER_DEFAULTS.get(name):
                 pass
-            elif name in NOTED or value in NOTED_AT.get(name, ()):
-                note(name)
+            elif name in IGNORED or value in IGNORED_AT.get(name, ()):
+                report_ignored(name)
             else:
                 kept[name] = value
         return kept
@@ -53,7 +55,7 @@ class Body(BaseModel):
 
 @cache
 def _fields(kind: type[Body]) -> dict[str, bool]:
-    """JSON names of the fields, and whether they are nullable."""
+    """Whether each field is nullable, by its name in JSON."""
     return {
         field.alias or name: NoneType in get_args(field.annotation)
         for name, field in kind.model_fields.items()
@@ -62,7 +64,7 @@ def _fields(kind: type[Body]) -> dict[str, bool]:
 
 @cache
 def known_fields() -> set[str]:
-    """The names of all fields of all requests and their parts, for suggestions."""
+    """The names of all fields of all request bodies, for suggestions."""
 
     def of(kind: type[Body]) -> set[str]:
         return set(_fields(kind)).union(*map(of, kind.__subclasses__()))

@@ -1,4 +1,4 @@
-"""The engine in the process that speaks HTTP, on a thread of its own (``--single-process``)."""
+"""The engine on a thread of the HTTP process (``--single-process``)."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ if TYPE_CHECKING:
 
 
 def load_llm(settings: ServeConfig) -> LLM:
-    """Raises what ``LLM`` does."""
+    """Load the model with the settings of a server. Raises what ``LLM`` raises."""
     names = settings.model, settings.drafts, settings.config
     return options.load_llm(settings, *names, lora=settings.adapters)
 
 
-_END_SECONDS = 10.0  # for the reading thread to end
+_JOIN_SECONDS = 10.0  # how long ``close`` waits for the thread that reads the connection
 
 
 class EngineThread:
-    """The engine on a thread of this process, with the same messages as between two processes."""
+    """An engine on a thread of this process. The messages cross a socket pair, as they do between
+    two processes."""
 
     def __init__(self, llm: LLM, alias_of: str | None = None) -> None:
         self.llm, self.facts = llm, Facts.of(llm)
-        self._connection, self._theirs = socket.socketpair()
-        link = Link(self._theirs, self._theirs.close)
+        self._connection, self._engine_end = socket.socketpair()
+        link = Link(self._engine_end, self._engine_end.close)
         self.loop = link.loop = EngineLoop(llm, link.send, alias_of)
-        self._reading = threading.Thread(target=link.read, name="paceline-link", daemon=True)
+        self._reader = threading.Thread(target=link.read, name="paceline-link", daemon=True)
 
     def start(self) -> socket.socket:
-        self._reading.start()
+        self._reader.start()
         self.loop.start()
         return self._connection
 
-    def ended(self) -> str:
+    def exit_reason(self) -> str:
         return "has ended"
 
     def close(self) -> None:
-        """Also for one that was never started."""
-        self._connection.close()  # which ends the reading
-        if self._reading.is_alive():
-            self._reading.join(_END_SECONDS)
+        """End the engine, whether or not it was started."""
+        self._connection.close()  # which ends the reader
+        if self._reader.is_alive():
+            self._reader.join(_JOIN_SECONDS)
         self.loop.stop()
-        self._theirs.close()
+        self._engine_end.close()
 
 
 def local_service(llm: LLM, config: ServeConfig) -> Service:
-    """A service over a loaded model, with the names and limits of ``config``."""
+    """The service of a loaded model, with the names and limits of ``config``."""
     return Service(EngineThread(llm, config.alias_of), llm.tokenizer, config)

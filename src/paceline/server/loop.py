@@ -1,11 +1,12 @@
-"""The engine's side of wire.py's messages: the engine thread and its jobs.
+"""The engine's side of the connection: handles the messages of wire.py and steps the engine.
 
-    handle(message)         on one thread, which never waits
-    _prepare(...)           on three, by what takes long: nothing, a grammar, reading weights
-    _run()                  on the engine thread: step, then post(StepEvents) for all jobs
+    handle(message)    runs on the thread that reads the connection; it never blocks
+    _prepare(...)      runs on one of three worker threads: quick requests, grammars, weight files
+    _run()             runs on the engine thread: one step, then one StepEvents message for all jobs
 
-One thread at a time uses the engine, under its owner's lock (request/owner.py). Cancelled jobs
-leave before the next step. However the engine thread ends, all jobs are told.
+Only one thread at a time uses the engine, under the lock of ``EngineOwner`` (request/owner.py).
+Cancelled jobs are removed before the next step. When the engine thread ends, for whatever reason,
+the clients of all jobs are notified.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from paceline.engine.recovery import Failure
 from paceline.errors import EngineLostError, PacelineError
 from paceline.request.completion import StreamEvent
 from paceline.server import wire
-from paceline.server.failures import APIError, as_api_error, draining, engine_lost, request_failed
+from paceline.server.failures import (
+    APIError,
+    as_api_error,
+    engine_lost,
+    request_failed,
+    shutting_down,
+)
 from paceline.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -35,105 +42,109 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline.server")
 
-_STOP_SECONDS = 10.0  # for the thread to end
-_HANGING_SECONDS = 10.0  # for a hanging forward to fail after the model is lost
+_STOP_SECONDS = 10.0  # how long ``stop`` waits for the engine thread
+_HANGING_SECONDS = 10.0  # how long a forward may hang after the model was lost
 
 
 class Link:
-    """This side of the connection, for any thread. ``end`` is called when the other side closes."""
+    """The engine's end of the connection; any thread may send. ``on_close`` is called once the
+    HTTP side has closed the connection."""
 
-    def __init__(self, connection: socket.socket, end: Callable[[], None]) -> None:
-        self._connection, self._end = connection, end
-        self._writing = threading.Lock()
+    def __init__(self, connection: socket.socket, on_close: Callable[[], None]) -> None:
+        self._connection, self._on_close = connection, on_close
+        self._send_lock = threading.Lock()
         self.loop: EngineLoop | None = None
 
     def send(self, message: wire.WireMessage) -> None:
-        """Waits while the other process does not read; the engine then waits, too."""
+        """Send a message. Blocks, and so does the engine, while the HTTP side does not read."""
         data = wire.encode_message(message)
         try:
-            with self._writing:
+            with self._send_lock:
                 self._connection.sendall(data)
         except OSError:
-            self._end()
+            self._on_close()
 
     def read(self) -> None:
-        """Handle messages until the other process ends."""
+        """Handle messages until the HTTP side closes the connection."""
         while (body := wire.read_message(self._connection)) is not None:
-            assert self.loop is not None, "nothing is asked before the hello"
+            assert self.loop is not None, "a message arrived before the Hello was sent"
             self.loop.handle(wire.REQUESTS.decode(body))
-        self._end()
+        self._on_close()
 
 
 class EngineJob:
-    """The requests of a ticket: none before they are prepared; ``open`` ones are unfinished.
-    ``arrived``: by time.perf_counter. ``outcome``: why it is cancelled."""
+    """The requests of one ticket, with those still ``unfinished``; both empty until prepared.
+    ``arrived`` is a time of time.perf_counter; ``outcome`` says why the job was cancelled."""
 
     def __init__(self, submit: wire.Submit) -> None:
         self.ticket = submit.number
         self.count = len(submit.prompts) * submit.params.n
         self.arrived = time.perf_counter()
         self.requests: list[Request] = []
-        self.open: list[Request] = []
+        self.unfinished: list[Request] = []
         self.outcome: str | None = None
 
 
 class EngineLoop:
-    """Runs an ``LLM`` on its own thread; start it once. ``post`` sends a message to the clients, on
-    several threads. ``alias_of``: see ``Metrics``."""
+    """Runs an ``LLM`` on an engine thread; start it once. ``post`` sends a message to the HTTP side
+    and is called on several threads. ``alias_of``: see ``Metrics``."""
 
     def __init__(
         self, llm: LLM, post: Callable[[wire.WireMessage], None], alias_of: str | None = None
     ) -> None:
         self.llm = llm
-        self.lost: str | None = None  # why the thread ended unasked
+        self.lost: str | None = None  # why the engine thread failed
         self.metrics = Metrics(alias_of)
-        self.metrics.watch(llm.engine, lambda: self.waiting)
+        self.metrics.watch_engine(llm.engine, lambda: self.waiting)
         self._post = post
-        self._jobs: dict[int, EngineJob] = {}  # by ticket, in the order of their arrival
-        # What wakes the engine thread: new requests (None), or why it is to end.
-        self._wakes: SimpleQueue[PacelineError | None] = SimpleQueue()
-        self._closed = threading.Lock()  # held from when clients are told of the end
-        self._over = threading.Event()
+        self._jobs: dict[int, EngineJob] = {}  # by ticket number, in order of arrival
+        # Wakes the engine thread: None for new requests, an error to end it.
+        self._wakeups: SimpleQueue[PacelineError | None] = SimpleQueue()
+        self._closed = threading.Lock()  # taken once, when clients are notified of the end
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
-        # A large grammar, the hash of all weights for a first receipt, or a new adapter takes
-        # seconds, and other requests do not wait for that.
-        self._preparing, self._compiling, self._reading = (
+        # Compiling a large grammar, hashing all weights for the first receipt, and loading an
+        # adapter take seconds. Separate workers keep other requests from waiting for that.
+        self._prepare_worker, self._grammar_worker, self._weights_worker = (
             ThreadPoolExecutor(1, f"paceline-{name}") for name in ("prepare", "compile", "read")
         )
         if llm.target.ranks is not None:
-            llm.target.ranks.when_lost(self._break)
+            llm.target.ranks.when_lost(self._model_lost)
 
-    # -- for other threads ----------------------------------------------------------------------
+    # -- called by other threads ----------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """Sequences that have arrived but do not run yet."""
+        """Number of sequences that have arrived but are not running yet."""
         jobs = list(self._jobs.values())
-        unfinished = sum(len(job.open) if job.requests else job.count for job in jobs)
+        unfinished = sum(len(job.unfinished) if job.requests else job.count for job in jobs)
         return max(0, unfinished - len(self.llm.engine.scheduler.running))
 
     def handle(self, message: wire.WireMessage) -> None:
-        """Called on one thread only."""
+        """Handle a message of the HTTP side; called on the thread that reads the connection."""
         if isinstance(message, wire.Submit):
             job = self._jobs[message.number] = EngineJob(message)
-            plain = self._preparing if message.params.grammar is None else self._compiling
-            pool = self._reading if message.params.receipt else plain
-            pool.submit(self._answer, message.number, partial(self._prepare, message, job))
+            worker = self._prepare_worker
+            if message.params.receipt:
+                worker = self._weights_worker
+            elif message.params.grammar is not None:
+                worker = self._grammar_worker
+            worker.submit(self._reply, message.number, partial(self._prepare, message, job))
         elif isinstance(message, wire.Cancel):
             cancelled = self._jobs.get(message.number)
             if cancelled is not None:
                 cancelled.outcome = message.outcome
         elif isinstance(message, wire.Scrape):
-            self._answer(message.number, self.metrics.render)
+            self._reply(message.number, self.metrics.render)
         elif isinstance(message, wire.SetAdapter):
-            pool = self._preparing if message.folder is None else self._reading
-            pool.submit(self._answer, message.number, partial(self._set_adapter, message))
+            worker = self._prepare_worker if message.folder is None else self._weights_worker
+            worker.submit(self._reply, message.number, partial(self._set_adapter, message))
 
-    def _answer(self, number: int, work: Callable[[], str | None]) -> None:
-        """Do what was asked and say so, or why it failed."""
+    def _reply(self, number: int, work: Callable[[], str | None]) -> None:
+        """Run ``work`` and post its result, or the error that it raised."""
         try:
             self._post(wire.Done(number, work() or ""))
         except Exception as error:
@@ -148,6 +159,7 @@ class EngineLoop:
             self.llm.adapters.load(message.name, message.folder, replace=True)
 
     def _prepare(self, submit: wire.Submit, job: EngineJob) -> None:
+        """Make the requests of a job and queue them. Raises PacelineError."""
         try:
             requests = [
                 request
@@ -158,10 +170,10 @@ class EngineLoop:
                 request.whole_characters = True
                 request.seq.queued = job.arrived
             self.llm.enqueue(requests)
-            self.metrics.queued(requests)
-            # Setting ``requests`` makes the job visible.
-            job.open, job.requests = list(requests), requests
-            self._wakes.put(None)
+            self.metrics.record_queued(requests)
+            # Setting ``requests`` makes the job visible to the engine thread.
+            job.unfinished, job.requests = list(requests), requests
+            self._wakeups.put(None)
             if self._closed.locked():
                 raise engine_lost()
         except Exception:
@@ -169,45 +181,48 @@ class EngineLoop:
             raise
 
     def stop(self) -> None:
-        """End the thread; cancel unfinished requests and tell their clients."""
-        self._wakes.put(draining("the server has shut down"))
+        """End the engine thread; cancel unfinished requests and notify their clients."""
+        self._wakeups.put(shutting_down("the server has shut down"))
         if self._thread.is_alive():
             self._thread.join(_STOP_SECONDS)
-        for pool in (self._preparing, self._compiling, self._reading):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for worker in (self._prepare_worker, self._grammar_worker, self._weights_worker):
+            worker.shutdown(wait=False, cancel_futures=True)
 
     def join(self) -> None:
-        """Wait until the thread has ended and all clients have been told."""
-        self._over.wait()
+        """Wait until the engine thread has ended and all clients have been notified."""
+        self._ended.wait()
 
-    def _break(self, reason: str) -> None:
-        """The model cannot run any more. A thread that hangs in a forward is not waited for."""
+    def _model_lost(self, reason: str) -> None:
+        """End the engine thread because the model cannot run any more. If a forward hangs, clients
+        are notified after ``_HANGING_SECONDS`` without waiting for it."""
         lost = EngineLostError(reason)
-        self._wakes.put(lost)
-        late = threading.Timer(_HANGING_SECONDS, self._close, [lost])
-        late.daemon = True
-        late.start()
+        self._wakeups.put(lost)
+        timeout = threading.Timer(_HANGING_SECONDS, self._close, [lost])
+        timeout.daemon = True
+        timeout.start()
 
     # -- the engine thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._work()
-        except BaseException as error:  # any: without this thread no request would end
+            self._step_forever()
+        except BaseException as error:  # of any kind: without this thread no request would end
             self._close(error)
 
-    def _work(self) -> None:
+    def _step_forever(self) -> None:
+        """Step while there are jobs, sleep while there are none. Raises the error that was put
+        into ``_wakeups`` and whatever a step raises."""
         while True:
-            while not (self._prepared and self._wakes.empty()):
-                if (end := self._wakes.get()) is not None:
+            while not (self._prepared and self._wakeups.empty()):
+                if (end := self._wakeups.get()) is not None:
                     raise end
             for job in self._prepared:
                 if job.outcome is not None:  # cancelled
                     self._finish(job, job.outcome)
             if self.llm.engine.has_work:
                 advanced = self.llm.step()
-                self.metrics.stepped(self.llm, advanced)
-            # Also for jobs that ended without a step.
+                self.metrics.record_step(self.llm, advanced)
+            # Jobs may also have ended without a step.
             self._publish()
 
     @property
@@ -215,13 +230,14 @@ class EngineLoop:
         return [job for job in list(self._jobs.values()) if job.requests]
 
     def _publish(self) -> None:
+        """Post the new events of all jobs in one message, and end the jobs that are complete."""
         events: list[tuple[int, StreamEvent]] = []
         failed: list[tuple[EngineJob, str]] = []
         for job in self._prepared:
             reason = self._collect(job, events)
             if reason is not None:
                 failed.append((job, reason))
-            elif not job.open:
+            elif not job.unfinished:
                 self._forget(job)
         if events:
             self._post(wire.StepEvents(events))
@@ -229,26 +245,26 @@ class EngineLoop:
             self._finish(job, "error", request_failed(reason))
 
     def _collect(self, job: EngineJob, events: list[tuple[int, StreamEvent]]) -> str | None:
-        """Append a job's new events to ``events``; returns why it failed, if it did."""
-        for request in list(job.open):
+        """Append a job's new events to ``events``; returns the reason if the job failed."""
+        for request in list(job.unfinished):
             completion = request.completion
             if completion is not None and completion.finish_reason == "error":
-                return completion.error or "the engine failed on it"
+                return completion.error or "the engine failed on this request"
             new = list(request.events)
             request.events.clear()
             if completion is not None:
-                if not new:  # it is not streamed
+                if not new:  # the request is not streamed
                     new = [StreamEvent(request.number, request.index, "", [], [])]
                 new[-1] = replace(new[-1], completion=replace(completion, prompt=""))
-                job.open.remove(request)
-                self.metrics.finished(request, completion.finish_reason)
+                job.unfinished.remove(request)
+                self.metrics.record_finished(request, completion.finish_reason)
             events += [(job.ticket, event) for event in new]
         return None
 
     def _finish(self, job: EngineJob, outcome: str, error: Exception | None = None) -> None:
-        """End a job before its requests; its client gets the ``error``."""
-        for request in job.open:
-            self.metrics.finished(request, outcome)
+        """End a job whose requests are unfinished; its client gets the ``error``, if any."""
+        for request in job.unfinished:
+            self.metrics.record_finished(request, outcome)
         self._forget(job)
         if error is not None:
             self._post(wire.Ended(job.ticket, as_api_error(error)))
@@ -258,8 +274,8 @@ class EngineLoop:
         self._jobs.pop(job.ticket, None)
 
     def _close(self, error: BaseException) -> None:
-        """Tell all clients, an APIError as it is. Nothing here may stop the rest: the engine may be
-        in any state."""
+        """End all jobs with ``error`` (an APIError reaches clients unchanged). The engine may be in
+        any state, so an error in one of these steps must not prevent the others."""
         if not self._closed.acquire(blocking=False):
             return
         jobs = list(self._jobs.values())
@@ -269,13 +285,13 @@ class EngineLoop:
             self.lost = Failure.of(error).message
             planned = isinstance(error, EngineLostError)
             log.critical(
-                "the engine's thread has ended: %s", self.lost, exc_info=None if planned else error
+                "the engine thread has ended: %s", self.lost, exc_info=None if planned else error
             )
         for job in jobs:
             with suppress(Exception):
                 self._finish(job, "cancelled" if ending is error else "error")
-        if self.lost is not None:  # first: no client that is told may find the server alive
+        if self.lost is not None:  # first, so that no notified client finds the server alive
             self._post(wire.Lost(self.lost))
         for job in jobs:
             self._post(wire.Ended(job.ticket, ending))
-        self._over.set()
+        self._ended.set()

@@ -1,8 +1,8 @@
-"""Prometheus metrics of requests, latencies, tokens, cache and speculation.
+"""Prometheus metrics of requests, latencies, tokens, the cache and speculative decoding.
 
-Counters and histograms are updated on the engine thread after each step; gauges are read when
-scraped. Metrics of speculation have as labels the drafter's name, as requests know it, and the
-adapter's.
+Counters and histograms are updated on the engine thread after each step; gauges are computed when
+they are scraped. Metrics of speculative decoding have the labels ``drafter`` (the name by which
+requests choose it) and ``adapter``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.request.request import Request
 
-_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-_DECAY = 0.995  # a step of a sequence, of the means' sums: about the last two hundred
+# Bucket bounds: seconds per token, seconds per request, and batch sizes.
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_DECAY = 0.995  # of moving sums, for each step of a sequence: about the last two hundred count
 
 
 class Metrics:
-    """The metrics of one ``EngineLoop``, in its own registry. ``alias_of``: also under vLLM's
-    names, for the model of this name."""
+    """The metrics of one ``EngineLoop``, in their own registry. If ``alias_of`` is given, they are
+    also rendered under vLLM's names, for a model of that name."""
 
     def __init__(self, alias_of: str | None = None) -> None:
         registry = self.registry = CollectorRegistry()
@@ -45,88 +46,90 @@ class Metrics:
         # requests
         text = "Requests that ended, by outcome: stop, length, cancelled, deadline, error."
         self.requests = counter("requests", text, ["outcome"])
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts, once for all answers.")
-        self.tokens = counter("generation_tokens", "Tokens written.")
+        text = "Prompt tokens; a prompt counts once, however many completions it has."
+        self.prompt_tokens = counter("prompt_tokens", text)
+        self.tokens = counter("generation_tokens", "Generated tokens.")
         text = "Seconds from arrival to the first step of a request."
-        self.queue_time = histogram("queue_seconds", text, buckets=_SLOW)
+        self.queue_time = histogram("queue_seconds", text, buckets=_REQUEST_SECONDS)
         text = "Seconds from arrival to the first token."
-        self.first_token = histogram("time_to_first_token_seconds", text, buckets=_SLOW)
-        text = "Seconds between two deliveries, divided by the tokens delivered together."
-        self.token_gap = histogram("inter_token_latency_seconds", text, buckets=_FAST)
+        self.first_token = histogram("time_to_first_token_seconds", text, buckets=_REQUEST_SECONDS)
+        text = "Seconds between two steps with tokens, divided by the tokens of the later step."
+        self.token_gap = histogram("inter_token_latency_seconds", text, buckets=_TOKEN_SECONDS)
         text = "Seconds from arrival to the last token."
-        self.request_time = histogram("request_seconds", text, buckets=_SLOW)
+        self.request_time = histogram("request_seconds", text, buckets=_REQUEST_SECONDS)
         # the engine
         self.running = gauge("requests_running", "Sequences being decoded.")
-        self.waiting = gauge("requests_waiting", "Sequences that wait for room.")
-        self.cache_usage = gauge("cache_usage_ratio", "Cache blocks in use, as a share.")
-        # Labels as the Kubernetes inference gateway reads them, for any device.
-        text = "1; the labels (block_size and others) say how the cache is laid out."
+        self.waiting = gauge("requests_waiting", "Sequences waiting to be scheduled.")
+        self.cache_usage = gauge("cache_usage_ratio", "Share of the cache blocks in use.")
+        # The labels are those that the Kubernetes inference gateway reads, on any device.
+        text = "Always 1; the labels (block_size and others) give the layout of the cache."
         self.cache_config = Info("paceline_cache_config", text, registry=registry)
-        self.batch = histogram("batch_size", "Sequences of a step.", buckets=_SIZES)
-        text = "Tokens of prompts that were cached already, once for all answers."
+        self.batch = histogram("batch_size", "Sequences in a step.", buckets=_BATCH_SIZES)
+        text = "Prompt tokens found in the prefix cache; a prompt counts once."
         self.prefix_hits = counter("prefix_cache_hit_tokens", text)
-        text = "Sequences that gave up their cache and are read again."
+        text = "Sequences whose cache blocks were taken away and that are prefilled again."
         self.preemptions = counter("preemptions", text)
-        text = f"Seconds of steps by phase: {', '.join(PHASES)}. Sequences share a step evenly."
+        text = f"Seconds of steps by phase: {', '.join(PHASES)}; divided evenly between sequences."
         self.phase_seconds = counter("step_seconds", text, ["phase", "drafter"])
         # speculation
         spec = "spec_decode"
         labels = ["drafter", "adapter"]
         self.drafts = counter(f"{spec}_num_drafts", "Drafts verified.", labels)
-        self.drafted = counter(f"{spec}_num_draft_tokens", "Tokens drafted.", labels)
-        self.accepted = counter(f"{spec}_num_accepted_tokens", "Of these accepted.", labels)
-        text = "1 from when acceptance collapsed until it has recovered, else 0."
+        self.drafted = counter(f"{spec}_num_draft_tokens", "Draft tokens.", labels)
+        self.accepted = counter(f"{spec}_num_accepted_tokens", "Accepted draft tokens.", labels)
+        text = "1 while the acceptance of the drafter has collapsed, otherwise 0."
         self.collapsed = gauge(f"{spec}_collapsed", text, labels)
-        text, labels = "Drafts that got as far as a position.", ["drafter", "position"]
+        labels = ["drafter", "position"]
+        text = "Drafts of which all tokens before a position were accepted."
         self.drafted_at = counter(f"{spec}_num_draft_tokens_per_pos", text, labels)
         text = "Draft tokens accepted at a position."
         self.accepted_at = counter(f"{spec}_num_accepted_tokens_per_pos", text, labels)
-        text = "Accepted by drafted tokens, of about the last two hundred steps."
+        text = "Share of draft tokens that were accepted, over about the last two hundred steps."
         self.acceptance = gauge(f"{spec}_acceptance_rate", text, ["drafter"])
-        text = "Tokens a target step, its own included; 1 is plain decoding."
+        text = "Tokens per target step, including the target's own; plain decoding has 1."
         self.mean_length = gauge(f"{spec}_mean_accepted_length", text, ["drafter"])
-        text = "Levels drafted a step, mean of about the last two hundred."
+        text = "Mean draft depth, over about the last two hundred steps."
         self.draft_length = gauge(f"{spec}_draft_length", text, ["drafter"])
-        # Decayed sums by drafter: steps, tokens, levels, drafted, accepted.
+        # Decayed sums by drafter: steps, tokens, draft depths, draft tokens, accepted tokens.
         self._recent: dict[str, tuple[float, ...]] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
-        self._before: Tally[str] = Tally()  # sequences of the step before, by drafter
+        self._last_step: Tally[str] = Tally()  # number of sequences by drafter
         self._preempted = 0
-        self._begun: set[int] = set()
+        self._started: set[int] = set()  # sequences that have been in a step
 
-    # -- the preparing threads -----------------------------------------------------------------
+    # -- called on the worker threads that prepare requests ------------------------------------
 
-    def queued(self, requests: Sequence[Request]) -> None:
-        # The n requests of a prompt share it: it counts once.
+    def record_queued(self, requests: Sequence[Request]) -> None:
+        # The n requests of a prompt share it, so it counts once.
         self.prompt_tokens.inc(
             sum(request.seq.prompt_length for request in requests if request.index == 0)
         )
 
-    # -- the engine thread ---------------------------------------------------------------------
+    # -- called on the engine thread -----------------------------------------------------------
 
-    def stepped(self, llm: LLM, advanced: Sequence[tuple[Request, Commit]]) -> None:
+    def record_step(self, llm: LLM, advanced: Sequence[tuple[Request, Commit]]) -> None:
         self.batch.observe(len(advanced))
         sequences: Tally[str] = Tally()
         for request, commit in advanced:
             drafter = request.seq.params.drafter or next(iter(llm.drafters), "none")
             sequences[drafter] += 1
-            self._started(request)
+            self._record_start(request)
             if commit.tokens:
-                self._committed(request, commit, drafter)
-        self._clock(llm, sequences)
+                self._record_commit(request, commit, drafter)
+        self._record_phases(llm, sequences)
         preempted = llm.engine.scheduler.preemptions
         self.preemptions.inc(preempted - self._preempted)
         self._preempted = preempted
 
-    def _started(self, request: Request) -> None:
+    def _record_start(self, request: Request) -> None:
         seq = request.seq
-        if seq.seq_id not in self._begun:
-            self._begun.add(seq.seq_id)
+        if seq.seq_id not in self._started:
+            self._started.add(seq.seq_id)
             self.queue_time.observe(max(0.0, seq.started - seq.queued))
-            if request.index == 0:  # as ``prompt_tokens``
+            if request.index == 0:  # a prompt counts once, as in ``prompt_tokens``
                 self.prefix_hits.inc(seq.prefix_hit_tokens)
 
-    def _committed(self, request: Request, commit: Commit, drafter: str) -> None:
+    def _record_commit(self, request: Request, commit: Commit, drafter: str) -> None:
         arrivals = request.seq.arrivals
         count = len(commit.tokens)
         self.tokens.inc(count)
@@ -136,9 +139,9 @@ class Metrics:
             gap = (arrivals[-1][0] - arrivals[-2][0]) / count
             for _ in range(count):
                 self.token_gap.observe(gap)
-        more = 1, count, commit.levels, commit.drafted, len(commit.path)
-        recent = self._recent.get(drafter, (0.0,) * len(more))
-        self._recent[drafter] = tuple(_DECAY * x + y for x, y in zip(recent, more, strict=True))
+        new = 1, count, commit.levels, commit.drafted, len(commit.path)
+        recent = self._recent.get(drafter, (0.0,) * len(new))
+        self._recent[drafter] = tuple(_DECAY * x + y for x, y in zip(recent, new, strict=True))
         if not commit.drafted:
             return
         labels = drafter, request.seq.adapter.name if request.seq.adapter else ""
@@ -150,26 +153,27 @@ class Metrics:
             if position < len(commit.path):
                 self.accepted_at.labels(drafter, position).inc()
 
-    def _clock(self, llm: LLM, sequences: Tally[str]) -> None:
-        """Seconds of the step before this one: asking for this one's would wait for a GPU."""
+    def _record_phases(self, llm: LLM, sequences: Tally[str]) -> None:
+        """Record the times of the previous step: reading those of the current one would wait for
+        the GPU."""
         seconds = dict(llm.engine.clock.seconds)
-        everyone = sum(self._before.values())
+        total = sum(self._last_step.values())
         for phase in PHASES:
-            passed = max(0.0, seconds[phase] - self._phases[phase])
-            for drafter, count in self._before.items():
-                self.phase_seconds.labels(phase, drafter).inc(passed * count / everyone)
-        self._phases, self._before = seconds, sequences
+            elapsed = max(0.0, seconds[phase] - self._phases[phase])
+            for drafter, count in self._last_step.items():
+                self.phase_seconds.labels(phase, drafter).inc(elapsed * count / total)
+        self._phases, self._last_step = seconds, sequences
 
-    def finished(self, request: Request, outcome: str) -> None:
+    def record_finished(self, request: Request, outcome: str) -> None:
         """``outcome``: "stop", "length", "cancelled", "deadline" or "error"."""
         self.requests.labels(outcome).inc()
         self.request_time.observe(time.perf_counter() - request.seq.queued)
-        self._begun.discard(request.seq.seq_id)
+        self._started.discard(request.seq.seq_id)
 
     # -- scraping --------------------------------------------------------------------------------
 
-    def watch(self, engine: Engine, waiting: Callable[[], int]) -> None:
-        """Let gauges read an engine's state when scraped."""
+    def watch_engine(self, engine: Engine, waiting: Callable[[], int]) -> None:
+        """Have the gauges read the engine's state when they are scraped."""
         cache, pool = engine.cache, engine.cache.pool
         self._watch = engine.watch
         self.running.set_function(lambda: len(engine.scheduler.running))
@@ -200,7 +204,7 @@ class Metrics:
         return b"".join(map(generate_latest, rendered)).decode()
 
 
-# Our names (after paceline_) to vLLM's (after vllm:), of which there may be two.
+# vLLM's names (after vllm:) for each of our metrics (after paceline_). Some have two.
 VLLM_NAMES: Mapping[str, tuple[str, ...]] = {
     "requests_running": ("num_requests_running",),
     "requests_waiting": ("num_requests_waiting",),
@@ -228,7 +232,8 @@ _LABELS = {
 
 
 class VllmNames(Collector):
-    """A registry's metrics by vLLM's names, labelled ``model_name``, summed over drafters."""
+    """The metrics of a registry under vLLM's names, with the label ``model_name``; the labels that
+    vLLM does not have, such as the drafter, are summed over."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry, self._model = registry, model

@@ -1,7 +1,8 @@
-"""The engine's process as its parent, the HTTP process, sees it.
+"""Starts and stops the engine process from its parent, the HTTP process.
 
-The HTTP process is started first, is small, holds the clients and handles signals. The engine is
-its child, connected by a socket pair. If either ends, the other sees the connection close.
+The HTTP process starts first, stays small, holds the client connections and handles signals. The
+engine process is its child, connected by a socket pair; when either process ends, the other sees
+the connection close.
 """
 
 from __future__ import annotations
@@ -24,26 +25,28 @@ if TYPE_CHECKING:
 
 
 class EngineProcess:
-    """Starts loading at once; has ``facts`` after ``hello``. ``close`` waits for its end."""
+    """An engine process, which starts to load at once. ``facts`` is set by ``wait_until_loaded``;
+    ``close`` ends the process."""
 
     facts: wire.Facts
 
     def __init__(self, config: ServeConfig) -> None:
-        self.connection, theirs = socket.socketpair()
-        with theirs:
+        self.connection, child_end = socket.socketpair()
+        with child_end:
             self._process = children.start(
-                *("paceline.server.child", str(theirs.fileno())),
+                *("paceline.server.child", str(child_end.fileno())),
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
             )
-        with suppress(OSError):  # ``hello`` reports a process that has ended
+        with suppress(OSError):  # ``wait_until_loaded`` reports a process that has ended
             self.connection.sendall(wire.encode_message(wire.LoadModel(config)))
 
-    def hello(self) -> None:
-        """Wait for the model. Raises its errors, and EngineLostError if the process ends."""
+    def wait_until_loaded(self) -> None:
+        """Wait for the engine's Hello. Raises PacelineError if loading fails, EngineLostError if
+        the process ends."""
         body = wire.read_message(self.connection)
         if body is None:
-            raise EngineLostError(f"the engine process {self.ended()} while it was loading")
+            raise EngineLostError(f"the engine process {self.exit_reason()} while it was loading")
         message = wire.REPLIES.decode(body)
         if isinstance(message, wire.Lost):
             raise PacelineError(message.reason)
@@ -53,26 +56,27 @@ class EngineProcess:
     def start(self) -> socket.socket:
         return self.connection
 
-    def ended(self) -> str:
+    def exit_reason(self) -> str:
         try:
             return children.exit_reason(self._process.wait(1.0))
         except subprocess.TimeoutExpired:
             return "has closed its connection"
 
     def close(self) -> None:
-        """Close the connection, which ends the process, and wait for that."""
+        """Close the connection, which ends the process, and wait for its end."""
         self.connection.close()
         children.wait_or_kill(self._process)
 
 
 def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:
-    """The model's tokenizer without torch: in a tenth of the memory. Raises ModelLoadError."""
+    """Load the model's tokenizer without torch, which takes a tenth of the memory. Raises
+    ModelLoadError."""
     from paceline.model.gguf import gguf_file
     from paceline.model.names import resolve
 
-    # (transformers needs torch to read a GGUF file's tokenizer.)
+    # transformers imports torch wherever it is installed, but its tokenizers need it only to read
+    # a GGUF file.
     if "torch" not in sys.modules and gguf_file(resolve(config.model)) is None:
-        # transformers imports torch if it can, though its tokenizers do not use it.
         sys.modules["torch"] = None  # type: ignore[assignment]
     quiet_libraries()
     from paceline.model.tokenizer import load_tokenizer

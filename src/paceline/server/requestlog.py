@@ -1,9 +1,9 @@
-"""The HTTP request being answered, and its line in the log.
+"""The middleware that logs requests, and the record of the request being answered.
 
-The line has method, path, status, seconds and tokens, never content; a stream that breaks off has
-its error's status. Its level is info; for successful polls of metrics and health, debug. Every
-answer has an ``x-request-id``, the client's if it sent one, and lists ignored fields in
-``x-paceline-ignored``.
+A line of the log has method, path, status, seconds and tokens, never content. For a stream that
+ends with an error, the status is that of the error. The level is info, but debug for successful
+polls of metrics and health. Every response has an ``x-request-id`` (the client's, if it sent one)
+and names ignored fields in ``x-paceline-ignored``.
 """
 
 from __future__ import annotations
@@ -27,52 +27,53 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline.server")
 
-_LONGEST_PATH = 200
-_MOST_NOTES = 32
-# Polled every few seconds: logged at level debug.
+_MAX_PATH_LENGTH = 200
+_MAX_IGNORED = 32  # names in a response
+# These are polled every few seconds, so they are logged at level debug.
 _POLLED = frozenset({"/metrics", "/health", "/health/live", "/health/ready", "/load", "/get_load"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass
 class Exchange:
-    """One HTTP request and its answer. ``began`` by time.time; ``status`` 499: client gone."""
+    """One HTTP request and its response. ``started_at`` is a time of time.time; ``status`` 499 says
+    that the client disconnected; ``ignored`` has the names of ignored fields, in order."""
 
     scope: Scope
     id: str
-    began: float = field(default_factory=time.time)
+    started_at: float = field(default_factory=time.time)
     seconds: float = 0.0
     status: int = 499
     ticket: Ticket | None = None
-    ignored: dict[str, None] = field(default_factory=dict)  # names, in their order
+    ignored: dict[str, None] = field(default_factory=dict)
 
 
 _exchange: ContextVar[Exchange | None] = ContextVar("paceline_exchange", default=None)
 
 
 def attach(ticket: Ticket) -> None:
-    """Count a ticket's tokens to the HTTP request being answered."""
+    """Attach a ticket to the HTTP request being answered, for its line in the log."""
     exchange = _exchange.get()
     if exchange is not None:
         exchange.ticket = ticket
 
 
-def note(name: str) -> None:
-    """A field of the request being answered is ignored."""
+def report_ignored(name: str) -> None:
+    """Report to the client that a field of its request is ignored."""
     exchange = _exchange.get()
-    if exchange is not None and len(exchange.ignored) < _MOST_NOTES:
-        exchange.ignored[re.sub(r"[^ -~]", "?", name)] = None  # it goes into a header
+    if exchange is not None and len(exchange.ignored) < _MAX_IGNORED:
+        exchange.ignored[re.sub(r"[^ -~]", "?", name)] = None  # made safe for a header
 
 
-def end_with(status: int) -> None:
-    """How the stream that is sent has ended, behind the status of its first line."""
+def set_final_status(status: int) -> None:
+    """Log a stream with the status it ended with, in place of the one sent in its header."""
     exchange = _exchange.get()
     if exchange is not None:
         exchange.status = status
 
 
 def request_id() -> str:
-    """Id of the HTTP request being answered."""
+    """The id of the HTTP request being answered."""
     exchange = _exchange.get()
     return exchange.id if exchange is not None else new_id("req_")
 
@@ -82,10 +83,10 @@ def new_id(prefix: str) -> str:
 
 
 class RequestLog:
-    """Logs each request once its answer is complete and calls ``ended``."""
+    """Middleware that logs each request once its response is complete, then calls ``on_end``."""
 
-    def __init__(self, app: ASGIApp, ended: Callable[[Exchange], None] | None = None) -> None:
-        self._app, self._ended = app, ended
+    def __init__(self, app: ASGIApp, on_end: Callable[[Exchange], None] | None = None) -> None:
+        self._app, self._on_end = app, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -93,40 +94,41 @@ class RequestLog:
             return
         sent = Headers(scope=scope).get("x-request-id", "")
         exchange = Exchange(scope, sent if _REQUEST_ID.fullmatch(sent) else new_id("req_"))
-        answered = False
+        response_started = False
 
-        async def watch(message: Message) -> None:
-            nonlocal answered
+        async def send_with_headers(message: Message) -> None:
+            nonlocal response_started
             if message["type"] == "http.response.start":
-                answered, exchange.status = True, message["status"]
-                more = [(b"x-request-id", exchange.id.encode())]
+                response_started, exchange.status = True, message["status"]
+                added = [(b"x-request-id", exchange.id.encode())]
                 if exchange.ignored:
-                    more.append((b"x-paceline-ignored", ", ".join(exchange.ignored).encode()))
-                message = {**message, "headers": [*message.get("headers", ()), *more]}
+                    added.append((b"x-paceline-ignored", ", ".join(exchange.ignored).encode()))
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
         token = _exchange.set(exchange)
         start = time.perf_counter()
         try:
-            await self._app(scope, receive, watch)
+            await self._app(scope, receive, send_with_headers)
         except Exception:
-            exchange.status = exchange.status if answered else 500  # by an outer handler
+            if not response_started:
+                exchange.status = 500  # an outer handler sends it
             raise
         finally:
             _exchange.reset(token)
             exchange.seconds = time.perf_counter() - start
-            _write(exchange)
-            if self._ended is not None:
-                self._ended(exchange)
+            _log_exchange(exchange)
+            if self._on_end is not None:
+                self._on_end(exchange)
 
 
-def _write(exchange: Exchange) -> None:
+def _log_exchange(exchange: Exchange) -> None:
     scope, status = exchange.scope, exchange.status
-    # Quoted, as a path could break the line; without the query.
-    path = quote(scope["path"])[:_LONGEST_PATH]
-    counted = f" {exchange.ticket.written} tokens" if exchange.ticket else ""
+    # Quoted, since a path may contain line breaks; the query is left out, as it may hold a key.
+    path = quote(scope["path"])[:_MAX_PATH_LENGTH]
+    details = f" {exchange.ticket.output_tokens} tokens" if exchange.ticket else ""
     if exchange.ignored:
-        counted += f" (ignored: {', '.join(exchange.ignored)})"
+        details += f" (ignored: {', '.join(exchange.ignored)})"
     polled = scope["path"] in _POLLED and status == 200
     level = logging.DEBUG if polled else logging.INFO
-    log.log(level, "%s %s %d %.3f s%s", scope["method"], path, status, exchange.seconds, counted)
+    log.log(level, "%s %s %d %.3f s%s", scope["method"], path, status, exchange.seconds, details)

@@ -1,4 +1,4 @@
-"""What all handlers share: the engine, the served model's name, and the limits of requests."""
+"""What all request handlers share: the engine, the tokenizer, and the names of the models."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ log = logging.getLogger("paceline.server")
 
 
 class Service:
-    """An engine, its tokenizer, and its model's name. ``created``: seconds since the epoch."""
+    """An engine with its tokenizer and settings; ``created`` is in seconds since the epoch."""
 
     def __init__(self, engine: EngineEndpoint, tokenizer: Tokenizer, config: ServeConfig) -> None:
         self.client = EngineClient(engine, config)
         self.tokenizer, self.config, self.model = tokenizer, config, config.name
         self.facts = engine.facts
-        self.max_model_len = self.facts.context_budget.limit  # tokens of prompt and answer
-        self.adapters = dict(self.facts.adapters)  # folders by name
+        self.max_model_len = self.facts.context_budget.limit  # tokens of prompt and completion
+        self.adapters = dict(self.facts.adapters)  # the folders of loaded adapters, by name
         self.created = self.now()
 
     def check_model(self, name: str | None) -> str | None:
-        """The adapter of this name; None for the model's. Raises APIError 404 for another name."""
+        """The name if it is an adapter's, None if it is the model's. Raises APIError 404."""
         if name in self.adapters:
             return name
         if name not in (None, self.model):
             names = " and ".join(map(repr, (self.model, *self.adapters)))
             raise APIError(
-                f"the model {name!r} does not exist; this server has {names}",
+                f"the model {name!r} does not exist; this server serves {names}",
                 404,
                 param="model",
                 code="model_not_found",
@@ -49,7 +49,8 @@ class Service:
         return None
 
     def remaining(self, prompt_tokens: int, param: str) -> int:
-        """Tokens that may follow a prompt. Raises APIError, in OpenAI's words, if none may."""
+        """How many tokens may follow a prompt. If none may, raises APIError with OpenAI's text,
+        which clients look for."""
         refused = self.facts.context_budget.refusal(prompt_tokens)
         if refused is None:
             return self.max_model_len - prompt_tokens
@@ -62,13 +63,14 @@ class Service:
         )
 
     async def encode(self, text: str, special: bool = True, param: str = "prompt") -> list[int]:
-        """On a worker thread; ``special``: with tokens that the tokenizer adds. Raises APIError."""
+        """Tokenise a text on a worker thread, with ``special`` including the special tokens that
+        the tokenizer adds. Raises APIError if the text is not valid Unicode."""
         check_text(text, param)
         encode = self.tokenizer.encode
         return list(await asyncio.to_thread(encode, text, add_special_tokens=special))
 
     def now(self) -> int:
-        """Seconds since the epoch, rounded up: never before the request came."""
+        """Seconds since the epoch, rounded up so that it is never before the request's arrival."""
         return math.ceil(time.time())
 
     async def submit(
@@ -78,10 +80,10 @@ class Service:
         deadline: float | None,
         streams: bool,
     ) -> Ticket:
-        """Raises what ``EngineClient.submit`` does."""
+        """``EngineClient.submit``, with the ticket attached to the request log."""
         ticket = await self.client.submit(prompts, params, deadline, streams)
         attach(ticket)
-        if self.config.log_prompts:  # every id has been checked
+        if self.config.log_prompts:  # the engine has checked all ids, so they can be decoded
             for prompt in prompts:
                 log.info("prompt %s", json.dumps(self.tokenizer.decode(prompt)))
         return ticket

@@ -1,5 +1,7 @@
-"""Answers, whole or as server-sent events of one JSON object each; an error is the last event. What
-one step adds is one write."""
+"""Sends answers, either as one JSON object or as server-sent events (SSE).
+
+The tokens of one engine step are sent in one write. If a stream fails, its last event is the error.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ import msgspec
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from paceline.server.errors import error_body
+from paceline.server.errors import openai_body
 from paceline.server.failures import APIError, as_api_error, client_gone
-from paceline.server.requestlog import end_with
+from paceline.server.requestlog import set_final_status
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -31,98 +33,101 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Answer(ABC):
-    """An answer in the form of one API, whole or in chunks. ``named``: events are named by their
-    chunk's ``type``, and no ``[DONE]`` follows."""
+    """Builds the answer to one request in the format of one API, either complete or in chunks.
+    ``named_events``: the API names each SSE event by the ``type`` of its chunk, and does not end
+    streams with ``[DONE]``."""
 
-    named: ClassVar[bool] = False
+    named_events: ClassVar[bool] = False
 
     @abstractmethod
-    def whole(self, events: Sequence[StreamEvent]) -> Chunk:
-        """The whole answer; ``events`` has one event for each text, prompt after prompt."""
+    def complete(self, events: Sequence[StreamEvent]) -> Chunk:
+        """The complete answer; ``events`` has one event per completion, ordered by prompt."""
 
     @abstractmethod
     def feed(self, event: StreamEvent) -> Iterable[Chunk]:
-        """The chunks of one event. Nothing is sent before there is output."""
+        """The chunks for one event; none before there is output."""
 
     @abstractmethod
-    def closing(self) -> Sequence[Chunk]:
+    def final_chunks(self) -> Sequence[Chunk]:
         """The chunks after the last event."""
 
-    def failed(self, error: APIError) -> Chunk:
+    def error_chunk(self, error: APIError) -> Chunk:
         """The chunk that ends a stream with an error."""
-        return error_body(error)
+        return openai_body(error)
 
 
 async def respond_with(
     answer: Answer, ticket: Ticket, http: HTTPRequest, streams: bool
 ) -> Response:
-    """The response of a handler; its ticket is cancelled if the client disconnects."""
+    """The HTTP response of a handler. The ticket is cancelled if the client disconnects."""
     if streams:
         return EventStream(answer, ticket)
 
-    async def leave_with_client() -> None:
+    async def fail_on_disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
         ticket.fail(client_gone())
 
-    whole: list[StreamEvent] = []
-    watcher = asyncio.create_task(leave_with_client())
+    completed: list[StreamEvent] = []
+    watcher = asyncio.create_task(fail_on_disconnect())
     try:
         while events := await ticket.next():
-            whole += map(_whole, events)
+            completed += map(_with_completion, events)
     finally:
         watcher.cancel()
         ticket.cancel()
-    return JSONResponse(answer.whole(sorted(whole, key=lambda event: (event.request, event.index))))
+    completed.sort(key=lambda event: (event.request, event.index))
+    return JSONResponse(answer.complete(completed))
 
 
-def _whole(event: StreamEvent) -> StreamEvent:
-    """The only event of a text that is not streamed, filled from its completion."""
-    done = event.completion
-    assert done is not None
-    same = ("text", "token_ids", "logprobs", "prompt_logprobs")
-    values = {name: getattr(done, name) for name in same}
-    return replace(event, from_draft=done.draft_mask, **values)
+def _with_completion(event: StreamEvent) -> StreamEvent:
+    """The only event of a request that is not streamed, with the fields of its completion."""
+    completion = event.completion
+    assert completion is not None
+    same_named = ("text", "token_ids", "logprobs", "prompt_logprobs")
+    values = {name: getattr(completion, name) for name in same_named}
+    return replace(event, from_draft=completion.draft_mask, **values)
 
 
 class EventStream(StreamingResponse):
-    """Streams an answer and cancels its ticket at the end."""
+    """An SSE response that streams an answer and cancels its ticket at the end."""
 
     def __init__(self, answer: Answer, ticket: Ticket) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         bodies = self._bodies(answer)
         super().__init__(bodies, headers=headers, media_type="text/event-stream")
         self._ticket = ticket
-        self._outcome = client_gone().status  # of a stream that is left
+        self._final_status = client_gone().status  # unless the stream reaches its end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._ticket.cancel()
-            end_with(self._outcome)
+            set_final_status(self._final_status)
 
     async def _bodies(self, answer: Answer) -> AsyncIterator[bytes]:
-        outcome = self.status_code
+        final_status = self.status_code
         try:
             while events := await self._ticket.next():
                 chunks = [chunk for event in events for chunk in answer.feed(event)]
                 if chunks:
-                    yield _lines(answer, chunks)
-            done = b"" if answer.named else b"data: [DONE]\n\n"
-            yield _lines(answer, answer.closing()) + done
+                    yield _encode_events(answer, chunks)
+            done = b"" if answer.named_events else b"data: [DONE]\n\n"
+            yield _encode_events(answer, answer.final_chunks()) + done
         except Exception as error:
-            # The status line has been sent: the error is an event.
-            shown = as_api_error(error)
-            outcome = shown.status
-            if shown is not error and shown.status >= 500:
-                log.warning("a stream ended early: %s", shown, exc_info=error)
-            yield _lines(answer, [answer.failed(shown)])
-        self._outcome = outcome
+            # The status has been sent already, so the error becomes an event.
+            converted = as_api_error(error)
+            final_status = converted.status
+            if converted is not error and converted.status >= 500:
+                log.warning("a stream ended early: %s", converted, exc_info=error)
+            yield _encode_events(answer, [answer.error_chunk(converted)])
+        self._final_status = final_status
 
 
-def _lines(answer: Answer, chunks: Sequence[Chunk]) -> bytes:
-    if not answer.named:
+def _encode_events(answer: Answer, chunks: Sequence[Chunk]) -> bytes:
+    """The chunks as server-sent events."""
+    if not answer.named_events:
         return b"".join(b"data: %b\n\n" % _encode(chunk) for chunk in chunks)
     events = ((chunk["type"].encode(), _encode(chunk)) for chunk in chunks)
     return b"".join(b"event: %b\ndata: %b\n\n" % event for event in events)

@@ -1,7 +1,7 @@
-"""OpenTelemetry: a span for each decoded request, and ``gen_ai.server.*`` metrics.
+"""OpenTelemetry: a span for each generation request, and the metrics ``gen_ai.server.*``.
 
-Names follow the semantic conventions for generative AI. A client's ``traceparent`` is the parent.
-Content is never exported.
+Names follow the semantic conventions for generative AI. If a client sends a ``traceparent``, its
+span is the parent. Prompts and answers are never exported.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _OPERATIONS = {
     **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
 }
 _SYSTEM = "paceline"
-# Bounds of histograms in seconds, as the conventions advise: from 0.01 to 81.92, and of tokens.
+# Bucket bounds of the histograms in seconds, as the conventions advise: of requests (0.01 to
+# 81.92), and of single tokens.
 _DURATIONS = tuple(0.01 * 2**doubled for doubled in range(14))
 _TOKEN_TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 
 
 class Telemetry:
-    """Called at the end of each request (``RequestLog``)."""
+    """Records requests as traces and metrics; called by ``RequestLog`` at the end of each."""
 
     def __init__(self, model: str, tracers: TracerProvider, meters: MeterProvider) -> None:
         self._model = model
@@ -50,7 +51,7 @@ class Telemetry:
 
     @classmethod
     def to(cls, endpoint: str, model: str) -> Telemetry:
-        """Exports to an OTLP collector over HTTP. Raises ConfigError without the SDK."""
+        """Export to an OTLP collector over HTTP. Raises ConfigError if the SDK is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -85,18 +86,22 @@ class Telemetry:
         if exchange.status >= 400:
             shared["error.type"] = str(exchange.status)
         self._duration.record(exchange.seconds, shared)
-        for done in exchange.ticket.done if exchange.ticket else ():
-            first, others = done.stats.time_to_first_token, len(done.token_ids) - 1
+        for completion in exchange.ticket.completions if exchange.ticket else ():
+            first, later_tokens = (
+                completion.stats.time_to_first_token,
+                len(completion.token_ids) - 1,
+            )
             self._first.record(first, shared)
-            if others > 0:
-                self._per_token.record((done.stats.arrivals[-1][0] - first) / others, shared)
-        self._trace(exchange, f"{operation} {self._model}", shared)
+            if later_tokens > 0:
+                last = completion.stats.arrivals[-1][0]
+                self._per_token.record((last - first) / later_tokens, shared)
+        self._export_span(exchange, f"{operation} {self._model}", shared)
 
-    def _trace(self, exchange: Exchange, name: str, shared: dict[str, Any]) -> None:
+    def _export_span(self, exchange: Exchange, name: str, shared: dict[str, Any]) -> None:
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        began = int(exchange.began * 1e9)
+        start = int(exchange.started_at * 1e9)  # nanoseconds
         attributes = {
             **shared,
             "http.request.method": exchange.scope["method"],
@@ -106,15 +111,15 @@ class Telemetry:
             **(_attributes(exchange.ticket) if exchange.ticket else {}),
         }
         parent = extract(Headers(scope=exchange.scope))
-        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=began)
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=start)
         if exchange.status >= 500:
             span.set_status(Status(StatusCode.ERROR))
-        span.end(began + int(exchange.seconds * 1e9))
+        span.end(start + int(exchange.seconds * 1e9))
 
 
 def _attributes(ticket: Ticket) -> dict[str, Any]:
-    """A span's attributes of what was asked, and of the answers."""
-    params, done = ticket.params, ticket.done
+    """The attributes of a span: parameters of the request and figures of its completions."""
+    params, done = ticket.params, ticket.completions
     seed = {} if params.seed is None else {"gen_ai.request.seed": params.seed}
     return {
         **seed,

@@ -1,18 +1,18 @@
 """The messages between the HTTP side and the engine, and their encoding on a socket.
 
     HTTP                                        engine
-    LoadModel(config) ------------------------>           (two processes only)
+    LoadModel(config) ------------------------>           (only between two processes)
            <-------------------------------------- Hello(facts) | Lost(reason)
     Submit(number, prompts, params, ...) ----->
            <-------------------------------------- Done(number, "") | Ended(number, error)
-           <-------------------------------- StepEvents(events), one a step for all tickets
+           <-------------------------------- StepEvents(events), one per step for all tickets
            <-------------------------------------- Ended(number, error)
     Cancel(number, outcome) ------------------>
     Scrape(number), SetAdapter(number, ...) -->
            <-------------------------------------- Done(number, text) | Ended(number, error)
            <-------------------------------------- Lost(reason)
 
-A message is four bytes of length and MessagePack. Nothing is unpickled.
+A message is its length in four bytes, then its MessagePack encoding. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _HEADER = struct.Struct("<I")
 
 
 class Facts(msgspec.Struct):
-    """What the HTTP side knows of an engine."""
+    """What the HTTP side knows about the engine. ``drafts`` are the specs of the drafters,
+    ``adapters`` the folders of the adapters loaded at start-up, by name."""
 
     context_budget: ContextBudget
     drafters: tuple[str, ...]
@@ -48,8 +49,8 @@ class Facts(msgspec.Struct):
     notes: tuple[str, ...] = ()
     max_batch_size: int = 1
     sampling: SamplingDefaults = SamplingDefaults()
-    drafts: tuple[str, ...] = ()  # the specs of the drafters
-    adapters: dict[str, str] = {}  # folders by name, at the start
+    drafts: tuple[str, ...] = ()
+    adapters: dict[str, str] = {}
 
     @classmethod
     def of(cls, llm: LLM) -> Facts:
@@ -68,37 +69,41 @@ class Facts(msgspec.Struct):
 
 
 class WireMessage(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """One of the messages below."""
+    """The base of all messages. ``number`` identifies a ticket or another call of the HTTP side,
+    and its replies carry the same number."""
 
 
 class LoadModel(WireMessage):
-    """The first message."""
+    """The first message to an engine process."""
 
     config: ServeConfig
 
 
 class Submit(WireMessage):
-    """``n`` answers for each prompt, step by step if it ``streams``."""
+    """Generate ``params.n`` completions for each prompt. With ``streams`` there is an event for
+    each step, otherwise one event for each completion."""
 
-    number: int  # of the ticket
+    number: int
     prompts: list[list[int]]
     params: SamplingParams
     streams: bool
 
 
 class Cancel(WireMessage):
-    """``outcome``: "cancelled" or "deadline"."""
+    """Drop the requests of a ticket; ``outcome`` ("cancelled" or "deadline") is for the metrics."""
 
     number: int
     outcome: str
 
 
 class Scrape(WireMessage):
+    """Ask for the metrics as text."""
+
     number: int
 
 
 class SetAdapter(WireMessage):
-    """Load an adapter, in place of one of this name; without a folder, unload it."""
+    """Load an adapter, replacing one of the same name; unload it if ``folder`` is None."""
 
     number: int
     name: str
@@ -106,32 +111,34 @@ class SetAdapter(WireMessage):
 
 
 class Hello(WireMessage):
+    """The model has been loaded."""
+
     facts: Facts
 
 
 class Done(WireMessage):
-    """What was asked has been done; a ticket is accepted."""
+    """A call has succeeded; for a Submit, its requests are queued."""
 
     number: int
     text: str = ""
 
 
 class StepEvents(WireMessage):
-    """A step's events with their tickets. An answer that is not streamed has one event a text, its
-    completion. Prompts are not sent back."""
+    """The events of a step, each with the number of its ticket. A request that is not streamed has
+    a single event with its completion. Completions leave out the prompt."""
 
     events: list[tuple[int, StreamEvent]]
 
 
 class Ended(WireMessage):
-    """A ticket ends with an error, or something else that was asked."""
+    """A ticket or another call has ended with an error."""
 
     number: int
     error: APIError
 
 
 class Lost(WireMessage):
-    """Loading failed, or the engine's thread has ended and cannot be restarted."""
+    """Loading failed, or the engine thread has ended and cannot be restarted."""
 
     reason: str
 
@@ -140,7 +147,7 @@ EngineCommand = LoadModel | Submit | Cancel | Scrape | SetAdapter
 Reply = Hello | Done | StepEvents | Ended | Lost
 
 
-# An ``APIError``, the only type that msgspec does not know, is sent as its arguments.
+# APIError is the only type that msgspec cannot encode; it is sent as a tuple of its arguments.
 _ENCODER = msgspec.msgpack.Encoder(
     enc_hook=lambda e: (str(e), e.status, e.kind, e.param, e.code, e.headers)
 )
@@ -151,7 +158,8 @@ REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(
 
 
 def encode_message(message: WireMessage) -> bytes:
-    """Length and message. Raises msgspec's errors for what cannot be encoded."""
+    """The bytes of a message, including its length. Raises UnicodeEncodeError or OverflowError for
+    values that cannot be encoded."""
     buffer = bytearray(_HEADER.size)
     _ENCODER.encode_into(message, buffer, _HEADER.size)
     _HEADER.pack_into(buffer, 0, len(buffer) - _HEADER.size)
@@ -159,20 +167,20 @@ def encode_message(message: WireMessage) -> bytes:
 
 
 def read_message(connection: socket.socket) -> bytes | None:
-    """Wait for a message; None once either side has closed."""
+    """Wait for the next message; None once either side has closed the connection."""
     try:
         header = connection.recv(_HEADER.size, socket.MSG_WAITALL)
         if len(header) < _HEADER.size:
             return None
         (length,) = _HEADER.unpack(header)
         body = connection.recv(length, socket.MSG_WAITALL)
-    except OSError:  # another thread may have closed it
+    except OSError:  # another thread may have closed the connection
         return None
     return body if len(body) == length else None
 
 
 async def read_message_async(stream: asyncio.StreamReader) -> bytes | None:
-    """``read_message`` on an event loop."""
+    """``read_message`` for an event loop."""
     try:
         (length,) = _HEADER.unpack(await stream.readexactly(_HEADER.size))
         return await stream.readexactly(length)

@@ -1,9 +1,9 @@
 """Training block drafters: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147).
 
-Blocks start at every ``stride``-th position. A block sees the target's features of the text before
-it and itself, and each of its rows learns the target's distribution, those further on with less
-weight. DSpark's bias sees the text's own tokens; its confidence head learns how much of the drafted
-distribution the target accepts.
+Blocks start at every ``stride``-th position. A block attends to the target's features of the text
+before it and to itself. Each of its rows learns the target's distribution, later rows with less
+weight. DSpark's bias reads the text's own tokens; its confidence head learns which share of the
+draft distribution the target accepts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from paceline.draft.heads.block_head import BlockConfig, BlockHead, save_block, usual_layers
 from paceline.train.configs import DFlashTrainConfig
 from paceline.train.heads import HeadTrainer
-from paceline.train.losses import falling, total_variation
-from paceline.train.reading import Observed
-from paceline.train.unrolled import DraftAttention, DraftStarts, loss_ahead
+from paceline.train.losses import decaying_weights, total_variation
+from paceline.train.reading import TargetOutputs
+from paceline.train.unrolled import DraftAttention, DraftStarts, loss_at_offset
 
 
 class BlockTrainer(HeadTrainer):
@@ -52,23 +52,23 @@ class BlockTrainer(HeadTrainer):
         )
 
     def new_head(self) -> BlockHead:
-        """It begins with the target's last layers and norm, as far as they have the same weights,
-        with the last of the features, and without a bias."""
+        """A head that starts from the target's last layers and norm, as far as these have the same
+        names and shapes, reads only the last of the features, and has no bias."""
         config: BlockConfig = self.head_shape
         head = BlockHead(config)
         size, last = config.hidden_size, self.num_layers - config.layers
-        known = {
+        target = {
             name.removeprefix("model."): value for name, value in self.target.state_dict().items()
         }
-        theirs = {"norm.weight": known.get("norm.weight")}
-        theirs["hidden_norm.weight"] = known.get(f"layers.{last}.input_layernorm.weight")
+        initial = {"norm.weight": target.get("norm.weight")}
+        initial["hidden_norm.weight"] = target.get(f"layers.{last}.input_layernorm.weight")
         for number in range(config.layers):
-            start = f"layers.{last + number}."
-            parts = {name.removeprefix(start): v for name, v in known.items() if start in name}
-            theirs |= {f"layers.{number}.{name}": value for name, value in parts.items()}
+            prefix = f"layers.{last + number}."
+            parts = {name.removeprefix(prefix): v for name, v in target.items() if prefix in name}
+            initial |= {f"layers.{number}.{name}": value for name, value in parts.items()}
         with torch.no_grad():
             for name, weight in head.named_parameters():
-                value = theirs.get(name)
+                value = initial.get(name)
                 if value is not None and value.shape == weight.shape:
                     weight.copy_(value)
             head.fc.weight.normal_(std=0.02 * size**-0.5)
@@ -79,38 +79,41 @@ class BlockTrainer(HeadTrainer):
 
     # -- loss ----------------------------------------------------------------------------------
 
-    def loss_of(self, seen: Observed) -> torch.Tensor:
+    def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
         config, drafts = self.config, self.head.config.drafts
-        probs, row_of = self.target_probs(seen)
-        starts, _ = DraftStarts.of(seen.learn).every(config.stride, self.step)
-        outputs = self.outputs(seen, starts)
-        learn, ids = seen.learn.flatten(), seen.ids.flatten()
+        probs, row_of = self.target_probs(target_out)
+        starts, _ = DraftStarts.of(target_out.loss_mask).strided(config.stride, self.step)
+        outputs = self.outputs(target_out, starts)
+        loss_mask, ids = target_out.loss_mask.flatten(), target_out.ids.flatten()
         result = torch.zeros((), device=outputs.device)
-        for j, weight in enumerate(falling(config.step_decay, drafts)):
-            before = ids[starts.ahead(1 + j)]
+        for j, weight in enumerate(decaying_weights(config.step_decay, drafts)):
+            before = ids[starts.index_ahead(1 + j)]
             logits = self.logits(outputs[:, j], before)
-            step = loss_ahead(starts, j, learn, logits, probs, row_of, config.tv_weight)
+            step = loss_at_offset(starts, j, loss_mask, logits, probs, row_of, config.tv_weight)
             if config.kind == "dspark":
-                wanted = starts.inside(2 + j) & learn[starts.ahead(2 + j)]
-                target = probs[row_of[starts.ahead(1 + j)]].float()
-                lost = total_variation(target, logits.detach().float().softmax(-1))
-                chance = self.head.confidence(outputs[:, j], before).float()
-                unsure = F.binary_cross_entropy_with_logits(chance, 1 - lost, reduction="none")
-                step = step + config.confidence_weight * (unsure * wanted).mean()
+                counted = starts.in_window(2 + j) & loss_mask[starts.index_ahead(2 + j)]
+                target = probs[row_of[starts.index_ahead(1 + j)]].float()
+                rejection = total_variation(target, logits.detach().float().softmax(-1))
+                confidence = self.head.confidence(outputs[:, j], before).float()
+                loss = F.binary_cross_entropy_with_logits(
+                    confidence, 1 - rejection, reduction="none"
+                )
+                step = step + config.confidence_weight * (loss * counted).mean()
             result = result + weight * step
         return result
 
-    def outputs(self, seen: Observed, starts: DraftStarts) -> torch.Tensor:
-        """Outputs ``[N, drafts, d]`` of blocks whose anchor is the token after each of N starts."""
+    def outputs(self, target_out: TargetOutputs, starts: DraftStarts) -> torch.Tensor:
+        """The outputs ``[N, drafts, d]`` of the blocks of N starts; the anchor of a block is the
+        token after its start."""
         head, config = self.head, self.head.config
-        size, (windows, width) = config.block_size, seen.ids.shape
-        device = seen.ids.device
+        size, (windows, width) = config.block_size, target_out.ids.shape
+        device = target_out.ids.device
         rows = torch.full((len(starts.flat), size), config.mask_token, device=device)
-        rows[:, 0] = seen.ids.flatten()[starts.ahead(1)]
+        rows[:, 0] = target_out.ids.flatten()[starts.index_ahead(1)]
         with torch.no_grad():
             embeds = self.target.get_input_embeddings()(rows.flatten())
         positions = torch.arange(width, device=device).repeat(windows)
-        context = list(head.context(seen.features.flatten(0, 1), positions))
+        context = list(head.context(target_out.features.flatten(0, 1), positions))
         within = starts.position[:, None] + 1 + torch.arange(size, device=device)
         outputs: torch.Tensor = head(
             embeds, within.flatten(), DraftAttention(starts, None, context, size, config.causal)
@@ -118,13 +121,18 @@ class BlockTrainer(HeadTrainer):
         return outputs.view(len(rows), size, -1)[:, -config.drafts :]
 
     def logits(self, outputs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Of outputs ``[N, d]`` behind the tokens ``before [N]``: ``[N, vocab]``."""
+        """The logits ``[N, vocab]`` of outputs ``[N, d]`` that follow the tokens ``before [N]``."""
         logits: torch.Tensor = self.target.get_output_embeddings()(outputs)
         bias = self.head.bias(outputs, before)
         return logits if bias is None else logits + bias
 
-    def levels(self, seen: Observed, starts: DraftStarts, length: int) -> Iterator[torch.Tensor]:
-        outputs, before = self.outputs(seen, starts), seen.ids.flatten()[starts.ahead(1)]
+    def levels(
+        self, target_out: TargetOutputs, starts: DraftStarts, length: int
+    ) -> Iterator[torch.Tensor]:
+        outputs, before = (
+            self.outputs(target_out, starts),
+            target_out.ids.flatten()[starts.index_ahead(1)],
+        )
         for output in outputs[:, :length].unbind(1):
             before = self.logits(output, before).argmax(-1)
             yield before

@@ -1,6 +1,6 @@
-"""The state of an interrupted run: one file, replaced as a whole, with a checksum of every record.
+"""Checkpoints of a training run: one file with checksums, which is replaced atomically.
 
-Its predecessor stays beside it until the run has ended.
+The previous checkpoint is kept as well until the run has ended.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _KEYS = {"kind", "config", "optimizers", "step", "history"}
 
 
 def previous(file: Path) -> Path:
-    """Where the state before the last one is: run/checkpoint.previous.pt."""
+    """The path of the previous checkpoint: run/checkpoint.previous.pt."""
     return file.with_name(f"{file.stem}.previous{file.suffix}")
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Raises ConfigError if another run holds the folder of a run, WriteError."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock the folder of a run. Raises ConfigError if another process has it, WriteError."""
     file = folder / ".lock"
     with write_errors("the run", folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock = FileLock(file).acquire(timeout=0)
         except Timeout:
-            line = f"another training runs in {folder}; wait for its end, or use another --out"
+            line = f"another training is running in {folder}; wait for it, or use another --out"
             raise ConfigError(line) from None
     with lock:
         try:
@@ -45,7 +45,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def write_state(file: Path, state: dict[str, Any]) -> None:
-    """Replace the state of a run; the old one becomes the previous one. Raises WriteError."""
+    """Write a checkpoint; the old one becomes the previous one. Raises WriteError."""
     what = "the checkpoint"
     with write_errors(what, file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -55,32 +55,32 @@ def write_state(file: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(file: Path) -> tuple[dict[str, Any] | None, str]:
-    """The last state that is whole, on the CPU (None: there is none), and a note if it is not the
-    last one. Raises ConfigError, saying what is damaged, if none is whole."""
+    """The last undamaged checkpoint on the CPU, or None if there are no files; and a note if it is
+    the previous one. Raises ConfigError if all files are damaged."""
     damage = ""
     for path in (file, previous(file)):
         if path.is_file():
             state, reason = _read(path)
             if state is not None:
                 missing = damage or f"there is no {file}"
-                note = f"{missing}; going on from {path.name}, the one before it"
+                note = f"{missing}; continuing from the previous checkpoint {path.name}"
                 return state, note if path != file else ""
             damage = damage or f"{path} is damaged ({reason})"
     if damage:
-        raise ConfigError(f"{damage}; delete it to start anew")
+        raise ConfigError(f"{damage}; delete it to start from the beginning")
     return None, ""
 
 
 def _read(file: Path) -> tuple[dict[str, Any] | None, str]:
-    """A state, or why the file holds none."""
+    """The state in a file, or why it has none."""
     try:
         with ZipFile(file) as archive:
-            record = archive.testzip()  # torch.load does not look at the checksums
+            record = archive.testzip()  # torch.load does not verify the checksums
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:  # flipped bits in a pickle may raise anything
+    except Exception:  # a damaged pickle may raise any exception
         return None, "it cannot be read"
     if record is not None:
         return None, f"{record} does not match its checksum"
     if not isinstance(state, dict) or set(state) != _KEYS:
-        return None, "it is not the state of a run"
+        return None, "it is not a checkpoint of a run"
     return state, ""

@@ -1,7 +1,7 @@
-"""What determines a training's result: the configuration of each, from which ``paceline train``
-has its options and its help (the docstring). Sizes are in tokens, rates per step.
+"""The configurations of all trainings. They determine the result of a run, except for rounding.
 
-Nothing here loads torch, so that ``--help`` is fast.
+``paceline train`` takes its options from the fields, and its help texts from the docstrings.
+Nothing here imports torch, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _prompts, _answers = under("Prompts"), under("Answers")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What every training is told, of what drafts for a target."""
+    """Options that all trainings share."""
 
-    trainer: ClassVar[str]  # MODULE:CLASS, which loads torch
+    trainer: ClassVar[str]  # MODULE:CLASS, whose import loads torch
 
     model: str = _data(EMBEDDED, "Target model to draft for; it is not changed.")
     data: tuple[str, ...] = _data(
@@ -70,7 +70,7 @@ class TrainConfig:
     held_out_tokens: int = _held_out(96, "Tokens generated after each prompt.", low=2)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a value that is no choice or out of range."""
+        """Raise ConfigError for an invalid choice or a value out of range."""
         table: type = type(self)
         for entry in entries(table):
             value = getattr(self, entry.name)
@@ -113,7 +113,7 @@ class DraftConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class HeadConfig(TrainConfig):
-    """Heads of any kind on a frozen target."""
+    """Options that the trainings of all heads share."""
 
     cache_features: bool = _data(
         False,
@@ -154,7 +154,7 @@ class EagleTrainConfig(HeadConfig):
     parallel: bool = _head(
         False, "Draft in one pass: later steps read a mask token and a learnt feature (P-EAGLE)."
     )
-    feature_weight: float = 1.0  # of version 1 alone, as the next one
+    feature_weight: float = 1.0  # this and the next one are used by version 1 only
     token_weight: float = 0.1
     feature_layers: tuple[int, ...] = _head(
         (),
@@ -186,7 +186,7 @@ class Eagle1TrainConfig(EagleTrainConfig):
     feature_weight: float = _head(1.0, "Weight of the feature loss.", low=0)
     token_weight: float = _head(0.1, "Weight of the token loss.", low=0)
     parallel: bool = False
-    feature_layers: tuple[int, ...] = ()  # it has one, and drafts all tokens
+    feature_layers: tuple[int, ...] = ()  # always the last one; the head drafts all tokens
     draft_vocab_size: int = 16000
 
 
@@ -208,7 +208,7 @@ class DFlashTrainConfig(HeadConfig):
         help="Target layers whose inputs are read; default: the third, the middle, all but 3.",
     )
     stride: int = _head(4, "Blocks start at every N-th position.", low=1)
-    tv_weight: float = 0.0  # of DSpark, as the next ones
+    tv_weight: float = 0.0  # this and the next ones are used by DSpark only
     markov_rank: int = 0
     confidence_weight: float = 0.0
 

@@ -1,11 +1,10 @@
-"""Data files as streams of token ids, one a file, with a mask of what is to be learnt, and pieces
-of their documents in batches.
+"""Tokenises data files, with a loss mask, and makes batches of their documents.
 
-A record holds ``messages``, ``conversations`` or ``turns``, which the target's chat template
-writes; ``text``, perhaps in turns (``turns_of``); or ``ids``, of which the first ``prompt`` were
-given. Drafts are trained on documents from their first token, in batches of like length: in a
-window from the middle of a text the target has not read what stands before, so its features are
-none that decoding meets.
+A record has ``messages``, ``conversations`` or ``turns``, which are rendered by the target's chat
+template; ``text``, possibly in turns (``parse_turns``); or ``ids``, of which the first ``prompt``
+are the prompt. Drafts are trained on documents from their first token on, in batches of similar
+length. A window from the middle of a text would not do: the target has not read what comes before
+it, so its features would differ from those in decoding.
 """
 
 from __future__ import annotations
@@ -26,25 +25,26 @@ from transformers import PreTrainedTokenizerFast
 from paceline.core.stages import stage, warn
 from paceline.errors import DataError
 from paceline.files import write_cached
-from paceline.train.chat import ChatWriter, conversation_of
-from paceline.train.records import FORMS, Records, RefusedError, Source, unicode_text
+from paceline.train.chat import ChatWriter, conversation_from_record
+from paceline.train.records import FORMS, RecordError, Records, Source, checked_text
 
-_CHUNK = 256  # records that are tokenised at once
+_CHUNK = 256  # records that are tokenised together
 
 
 @dataclass(frozen=True)
-class Stream:
-    """All documents of one file, one after the other, each begun by the separator."""
+class TokenStream:
+    """The documents of one file, concatenated; each begins with the separator token."""
 
     name: str  # of the file
     ids: np.ndarray  # uint16 or uint32 [n]
-    learn: np.ndarray  # bool [n]: the tokens to be learnt, which is to predict them
+    loss_mask: np.ndarray  # bool [n]: the tokens whose prediction is trained
     starts: np.ndarray  # int64 [documents]
 
 
 @dataclass(frozen=True)
 class _Document:
-    """Text with the characters to be learnt (None: all of it), or ids after a prompt."""
+    """Either text with the spans of characters to train on (None: all), or token ids, of which the
+    first ``prompt`` are not trained on."""
 
     text: str = ""
     spans: list[tuple[int, int]] | None = None
@@ -57,266 +57,275 @@ def encode_stream(
     tokenizer: PreTrainedTokenizerFast,
     exclude_licenses: Sequence[str] = (),
     loss_on: str = "assistant",
-) -> Stream:
-    """All documents of a file, and which of their tokens are to be learnt. Lines that cannot be
-    used are named in one line; raises DataError if none can.
-
-    With ``loss_on`` "assistant" these are, of a conversation, the assistant's with the end token
-    of each answer; of ids those after the prompt; of other text all.
-    """
+) -> TokenStream:
+    """Tokenise a file. Unusable lines are reported in one line; raises DataError if all are. With
+    ``loss_on`` "assistant" the loss mask covers the assistant's answers in conversations, including
+    their end tokens; token ids after the prompt; and all of other text."""
     reader, records = _Reader(tokenizer, loss_on), Records(path, exclude_licenses)
-    chunks: list[list[np.ndarray]] = []  # ids, and which are to be learnt
+    chunks: list[list[np.ndarray]] = []  # token ids and loss mask
     lengths: list[int] = []
     tokens = 0
     size = path.stat().st_size if path.is_file() else None
-    with stage(f"tokenising {path.name}", total=size, unit="B") as doing:
-        documents = records.made(reader.read, records.numbered(doing.advance))
+    with stage(f"tokenising {path.name}", total=size, unit="B") as progress:
+        documents = records.convert(reader.read, records.numbered(progress.advance))
         while chunk := [document for _, document in islice(documents, _CHUNK)]:
             encoded = reader.encode(chunk)
             lengths += [len(ids) for ids, _ in encoded]
             chunks.append([np.concatenate(rows) for rows in zip(*encoded, strict=True)])
             tokens += len(chunks[-1][0])
-            doing.advance(0, f"{len(lengths):,} records, {tokens:,} tokens")
+            progress.advance(0, f"{len(lengths):,} records, {tokens:,} tokens")
     if not tokens:
-        left_out = f" but those under {', '.join(exclude_licenses)}" if exclude_licenses else ""
-        why = f": {records.named}" if records.refused else ""
-        raise DataError(f"{path} has no usable records{left_out}{why}")
+        excluded = f" except those under {', '.join(exclude_licenses)}" if exclude_licenses else ""
+        why = f": {records.refused_lines}" if records.refused else ""
+        raise DataError(f"{path} has no usable records{excluded}{why}")
     records.report(len(lengths))
     if reader.writer.searched:
         warn(
             f"{path}: the chat template rewrites earlier turns; {reader.writer.searched:,} answers "
-            "were found by their words"
+            "were located by searching for their text"
         )
     starts = (np.cumsum(lengths) - lengths)[np.array(lengths) > 0]
-    ids, learn = (np.concatenate(rows) for rows in zip(*chunks, strict=True))
-    return Stream(path.name, ids, learn, starts)
+    ids, loss_mask = (np.concatenate(rows) for rows in zip(*chunks, strict=True))
+    return TokenStream(path.name, ids, loss_mask, starts)
 
 
 class _Reader:
-    """Records as documents, and documents as the token ids of one model."""
+    """Converts records to documents, and documents to token ids with a loss mask."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, loss_on: str) -> None:
         self.writer = ChatWriter(tokenizer)
         self._tokenizer = tokenizer
-        # A tokenizer's file may ask for cutting and padding, which are no part of a corpus.
+        # The files of a tokenizer may configure truncation and padding; data files need neither.
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         self._whole = loss_on == "all"
         self._dtype = np.uint16 if len(tokenizer) <= 65536 else np.uint32
-        # What stands before every document: the first token, of a model without one the last.
+        # The token in front of every document: the BOS token or, if there is none, the EOS token.
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self._separator = [token for token in (bos, eos) if token is not None][:1]
-        self._compared = False  # whether ids were compared with their text
-        self._after_plain: bool | None = None  # whether the last document was all to be learnt
+        self._compared = False  # whether the ids of a record were compared with its text
+        self._after_unmasked: bool | None = None  # whether the previous document had no mask
 
     def read(self, record: dict[str, Any]) -> _Document:
-        """Raises RefusedError; DataError if ids are those of another tokenizer."""
+        """The document of a record. Raises RecordError if it is unusable, DataError if its ids are
+        those of another tokenizer."""
         if record.get("ids") is not None:
-            return self._given(record)
-        text, spans = self._written(record)
-        return _Document(unicode_text(text), spans)
+            return self._ids_document(record)
+        text, spans = self._render(record)
+        return _Document(checked_text(text), spans)
 
-    def _written(self, record: dict[str, Any]) -> tuple[Any, list[tuple[int, int]] | None]:
-        talk = conversation_of(record)
-        if talk is None:
+    def _render(self, record: dict[str, Any]) -> tuple[Any, list[tuple[int, int]] | None]:
+        conversation = conversation_from_record(record)
+        if conversation is None:
             return record["text"], None
         try:
-            text, spans = self.writer.write(talk)
-        except RefusedError:
+            text, spans = self.writer.write(conversation)
+        except RecordError:
             if any(record.get(name) is not None for name in FORMS[1:-1]):
                 raise
-            return record["text"], None  # as text it can still be learnt
+            return record["text"], None  # train on it as plain text
         if not self._whole and not any(start < end for start, end in spans):
-            raise RefusedError(
-                "its assistant says nothing (paceline train sample has questions answered, "
-                "--loss-on all learns the rest)"
+            raise RecordError(
+                "it has no answers (paceline train sample generates answers, --loss-on all trains "
+                "on the questions)"
             )
         return text, None if self._whole else spans
 
-    def _given(self, record: dict[str, Any]) -> _Document:
+    def _ids_document(self, record: dict[str, Any]) -> _Document:
         try:
             ids = np.asarray(record["ids"])
         except (ValueError, OverflowError):
             ids = np.zeros(0)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RefusedError("its ids are not a list of whole numbers")
+            raise RecordError("its ids are not a list of whole numbers")
         size = len(self._tokenizer)
         if ids.min() < 0 or ids.max() >= size:
-            raise RefusedError(f"it has ids outside the vocabulary (0 to {size - 1})")
+            raise RecordError(f"it has ids outside the vocabulary (0 to {size - 1})")
         prompt = record.get("prompt", 0)
         if not isinstance(prompt, int) or not 0 <= prompt < len(ids):
-            raise RefusedError(f"its prompt is {prompt!r}, but it must be fewer tokens than ids")
+            raise RecordError(
+                f"its prompt is {prompt!r}, but it must be a number less than the number of ids"
+            )
         if not self._compared and isinstance(record.get("text"), str):
             self._compared = True
             if self._tokenizer.decode(ids.tolist()) != record["text"]:
                 raise DataError(
-                    "the ids of a data file are not this model's: its tokenizer reads another text "
-                    "from them; let this model write its own (paceline train sample)"
+                    "the ids of a data file belong to another tokenizer: this model's decodes them "
+                    "to a different text; generate data with this model (paceline train sample)"
                 )
         return _Document(ids=ids, prompt=0 if self._whole else prompt)
 
     def encode(self, documents: Sequence[_Document]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each document its ids, and bool of the same shape, which of them are to be learnt."""
+        """The token ids and the loss mask (bool) of each document."""
         texts = [item.text for item in documents if item.ids is None]
         backend = self._tokenizer.backend_tokenizer
         encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
         encoded = []
         for item in documents:
             if item.ids is not None:
-                ids, learn = item.ids.astype(self._dtype), np.arange(len(item.ids)) >= item.prompt
+                ids, loss_mask = (
+                    item.ids.astype(self._dtype),
+                    np.arange(len(item.ids)) >= item.prompt,
+                )
             else:
                 encoding = next(encodings)
                 ids = np.array(encoding.ids, dtype=self._dtype)
-                learn = _learnt(encoding.offsets, item.spans)
+                loss_mask = _mask_of_spans(encoding.offsets, item.spans)
             if self._separator:
                 if not len(ids) or ids[0] != self._separator[0]:
                     ids = np.concatenate([np.array(self._separator, self._dtype), ids])
-                    learn = np.concatenate([[True], learn])
-                plain = item.spans is None and not item.prompt
-                # The separator is what follows the document before.
-                learn[0] = plain if self._after_plain is None else self._after_plain
-                self._after_plain = plain
-            encoded.append((ids, learn))
+                    loss_mask = np.concatenate([[True], loss_mask])
+                unmasked = item.spans is None and not item.prompt
+                # The separator also ends the previous document, which decides whether it counts.
+                previous = self._after_unmasked
+                loss_mask[0] = unmasked if previous is None else previous
+                self._after_unmasked = unmasked
+            encoded.append((ids, loss_mask))
         return encoded
 
 
-def _learnt(
+def _mask_of_spans(
     offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]] | None
 ) -> np.ndarray:
-    """Which tokens begin in one of the spans of characters; all if there are none given."""
+    """Which tokens begin in one of the spans of characters; all if ``spans`` is None."""
     if spans is None:
         return np.ones(len(offsets), dtype=np.bool_)
-    # A token that begins before an answer holds the end of its prompt: no decoding meets it.
+    # A token that begins before an answer includes the end of the prompt, which does not happen in
+    # decoding.
     first = np.array([start for start, _ in offsets])
-    learn = np.zeros(len(offsets), dtype=np.bool_)
+    loss_mask = np.zeros(len(offsets), dtype=np.bool_)
     for start, end in spans:
-        learn |= (first >= start) & (first < end)
-    return learn
+        loss_mask |= (first >= start) & (first < end)
+    return loss_mask
 
 
-def token_stream(
+def load_token_stream(
     folder: Path,
     source: Source,
     tokenizer: PreTrainedTokenizerFast,
     exclude_licenses: Sequence[str],
     loss_on: str,
-) -> Stream:
-    """``encode_stream`` of a run's file, kept below ``folder`` for when the run is resumed. Raises
-    DataError and WriteError."""
-    made_of = (str(source.path.resolve()), len(tokenizer), *exclude_licenses, loss_on)
-    file = folder / f"{source.path.name}.{zlib.crc32(repr(made_of).encode()):08x}.npz"
+) -> TokenStream:
+    """``encode_stream`` of a data file. The result is stored in ``folder`` for when the run is
+    resumed. Raises DataError and WriteError."""
+    key = (str(source.path.resolve()), len(tokenizer), *exclude_licenses, loss_on)
+    file = folder / f"{source.path.name}.{zlib.crc32(repr(key).encode()):08x}.npz"
     try:
         with np.load(file) as saved:
-            return Stream(str(saved["name"]), saved["ids"], saved["learn"], saved["starts"])
-    except Exception:  # there is none, or damage, which may raise anything
+            return TokenStream(
+                str(saved["name"]), saved["ids"], saved["loss_mask"], saved["starts"]
+            )
+    except Exception:  # there is no file, or it is damaged, which may raise any exception
         stream = encode_stream(source.path, tokenizer, exclude_licenses, loss_on)
     write_stream(file, stream)
     return stream
 
 
-def write_stream(file: Path, stream: Stream) -> None:
-    """Raises WriteError."""
-    # Not np.savez: an older numpy leaves the archive of a full disk open.
+def write_stream(file: Path, stream: TokenStream) -> None:
+    """Write a stream to an .npz file. Raises WriteError."""
+    # np.savez is not used, since older versions of numpy do not close the file if the disk is full.
     with write_cached(file, file.parent, "the token stream") as sink, ZipFile(sink, "w") as archive:
         for name, value in vars(stream).items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
                 np.lib.format.write_array(part, np.asarray(value))
 
 
-SHORTEST = 4  # tokens: with fewer there is nowhere to draft from
+SHORTEST = 4  # tokens of a piece; shorter ones have no position to draft from
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Pieces of text side by side: ``ids`` int64 ``[B, W]``, shorter ones padded at the end, and
-    ``learn`` bool ``[B, W]``, the tokens to be learnt."""
+    """A batch of B sequences, padded at the end: ``ids`` int64 and ``loss_mask`` bool, both
+    ``[B, W]``, with the lengths without padding."""
 
     ids: torch.Tensor
-    learn: torch.Tensor
+    loss_mask: torch.Tensor
     lengths: tuple[int, ...]
 
     @property
     def drafts(self) -> int:
-        """Positions that drafts start from: the token after the next one is to be learnt."""
-        return int(self.learn[:, 2:].sum())
+        """The number of positions t from which drafts start: those with t + 2 in the loss mask."""
+        return int(self.loss_mask[:, 2:].sum())
 
 
 class Documents:
-    """Pieces of documents of several files, each a document's next ``longest`` tokens.
-
-    Files are drawn by weight, the pieces of a file in a new order every time through. Batch n
-    depends only on the seed and n. Raises DataError if a file has no piece to learn from.
-    """
+    """The documents of several files, divided into pieces of at most ``longest`` tokens. Each draw
+    picks a file by weight, then its next piece; the pieces of a file are reshuffled for each epoch.
+    Batch n depends only on the seed and n. Raises DataError if a file has no usable piece."""
 
     def __init__(
-        self, streams: Sequence[Stream], weights: Sequence[float], seed: int, longest: int
+        self, streams: Sequence[TokenStream], weights: Sequence[float], seed: int, longest: int
     ) -> None:
         self.streams = list(streams)
         total = sum(weights)
         self.weights = [weight / total for weight in weights]
         self.longest = longest
-        self.pieces: list[tuple[np.ndarray, np.ndarray]] = []  # ids, and which are to be learnt
-        self._of: list[range] = []  # numbers of the pieces of each file
+        self.pieces: list[tuple[np.ndarray, np.ndarray]] = []  # token ids and loss mask
+        self._file_pieces: list[range] = []  # indices of the pieces of each file
         for stream in self.streams:
             first = len(self.pieces)
-            self.pieces.extend(self._cut(stream))
+            self.pieces.extend(self._divide(stream))
             if len(self.pieces) == first:
                 raise DataError(
-                    f"{stream.name} has no document of {SHORTEST} tokens or more to learn from"
+                    f"{stream.name} has no document of {SHORTEST} tokens or more to train on"
                 )
-            self._of.append(range(first, len(self.pieces)))
-        self._drawn = self._draws(seed)
+            self._file_pieces.append(range(first, len(self.pieces)))
+        self._draws = self._draw(seed)
         self._batches: list[list[int]] = []
 
-    def _cut(self, stream: Stream) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _divide(self, stream: TokenStream) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for begin, end in pairwise([*stream.starts.tolist(), len(stream.ids)]):
-            # The separator behind a text is its end, which is to be learnt with it.
-            if end < len(stream.ids) and stream.learn[end] and stream.ids[end] == stream.ids[begin]:
+            # The separator after a document is its end token, so it belongs to the document, too.
+            if (
+                end < len(stream.ids)
+                and stream.loss_mask[end]
+                and stream.ids[end] == stream.ids[begin]
+            ):
                 end += 1
             for start in range(begin, end, self.longest):
                 part = slice(start, min(end, start + self.longest))
-                ids, learn = stream.ids[part], stream.learn[part]
-                if len(ids) >= SHORTEST and learn[2:].any():
-                    yield ids, learn
+                ids, loss_mask = stream.ids[part], stream.loss_mask[part]
+                if len(ids) >= SHORTEST and loss_mask[2:].any():
+                    yield ids, loss_mask
 
-    def _draws(self, seed: int) -> Iterator[int]:
-        """Numbers of pieces without end."""
+    def _draw(self, seed: int) -> Iterator[int]:
+        """Draw indices of pieces without end."""
         rng = np.random.default_rng(seed)
-        left: list[list[int]] = [[] for _ in self._of]
+        remaining: list[list[int]] = [[] for _ in self._file_pieces]
         while True:
-            index = int(rng.choice(len(self._of), p=self.weights))
-            if not left[index]:
-                left[index] = rng.permutation(self._of[index]).tolist()
-            yield left[index].pop()
+            file = int(rng.choice(len(self._file_pieces), p=self.weights))
+            if not remaining[file]:
+                remaining[file] = rng.permutation(self._file_pieces[file]).tolist()
+            yield remaining[file].pop()
 
     def tokens(self, number: int) -> int:
         return len(self.pieces[number][0])
 
     def batch(self, step: int, tokens: int) -> list[int]:
-        """Numbers of the pieces of batch ``step``: as many as reach ``tokens``, one at least. All
-        batches are asked for with the same ``tokens``."""
+        """The indices of the pieces of batch ``step``: as many as are needed for ``tokens`` tokens.
+        All calls must have the same ``tokens``."""
         while len(self._batches) <= step:
             numbers, size = [], 0
             while size < tokens:
-                numbers.append(next(self._drawn))
+                numbers.append(next(self._draws))
                 size += self.tokens(numbers[-1])
             self._batches.append(numbers)
         return self._batches[step]
 
     def windows(self, numbers: Sequence[int], tokens: int) -> list[Windows]:
-        """The pieces side by side, those of like length together, in parts of at most ``tokens``
-        with their padding (a single piece may be longer)."""
+        """Batches of pieces of similar length, each of at most ``tokens`` tokens including padding
+        (a single piece may be longer)."""
         parts: list[list[int]] = []
         for number in sorted(numbers, key=lambda n: (self.tokens(n), n)):
             if parts and self.tokens(number) * (len(parts[-1]) + 1) <= tokens:
                 parts[-1].append(number)
             else:
                 parts.append([number])
-        return [self._side_by_side([[n] for n in part]) for part in parts]
+        return [self._batch([[n] for n in part]) for part in parts]
 
-    def joined(self, numbers: Sequence[int], length: int) -> list[Windows]:
-        """The pieces one behind the other, in windows of at most ``length``: for the positions
-        that no single one reaches."""
+    def packed_windows(self, numbers: Sequence[int], length: int) -> list[Windows]:
+        """The pieces packed into sequences of at most ``length`` tokens, one per batch: for
+        training on positions that no single piece reaches."""
         runs: list[list[int]] = []
         size = 0
         for number in numbers:
@@ -325,14 +334,14 @@ class Documents:
                 size = 0
             runs[-1].append(number)
             size += self.tokens(number)
-        return [self._side_by_side([run]) for run in runs]
+        return [self._batch([run]) for run in runs]
 
-    def _side_by_side(self, runs: list[list[int]]) -> Windows:
-        """A window of each run of pieces."""
+    def _batch(self, runs: list[list[int]]) -> Windows:
+        """A batch with one sequence for each run of pieces."""
         ids = [np.concatenate([self.pieces[n][0] for n in run]).astype(np.int64) for run in runs]
-        learn = [np.concatenate([self.pieces[n][1] for n in run]) for run in runs]
-        padded, to_learn = (
+        loss_mask = [np.concatenate([self.pieces[n][1] for n in run]) for run in runs]
+        padded_ids, padded_mask = (
             pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
-            for rows in (ids, learn)
+            for rows in (ids, loss_mask)
         )
-        return Windows(padded, to_learn, tuple(map(len, ids)))
+        return Windows(padded_ids, padded_mask, tuple(map(len, ids)))

@@ -1,8 +1,8 @@
-"""Draft models for a given target, distilled on the user's own text.
+"""Distillation of draft models.
 
-A sampled token is accepted with chance sum_x min(p(x), q(x)) = 1 - TV(p, q). The forward KL
-divergence (Hinton et al. 2015) bounds it and learns fast from nothing; total variation finishes
-(DistillSpec, Zhou et al. 2023, arXiv 2310.08461).
+A sampled token is accepted with probability sum_x min(p(x), q(x)) = 1 - TV(p, q). The forward KL
+divergence (Hinton et al. 2015) bounds the total variation distance TV and learns fast from new
+weights; TV itself is best for the last steps (DistillSpec, Zhou et al. 2023, arXiv 2310.08461).
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from paceline.errors import ConfigError, VocabularyMismatchError
 from paceline.files import atomic_folder
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.tokenizer import differences
-from paceline.train.acceptance import AcceptanceCounts, WrittenText, context_of, walk
+from paceline.train.acceptance import AcceptanceCounts, HeldOutText, max_context, simulate_decoding
 from paceline.train.configs import DraftConfig as DraftConfig
 from paceline.train.data import Windows
-from paceline.train.losses import distribution_loss, mixed_probs
+from paceline.train.losses import distribution_loss, teacher_probs
 from paceline.train.trainer import Trainer, run_name, save_model
 from paceline.train.unrolled import MaskedRows
 
 
 class DraftTrainer(Trainer):
-    """Trains a draft; it lies in ``out/model`` in the end.
-
-    Raises VocabularyMismatchError if the draft to start from speaks another vocabulary.
-    """
+    """Trains a draft model; the result is in ``out/model``. Raises VocabularyMismatchError if the
+    model to continue from has another vocabulary than the target."""
 
     config: DraftConfig
     noun = "draft"
@@ -39,31 +37,31 @@ class DraftTrainer(Trainer):
 
     def check(self) -> None:
         config = self.config
-        misfit = config.hidden_size % (2 * config.heads) or config.heads % config.kv_heads
-        if config.init is None and misfit:
+        invalid = config.hidden_size % (2 * config.heads) or config.heads % config.kv_heads
+        if config.init is None and invalid:
             raise ConfigError(
                 f"--hidden-size {config.hidden_size} must be an even multiple of --heads "
-                f"{config.heads}, and that a multiple of --kv-heads {config.kv_heads}"
+                f"{config.heads}, which must be a multiple of --kv-heads {config.kv_heads}"
             )
 
     def prepare(self) -> None:
         self.tokenizer = self._tokenizer()
-        self.drafts_for = self._load(self.config.model).requires_grad_(False)
-        self._teacher = self.compiled_form(self.drafts_for)
-        self.begin(context_of(self.drafts_for, sys.maxsize))
+        self.target = self._load(self.config.model).requires_grad_(False)
+        self._teacher = self.compile_if_asked(self.target)
+        self.begin(max_context(self.target, sys.maxsize))
 
     def begin(self, context: int = sys.maxsize) -> None:
-        """Make the model and read the data, once there is a tokenizer; ``context``: the target's
-        longest."""
+        """Create the model and read the data; needs the tokenizer. ``context`` is the context
+        length of the target."""
         torch.manual_seed(self.config.seed)
         self.learner = self.model = self.new_model().train()
-        self._student = self.compiled_form(self.model)
-        self.read_data(min(context, context_of(self.model, context)))
+        self._student = self.compile_if_asked(self.model)
+        self.read_data(min(context, max_context(self.model, context)))
 
     # -- set-up ----------------------------------------------------------------------------
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        """The target's."""
+        """The target's tokenizer. Raises VocabularyMismatchError."""
         config = self.config
         tokenizer = load_tokenizer(config.model)
         if config.init is not None:
@@ -71,13 +69,13 @@ class DraftTrainer(Trainer):
             if differing:
                 raise VocabularyMismatchError(
                     f"draft {config.init} and target {config.model} differ in "
-                    f"{differing}; start from a model of the target's family, or leave --init "
-                    "out for a new one"
+                    f"{differing}; give a model of the target's family, or leave out --init to "
+                    "train a new one"
                 )
         return tokenizer
 
     def new_model(self) -> PreTrainedModel:
-        """What is trained, with its first weights."""
+        """The model to train, with its initial weights."""
         config = self.config
         model = self._new_llama() if config.init is None else self._load(config.init)
         if config.parallel:
@@ -103,7 +101,7 @@ class DraftTrainer(Trainer):
             attn_implementation="sdpa",
         )
         model = LlamaForCausalLM(llama)
-        with torch.no_grad():  # residual branches start small, as deep narrow stacks need
+        with torch.no_grad():  # small residual branches, which deep and narrow models need
             for layer in model.model.layers:
                 for out in (layer.self_attn.o_proj, layer.mlp.down_proj):
                     out.weight.mul_((2 * config.layers) ** -0.5)
@@ -115,7 +113,7 @@ class DraftTrainer(Trainer):
         return module
 
     def write_result(self) -> Path:
-        """Config, tokenizer and bf16 safetensors go to ``out/model``, all at once."""
+        """Write configuration, tokenizer and bf16 weights to ``out/model``, atomically."""
         with atomic_folder(self.out / "model", "the model") as folder:
             save_model(self.model, self.tokenizer, folder)
         return self.out / "model"
@@ -123,58 +121,58 @@ class DraftTrainer(Trainer):
     # -- the loop --------------------------------------------------------------------------
 
     def _masks(self, seq_len: int) -> MaskedRows | None:
-        """Rows of masks that learn, too, at this step."""
+        """The mask tokens of this step, for parallel drafting."""
         if not self.config.parallel:
             return None
-        dropped = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
         mask, count = self.model.config.pard_token, self.config.draft_length
-        return MaskedRows.of(mask, seq_len, count, generator=dropped)
+        return MaskedRows.of(mask, seq_len, count, generator=generator)
 
     def loss(self, windows: Windows) -> torch.Tensor:
-        ids, learn = windows.ids.to(self.device), windows.learn[:, 1:].to(self.device)
+        ids, loss_mask = windows.ids.to(self.device), windows.loss_mask[:, 1:].to(self.device)
         inputs = ids[:, :-1].contiguous()
         masks = self._masks(inputs.shape[1])
-        read, positions = {"input_ids": inputs}, torch.arange(inputs.shape[1])
+        student_inputs, positions = {"input_ids": inputs}, torch.arange(inputs.shape[1])
         if masks is not None:
-            read, positions = masks.inputs(inputs), masks.positions
-        rows = learn[:, positions].flatten().nonzero()[:, 0]
-        logits = self._student(**read, use_cache=False).logits.flatten(0, 1)[rows]
+            student_inputs, positions = masks.inputs(inputs), masks.positions
+        rows = loss_mask[:, positions].flatten().nonzero()[:, 0]
+        logits = self._student(**student_inputs, use_cache=False).logits.flatten(0, 1)[rows]
         with torch.no_grad():
             teacher = self._teacher(input_ids=inputs, use_cache=False).logits
             teacher = teacher[:, positions].flatten(0, 1)
-        width = min(logits.shape[1], teacher.shape[1])  # either may be padded
+        width = min(logits.shape[1], teacher.shape[1])  # either vocabulary may be padded
         share = self.config.argmax_weight
-        probs = mixed_probs(rows, lambda some: teacher[some, :width], share)
+        probs = teacher_probs(rows, lambda some: teacher[some, :width], share)
         weights = torch.full((len(rows),), 1 / len(rows), device=rows.device)
         index, tv_weight = torch.arange(len(rows), device=rows.device), self.config.tv_weight
         return distribution_loss(logits[:, :width], probs, index, weights, tv_weight)
 
-    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
-        # A drafted token counts only where all before it were right, so one forward over the
-        # target's own text says what the draft would have proposed there.
+    def acceptance_of(self, text: HeldOutText) -> AcceptanceCounts:
+        # A draft token counts only if all before it were right. So one forward over the target's
+        # own text gives the drafts at all positions (teacher forcing).
         ids = torch.tensor(text.token_ids, device=self.device)
         count, first = self.config.draft_length, text.prompt - 1
-        wanted = F.pad(ids[text.prompt :], (0, count - 1), value=-1).unfold(0, count, 1)
+        expected = F.pad(ids[text.prompt :], (0, count - 1), value=-1).unfold(0, count, 1)
         self.model.eval()
         if self.config.parallel:
             padded = F.pad(ids[None, :-1], (0, count - 1))
             width = padded.shape[1]
             masks = MaskedRows.of(self.model.config.pard_token, width, count, first)
             choices = self.model(**masks.inputs(padded), use_cache=False).logits[0].argmax(-1)
-            rows = torch.cat((choices[first : first + len(wanted)], choices[width:]))
+            rows = torch.cat((choices[first : first + len(expected)], choices[width:]))
             drafted = rows.view(count, -1).T
         else:
             choices = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0].argmax(-1)
             drafted = F.pad(choices[first:], (0, count - 1), value=-1).unfold(0, count, 1)
         self.model.train()
-        return walk((drafted == wanted) & (wanted >= 0), undrafted=0)
+        return simulate_decoding((drafted == expected) & (expected >= 0), undrafted=0)
 
-    def about(self) -> str:
+    def describe(self) -> str:
         config = self.config
         start = "new weights" if config.init is None else f"`{run_name(config.init)}`"
         return (
             f"A draft model for `{run_name(config.model)}`: {type(self.model).__name__} "
             f"with {self.model.num_parameters():,} parameters, trained by Paceline from {start} on "
-            "the target's probabilities, in bf16 with float32 master weights. It speaks the "
-            "target's vocabulary: `paceline generate --model TARGET --draft FOLDER`."
+            "the target's probabilities, in bf16 with float32 master weights. It has the target's "
+            "vocabulary: `paceline generate --model TARGET --draft FOLDER`."
         )

@@ -1,6 +1,6 @@
-"""What the training of every kind of head has in common: a frozen target.
+"""The base of all trainers of heads: runs the frozen target, and measures held-out acceptance.
 
-Its hidden states and logits are used at once, and stored only on request (``cache_features``).
+The target's features and logits are used at once, and stored only on request (``cache_features``).
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from paceline.core.stages import stage
 from paceline.model.loading import load_module, load_tokenizer, resolve_dtype
 from paceline.train.acceptance import (
     AcceptanceCounts,
-    WrittenText,
-    context_of,
-    drafting_rows,
-    ranks_of,
-    walk,
+    HeldOutText,
+    candidate_ranks,
+    max_context,
+    simulate_decoding,
+    start_positions,
 )
 from paceline.train.configs import HeadConfig
 from paceline.train.data import Windows
-from paceline.train.losses import mixed_probs
-from paceline.train.reading import FeatureCache, NativeReader, Observed
+from paceline.train.losses import teacher_probs
+from paceline.train.reading import FeatureCache, NativeReader, TargetOutputs
 from paceline.train.trainer import Trainer, run_name
 from paceline.train.unrolled import DraftStarts
 
-# Not cuDNN's, which plans again for every length: a third of a step's time on an H200.
+# Without cuDNN's attention, which builds a plan for every new length: a third of a step's time on
+# an H200.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class HeadTrainer(Trainer):
-    """Trains a head, which lies in ``out/head`` in the end."""
+    """Trains a head; the result is in ``out/head``."""
 
     config: HeadConfig
     result = noun = "head"
-    what = "A head"  # what kind it is, for the model card
+    what = "A head"  # the kind of head, for the model card
 
     def prepare(self) -> None:
         config = self.config
@@ -50,59 +51,62 @@ class HeadTrainer(Trainer):
         dtype = resolve_dtype(config.dtype, self.device) or torch.bfloat16
         with stage(f"loading {config.model}"):
             self.target = load_module(config.model, dtype, self.device, "sdpa")
-        self.drafts_for = self.target
         self.target.requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
-        self.head_shape = self.head_config()  # before data is read
-        self.read_data(context_of(self.target, config.max_positions))
+        self.head_shape = self.head_config()  # fails before data is read
+        self.read_data(max_context(self.target, config.max_positions))
         torch.manual_seed(config.seed)
         self.learner = self.head = self.new_head().to(self.device, dtype)
         self._head_is_product = self._is_product()
-        # Without the head: its product of one row a window copies the whole weight.
+        # Run the target without its lm_head where possible: its product of one row per window
+        # would copy the whole weight.
         forward = self.target.base_model if self._head_is_product else self.target
-        self._forward = self.compiled_form(forward)
+        self._forward = self.compile_if_asked(forward)
         self._reader: NativeReader | None = None
         if self.device.type == "cpu" and not self.compiled and self._head_is_product:
             self._reader = NativeReader.of(self.target, config.model)
-        self._seen: dict[int, Observed] = {}  # held-out texts, by their ids
+        self._held_out_outputs: dict[int, TargetOutputs] = {}  # by id(text)
         self._cache: FeatureCache | None = None
         if config.cache_features:
-            where = self.out / "features", self.observe_windows, self.device
-            read = f"{config.model} {self.feature_layers}"
-            self._cache = FeatureCache(*where, self.shape.hidden_size, read)
+            location = self.out / "features", self.run_target_on_windows, self.device
+            origin = f"{config.model} {self.feature_layers}"
+            self._cache = FeatureCache(*location, self.shape.hidden_size, origin)
 
-    # -- what a kind of head says --------------------------------------------------------------
+    # -- defined by each kind of head ----------------------------------------------------------
 
     @property
     @abstractmethod
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs are read; num_layers is the final norm's output."""
+        """The layers of the target whose inputs are the features; ``num_layers`` stands for the
+        output of the final norm."""
 
     @abstractmethod
     def head_config(self) -> Any:
-        """The head's shape, where not given the target's. Raises ConfigError if the options do not
-        fit the target."""
+        """The configuration of the head; sizes that are not given are those of the target. Raises
+        ConfigError if the options do not fit the target."""
 
     @abstractmethod
     def new_head(self) -> nn.Module:
-        """A head of ``head_shape`` with its first weights."""
+        """A head of ``head_shape`` with its initial weights."""
 
     @abstractmethod
-    def loss_of(self, seen: Observed) -> torch.Tensor:
+    def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
         """Mean loss over the positions that drafts start from."""
 
     @abstractmethod
-    def levels(self, seen: Observed, starts: DraftStarts, length: int) -> Iterator[torch.Tensor]:
-        """Greedy drafts of at most ``length`` tokens, level by level: of each of N starts a target
-        id, int64 ``[N]``."""
+    def levels(
+        self, target_out: TargetOutputs, starts: DraftStarts, length: int
+    ) -> Iterator[torch.Tensor]:
+        """Greedy drafts of at most ``length`` tokens. Yields for each draft position the token ids
+        (of the target's vocabulary) of the N starts, int64 ``[N]``."""
 
     @abstractmethod
     def write_head(self, folder: Path) -> None:
-        """Write configuration and weights of the head in their public layout."""
+        """Write the configuration and weights of the head in their published format."""
 
     def layer_config(self, ffn_size: int, heads: int = 0) -> dict[str, Any]:
-        """Of a head that is a decoder layer: what its configuration shares with the target's. 0 is
-        the target's, too; with ``heads`` there are as many of keys and values."""
+        """The configuration that a head of decoder layers shares with the target. Sizes of 0 are
+        the target's; with ``heads`` there are as many key and value heads."""
         shape, rope = self.shape, getattr(self.shape, "rope_parameters", None) or {}
         kv_heads = heads or getattr(shape, "num_key_value_heads", None)
         heads = heads or shape.num_attention_heads
@@ -131,17 +135,17 @@ class HeadTrainer(Trainer):
         """Width of the target's logits."""
         return int(self.target.get_output_embeddings().weight.shape[0])
 
-    def observe_windows(self, windows: Windows) -> Observed:
-        """What the target says about the windows."""
-        ids, learn = windows.ids.to(self.device), windows.learn.to(self.device)
-        return self.observe(ids, learn, windows.lengths)
+    def run_target_on_windows(self, windows: Windows) -> TargetOutputs:
+        """Run the target on a batch."""
+        ids, loss_mask = windows.ids.to(self.device), windows.loss_mask.to(self.device)
+        return self.run_target(ids, loss_mask, windows.lengths)
 
     @torch.no_grad()
-    def observe(
-        self, ids: torch.Tensor, learn: torch.Tensor | None = None, lengths: Sequence[int] = ()
-    ) -> Observed:
-        """Of windows ``[B, W]``, padded at the end to all but ``lengths``, if given; ``learn`` as
-        in Observed, None is all."""
+    def run_target(
+        self, ids: torch.Tensor, loss_mask: torch.Tensor | None = None, lengths: Sequence[int] = ()
+    ) -> TargetOutputs:
+        """Run the target on token ids ``[B, W]``, padded at the end if ``lengths`` are given.
+        Without ``loss_mask`` all tokens are trained on."""
         logits = None
         if self._reader is not None:
             layers = (*self.feature_layers, self.num_layers)
@@ -153,78 +157,82 @@ class HeadTrainer(Trainer):
             chosen = [out.hidden_states[layer] for layer in self.feature_layers]
         only = len(chosen) == 1 and self.feature_layers[0] == self.num_layers
         features = final if only else torch.cat(chosen, -1)
-        learn = torch.ones_like(ids, dtype=torch.bool) if learn is None else learn
-        return Observed(ids, learn, features, final, logits)
+        loss_mask = torch.ones_like(ids, dtype=torch.bool) if loss_mask is None else loss_mask
+        return TargetOutputs(ids, loss_mask, features, final, logits)
 
     def _is_product(self) -> bool:
-        """Whether the target's logits are its head's product with the last hidden states and
-        nothing more (no cap, no scale), so that they can be made for single rows and tokens."""
+        """Whether the target's logits are just the product of its lm_head with the final hidden
+        states (no cap, no scale), so that they can be computed for some rows and tokens only."""
         ids = torch.arange(8, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             out = self.target(input_ids=ids, use_cache=False, output_hidden_states=True)
             product = self.target.get_output_embeddings()(out.hidden_states[-1]).float()
         logits = out.logits.float()
-        near = 0.02 * float(logits.abs().max())
-        return product.shape == logits.shape and torch.allclose(product, logits, 0.02, near)
+        tolerance = 0.02 * float(logits.abs().max())
+        return product.shape == logits.shape and torch.allclose(product, logits, 0.02, tolerance)
 
     @torch.no_grad()
     def target_probs(
-        self, seen: Observed, ids: torch.Tensor | None = None
+        self, target_out: TargetOutputs, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Distributions ``[M, len(ids)]`` of the M positions whose next token is to be learnt, over
-        the tokens ``ids`` or all, ``argmax_weight`` of it moved to the likeliest one; and int64
-        ``[B * W]``, which of them a position of the windows has (0 where none)."""
-        flat = F.pad(seen.learn[:, 1:], (0, 1)).flatten().nonzero()[:, 0]
-        row_of = torch.zeros(seen.ids.numel(), dtype=torch.long, device=flat.device)
+        """The target's distributions ``[M, len(ids)]`` at the M positions whose next token is in
+        the loss mask, over the tokens ``ids`` (None: all), with a share ``argmax_weight`` moved to
+        the likeliest token; and int64 ``[B * W]``, the row of each position (0 if it has none)."""
+        flat = F.pad(target_out.loss_mask[:, 1:], (0, 1)).flatten().nonzero()[:, 0]
+        row_of = torch.zeros(target_out.ids.numel(), dtype=torch.long, device=flat.device)
         row_of[flat] = torch.arange(len(flat), device=flat.device)
         head = self.target.get_output_embeddings()
         chosen = slice(None) if ids is None else ids
         weight, bias = head.weight[chosen], None if head.bias is None else head.bias[chosen]
-        source = (seen.final if seen.logits is None else seen.logits).flatten(0, 1)
+        source = (target_out.final if target_out.logits is None else target_out.logits).flatten(
+            0, 1
+        )
 
         def logits_of(rows: torch.Tensor) -> torch.Tensor:
-            if seen.logits is None:
+            if target_out.logits is None:
                 return F.linear(source[rows], weight, bias)
             return source[rows][:, chosen]
 
-        return mixed_probs(flat, logits_of, self.config.argmax_weight), row_of
+        return teacher_probs(flat, logits_of, self.config.argmax_weight), row_of
 
     # -- the loop ------------------------------------------------------------------------------
 
     def loss(self, windows: Windows) -> torch.Tensor:
-        kept = None if self.is_long(self.step) else self._cache  # joined ones do not come again
-        return self.loss_of(self.observe_windows(windows) if kept is None else kept.look(windows))
+        # Packed sequences are not cached, as they do not occur again.
+        if self._cache is None or self.is_packed_step(self.step):
+            return self.loss_of(self.run_target_on_windows(windows))
+        return self.loss_of(self._cache.get(windows))
 
-    def seen_of(self, text: WrittenText) -> Observed:
-        """What the target says about a held-out text; looked at once."""
-        if id(text) not in self._seen:
-            seen = self.observe(torch.tensor([text.token_ids], device=self.device))
-            # Only the loss needs logits: without them, held-out texts stay small.
-            self._seen[id(text)] = replace(seen, logits=None)
-        return self._seen[id(text)]
+    def outputs_for_text(self, text: HeldOutText) -> TargetOutputs:
+        """The target's outputs for a held-out text, which are computed once."""
+        if id(text) not in self._held_out_outputs:
+            target_out = self.run_target(torch.tensor([text.token_ids], device=self.device))
+            # Only the loss needs logits; without them a held-out text takes little memory.
+            self._held_out_outputs[id(text)] = replace(target_out, logits=None)
+        return self._held_out_outputs[id(text)]
 
-    def drafts(self, seen: Observed, length: int) -> torch.Tensor:
-        """For one text (B = 1): int64 ``[W, length]``, target ids of greedy drafts, -1 for none.
-        Row t drafts from the features up to t and token t + 1; column j is about token t + 2 + j.
-        What a draft says beyond the text's end is never compared."""
-        starts = DraftStarts.of(torch.ones_like(seen.learn))
-        levels = torch.stack([*self.levels(seen, starts, length)], 1)
-        drafted = levels.new_full((seen.ids.shape[1], levels.shape[1]), -1)
+    def drafts(self, target_out: TargetOutputs, length: int) -> torch.Tensor:
+        """The greedy drafts at all positions of one text (B = 1): int64 ``[W, length]``, -1 where
+        there is no draft. Row t is drafted from the features up to t and token t + 1; its column j
+        is a draft of token t + 2 + j, which may be beyond the end of the text."""
+        starts = DraftStarts.of(torch.ones_like(target_out.loss_mask))
+        levels = torch.stack([*self.levels(target_out, starts, length)], 1)
+        drafted = levels.new_full((target_out.ids.shape[1], levels.shape[1]), -1)
         drafted[starts.flat] = levels
         return drafted
 
-    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
-        seen = self.seen_of(text)
-        rows = drafting_rows(seen.ids[0], text.prompt)
-        drafts = self.drafts(seen, self.config.draft_length)[rows]
-        return walk(ranks_of(drafts[..., None], seen.ids[0], rows) == 0)
+    def acceptance_of(self, text: HeldOutText) -> AcceptanceCounts:
+        target_out = self.outputs_for_text(text)
+        rows = start_positions(target_out.ids[0], text.prompt)
+        drafts = self.drafts(target_out, self.config.draft_length)[rows]
+        return simulate_decoding(candidate_ranks(drafts[..., None], target_out.ids[0], rows) == 0)
 
     def write_result(self) -> Path:
         folder = self.out / self.result
         self.write_head(folder)
         return folder
 
-    def about(self) -> str:
+    def describe(self) -> str:
         parameters = sum(parameter.numel() for parameter in self.head.parameters())
         return (
             f"{self.what} for `{run_name(self.config.model)}` ({self.num_layers} layers, width "

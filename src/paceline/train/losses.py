@@ -1,4 +1,4 @@
-"""What a draft is trained on: the target's probabilities and its choices."""
+"""The losses of drafts: cross-entropy with the target's probabilities, and total variation."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 def _chunk(device: torch.device) -> int:
-    """Rows at a time: probabilities over a vocabulary of ten thousand stay in a core's cache, or
-    few kernels are started on a GPU."""
+    """How many rows to process at a time. On a CPU, probabilities over a vocabulary of ten thousand
+    then fit into a core's cache; on a GPU, few kernels are launched."""
     return 64 if device.type == "cpu" else 4096
 
 
 def total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """``1 - sum_x min(p(x), q(x))`` of each token, from distributions ``[tokens, vocab]``: the
-    chance that a token drafted from q is rejected (DistillSpec, arXiv 2310.08461)."""
+    """``1 - sum_x min(p(x), q(x))`` for each row of the distributions ``[tokens, vocab]``: the
+    probability that a token sampled from q is rejected (DistillSpec, arXiv 2310.08461)."""
     return 1 - torch.minimum(p, q).sum(-1)
 
 
 class _DistributionLoss(torch.autograd.Function):
-    """Weighted loss against probabilities, its gradient made in the same pass, by chunks of rows:
-    ``F.cross_entropy`` keeps two float32 tensors as large as the logits."""
+    """A weighted loss against probabilities that computes its gradient in the same pass, in chunks
+    of rows. ``F.cross_entropy`` would keep two float32 tensors of the size of the logits."""
 
     @staticmethod
     def forward(
@@ -43,9 +43,9 @@ class _DistributionLoss(torch.autograd.Function):
             entropy, q = -torch.linalg.vecdot(p, logs), logs.exp_()
             overlap = torch.minimum(p, q).sum(-1)
             total += (torch.lerp(entropy, 1 - overlap, tv_weight) * weight).sum()
-            below = (q < p) * q  # more of these would be accepted
-            rising = q * below.sum(-1, keepdim=True) - below
-            slope = (q - p).lerp_(rising, tv_weight)
+            below = (q < p) * q  # tokens whose probability should rise
+            tv_slope = q * below.sum(-1, keepdim=True) - below
+            slope = (q - p).lerp_(tv_slope, tv_weight)
             gradient[rows] = slope.mul_(weight[:, None])
         ctx.save_for_backward(gradient)
         return total
@@ -65,30 +65,27 @@ def distribution_loss(
     weights: torch.Tensor,
     tv_weight: float = 0.0,
 ) -> torch.Tensor:
-    """``sum_n weights[n] * L(probs[index[n]], softmax(logits[n]))``, float32.
-
-    ``logits [N, V]``, ``probs [M, V]`` that sum to one, ``index`` int64 ``[N]``, ``weights``
-    float32 ``[N]``. Only the logits get a gradient. L is the cross-entropy, the KL
-    divergence up to p's entropy (Hinton et al. 2015), and a share ``tv_weight`` of total variation.
-    """
+    """``sum_n weights[n] * L(probs[index[n]], softmax(logits[n]))``, float32. ``logits [N, V]``,
+    ``probs [M, V]`` whose rows sum to one, ``index`` int64 ``[N]``, ``weights`` float32 ``[N]``.
+    Only the logits get a gradient. L consists of a share ``tv_weight`` of total variation and
+    otherwise of the cross-entropy, which is the KL divergence plus the entropy of the target
+    (Hinton et al. 2015)."""
     result: torch.Tensor = _DistributionLoss.apply(logits, probs, index, weights, tv_weight)  # type: ignore[no-untyped-call]
     return result
 
 
-def falling(decay: float, count: int) -> list[float]:
-    """Weights of steps or heads, each ``decay`` times the one before, that sum to one."""
+def decaying_weights(decay: float, count: int) -> list[float]:
+    """``count`` weights that sum to one, each ``decay`` times the one before."""
     weights = [decay**k for k in range(count)]
     return [weight / sum(weights) for weight in weights]
 
 
-def mixed_probs(
+def teacher_probs(
     rows: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], share: float
 ) -> torch.Tensor:
-    """Probabilities of rows of logits, ``share`` of them moved to the likeliest token, in the
-    logits' dtype ``[len(rows), V]``.
-
-    ``logits_of(rows)`` makes the logits of some rows: all at once they may be large.
-    """
+    """The probabilities ``[len(rows), V]`` of rows of logits, with a ``share`` moved to the
+    likeliest token, in the dtype of the logits. ``logits_of`` computes the logits of some rows,
+    since those of all rows may be large."""
     parts = []
     for some in torch.split(rows, 4 * _chunk(rows.device)):
         logits = logits_of(some)

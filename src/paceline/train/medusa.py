@@ -1,7 +1,7 @@
 """Training Medusa heads (Cai et al. 2024, arXiv 2401.10774, section 3.2).
 
-Head k learns the target's distribution two tokens and k further on. The target stays as it is
-(Medusa-1), so its text does.
+Head k, from the features at position t, learns the target's distribution of token t + 2 + k. The
+target is frozen (Medusa-1), so its text does not change.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import nn
 
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 from paceline.errors import ConfigError
-from paceline.train.acceptance import WrittenText, drafting_rows, ranks_of
+from paceline.train.acceptance import HeldOutText, candidate_ranks, start_positions
 from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
 from paceline.train.heads import HeadTrainer
-from paceline.train.losses import falling
-from paceline.train.reading import Observed
+from paceline.train.losses import decaying_weights
+from paceline.train.reading import TargetOutputs
 from paceline.train.trainer import run_name
-from paceline.train.unrolled import DraftStarts, loss_ahead
+from paceline.train.unrolled import DraftStarts, loss_at_offset
 
-_RANKS = 10  # candidates of each head whose accuracy is measured
+_RANKS = 10  # number of candidates per head whose accuracy is measured
 
 
 class MedusaTrainer(HeadTrainer):
@@ -36,7 +36,9 @@ class MedusaTrainer(HeadTrainer):
 
     def check(self) -> None:
         if self.config.medusa_layers < 1 and self.config.shared_head:
-            raise ConfigError("heads without a block that share the target's head have no weights")
+            raise ConfigError(
+                "--medusa-layers 0 with --shared-head leaves no weights to train; change either"
+            )
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -60,62 +62,62 @@ class MedusaTrainer(HeadTrainer):
 
     def new_head(self) -> MedusaHeads:
         heads = MedusaHeads(self.head_shape)
-        with torch.no_grad():  # the heads begin as copies of the target's own
+        with torch.no_grad():  # the vocabulary layers start as copies of the target's lm_head
             for layer in heads.vocabulary_layers():
                 layer.weight.copy_(self.lm_head.weight)
         return heads
 
     @property
-    def outer(self) -> tuple[str, ...]:
-        return (f".{self.config.medusa_layers}.weight",)  # a head's vocabulary layer
+    def adamw_names(self) -> tuple[str, ...]:
+        return (f".{self.config.medusa_layers}.weight",)  # the vocabulary layers
 
     # -- loss ----------------------------------------------------------------------------------
 
-    def loss_of(self, seen: Observed) -> torch.Tensor:
+    def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
         config = self.config
-        starts, learn = DraftStarts.of(seen.learn), seen.learn.flatten()
-        probs, row_of = self.target_probs(seen)
-        features = seen.features.flatten(0, 1)[starts.flat]
+        starts, loss_mask = DraftStarts.of(target_out.loss_mask), target_out.loss_mask.flatten()
+        probs, row_of = self.target_probs(target_out)
+        features = target_out.features.flatten(0, 1)[starts.flat]
         result = features.new_zeros((), dtype=torch.float32)
-        for k, weight in enumerate(falling(config.step_decay, config.medusa_heads)):
+        for k, weight in enumerate(decaying_weights(config.step_decay, config.medusa_heads)):
             logits = self.head.logits(k, features, self.lm_head)
-            result = result + weight * loss_ahead(starts, k, learn, logits, probs, row_of)
+            result = result + weight * loss_at_offset(starts, k, loss_mask, logits, probs, row_of)
         return result
 
     # -- drafting ------------------------------------------------------------------------------
 
-    def levels(self, seen: Observed, starts: DraftStarts, length: int) -> Iterator[torch.Tensor]:
-        features = seen.features.flatten(0, 1)[starts.flat]
+    def levels(
+        self, target_out: TargetOutputs, starts: DraftStarts, length: int
+    ) -> Iterator[torch.Tensor]:
+        features = target_out.features.flatten(0, 1)[starts.flat]
         for k in range(min(length, self.config.medusa_heads)):
             yield self.head.logits(k, features, self.lm_head).argmax(-1)
 
     @torch.no_grad()
     def write_head(self, folder: Path) -> None:
-        """With how often each candidate of each head was right, by which trees are shaped."""
+        """Write the heads with the accuracy of their candidates, which determines draft trees."""
         if self.valid_sources:
             ranks = torch.cat([self._ranks(text) for text in self.held_out_texts])
             self.head.config = replace(self.head.config, accuracy=accuracy_of(ranks, _RANKS))
         save_medusa(self.head, folder, self.num_layers)
 
-    def _ranks(self, text: WrittenText) -> torch.Tensor:
-        """int64 [n, heads]: at which rank each head had the token of the text (``ranks_of``)."""
-        seen = self.seen_of(text)
-        rows = drafting_rows(seen.ids[0], text.prompt)
-        logits = self.head(seen.features[0, rows], self.lm_head)  # [heads, n, vocab]
+    def _ranks(self, text: HeldOutText) -> torch.Tensor:
+        """The rank of the text's token for each head (``candidate_ranks``): int64 [n, heads]."""
+        target_out = self.outputs_for_text(text)
+        rows = start_positions(target_out.ids[0], text.prompt)
+        logits = self.head(target_out.features[0, rows], self.lm_head)  # [heads, n, vocab]
         best = logits.topk(_RANKS, -1).indices.transpose(0, 1)
-        return ranks_of(best, seen.ids[0], rows).cpu()
+        return candidate_ranks(best, target_out.ids[0], rows).cpu()
 
 
 def accuracy_of(ranks: torch.Tensor, count: int) -> tuple[tuple[float, ...], ...]:
-    """How often each of ``count`` candidates of each head was right, from ranks ``[n, heads]``.
-
-    Given that the heads before had the token among theirs: only then does a node get its chance.
-    """
+    """How often each of ``count`` candidates of each head was right, from ranks ``[n, heads]``,
+    given that all previous heads had the right token among their candidates."""
     table = []
-    alive = torch.ones(len(ranks), dtype=torch.bool)
+    reached = torch.ones(len(ranks), dtype=torch.bool)
     for rank in ranks.unbind(1):
-        alive &= rank >= 0
-        hits = torch.bincount(rank[alive], minlength=count + 1)[:count]
-        table.append(tuple((hits / max(1, int(alive.sum()))).tolist()))
-        alive &= rank < count
+        reached &= rank >= 0
+        hits = torch.bincount(rank[reached], minlength=count + 1)[:count]
+        table.append(tuple((hits / max(1, int(reached.sum()))).tolist()))
+        reached &= rank < count
     return tuple(table)

@@ -1,5 +1,5 @@
-"""What a frozen target says about windows of text: read through the engine's own kernels, several
-times as fast as through the module, and kept on disk where that is asked for."""
+"""The features and logits of a frozen target. The engine's kernels compute them several times as
+fast as the module of transformers; they can be cached on disk."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ from paceline.model.target import CausalModel
 from paceline.model.tensorfile import as_bytes, verify
 from paceline.train.data import Windows
 
-_BLOCK = 16  # tokens of a cache block
-_GROUP = 64  # values of a kept feature that share a scale, if the width divides
+_BLOCK = 16  # tokens per cache block
+_GROUP = 64  # values of a cached feature that share a scale, if the width is a multiple
 
 
 @dataclass(frozen=True)
-class Observed:
-    """What the target says about windows of text ``ids [B, W]``.
-
-    ``learn`` bool ``[B, W]``: the tokens that a head shall learn to draft. ``features
-    [B, W, layers * hidden]`` (side by side), ``final [B, W, hidden]``, the output of the final
-    norm, and ``logits [B, W, vocab]``, or None where they are the head's product with ``final``
-    and are made for the rows that are asked for.
-    """
+class TargetOutputs:
+    """The outputs of the target for token ids ``[B, W]``. ``loss_mask`` bool ``[B, W]``: the tokens
+    that a head learns to draft. ``features`` ``[B, W, layers * hidden]``: the inputs of the feature
+    layers, concatenated. ``final`` ``[B, W, hidden]``: the output of the final norm. ``logits``
+    ``[B, W, vocab]``, or None if they are the product of the lm_head with ``final`` and are
+    computed for the rows that need them."""
 
     ids: torch.Tensor
-    learn: torch.Tensor
+    loss_mask: torch.Tensor
     features: torch.Tensor
     final: torch.Tensor
     logits: torch.Tensor | None
 
 
 class NativeReader:
-    """Hidden states of a frozen target, by the kernels that decode with a packed copy of it."""
+    """Computes hidden states of a frozen target with the native kernels, on a packed copy of its
+    weights."""
 
     def __init__(self, model: CausalModel) -> None:
         self._model = model
@@ -54,10 +53,10 @@ class NativeReader:
 
     @classmethod
     def of(cls, target: Any, name: str) -> NativeReader | None:
-        """Of a module of transformers; None where the kernels do not run it."""
+        """A reader for a module of transformers; None if the native kernels cannot run it."""
         try:
             model = CausalModel.around(target, name)
-        except UnsupportedModelError:  # it can be trained for, if not be decoded with
+        except UnsupportedModelError:  # the engine cannot decode it, but training works
             return None
         return None if model.backend.runs_torch else cls(model)
 
@@ -65,9 +64,10 @@ class NativeReader:
     def read(
         self, ids: torch.Tensor, lengths: Sequence[int], layers: Sequence[int]
     ) -> list[torch.Tensor]:
-        """The inputs of ``layers`` for windows ``ids`` int64 ``[B, W]``, of which ``lengths`` are
-        read, each ``[B, W, hidden]``, zeros at the end; the number of layers: the final norm's."""
-        cache = self._room(ids.numel() + len(ids) * _BLOCK)
+        """The inputs of ``layers`` for sequences ``ids`` int64 ``[B, W]`` of the given lengths,
+        each ``[B, W, hidden]`` with zeros as padding. The number of layers stands for the output of
+        the final norm."""
+        cache = self._cache_for(ids.numel() + len(ids) * _BLOCK)
         spans = []
         for number, (window, length) in enumerate(zip(ids.tolist(), lengths, strict=True)):
             cache.admit(number, [], share=False)
@@ -78,10 +78,10 @@ class NativeReader:
         finally:
             for span in spans:
                 cache.free(span.seq_id)
-        kept = [list(torch.split(result[layer], list(lengths))) for layer in layers]
-        return [pad_sequence(rows, batch_first=True) for rows in kept]
+        split = [list(torch.split(result[layer], list(lengths))) for layer in layers]
+        return [pad_sequence(rows, batch_first=True) for rows in split]
 
-    def _room(self, tokens: int) -> PagedCache:
+    def _cache_for(self, tokens: int) -> PagedCache:
         if self._cache is None or tokens > self._tokens:
             self._tokens = tokens
             self._cache = self._model.new_cache(-(-tokens // _BLOCK), _BLOCK, share=False)
@@ -90,38 +90,46 @@ class NativeReader:
 
 @dataclass(frozen=True)
 class FeatureCache:
-    """What the target says about pieces of text, under ``folder`` in one file each, by the piece's
-    ids and its ``origin`` (target and layers): several runs can share it.
+    """Caches the target's outputs for pieces of text on disk. Each piece has a file in ``folder``,
+    whose name is a hash of its token ids and the ``origin`` (target and feature layers), so several
+    runs can share the folder.
 
-    Of the logits only the last hidden states (width ``hidden``) are kept: the target's head makes
-    them again. All are rounded to 8 bits, a scale for each run of at most 64 values. A piece of 256
-    tokens of a model of width 4096 takes 4.3 MB with three feature layers.
+    Instead of logits the final hidden states (width ``hidden``) are stored, from which the lm_head
+    computes them again. All values are rounded to 8 bits, with a scale for every 64 values. A piece
+    of 256 tokens of a model of width 4096 takes 4.3 MB with three feature layers.
     """
 
     folder: Path
-    observe: Callable[[Windows], Observed]
+    run_target: Callable[[Windows], TargetOutputs]
     device: torch.device
     hidden: int
     origin: str = ""
 
     @torch.no_grad()
-    def look(self, windows: Windows) -> Observed:
-        """What the target says about the windows; those that are not kept yet are read first."""
+    def get(self, windows: Windows) -> TargetOutputs:
+        """The target's outputs for a batch. Sequences that are not cached yet are computed
+        first."""
         pieces = [row[:length] for row, length in zip(windows.ids, windows.lengths, strict=True)]
         kept = {row: self._read(self._file(piece)) for row, piece in enumerate(pieces)}
         missing = [row for row, values in kept.items() if values is None]
         if missing:
             lengths = tuple(windows.lengths[row] for row in missing)
-            seen = self.observe(Windows(windows.ids[missing], windows.learn[missing], lengths))
-            parts = (seen.final,) if seen.features is seen.final else (seen.features, seen.final)
+            target_out = self.run_target(
+                Windows(windows.ids[missing], windows.loss_mask[missing], lengths)
+            )
+            parts = (
+                (target_out.final,)
+                if target_out.features is target_out.final
+                else (target_out.features, target_out.final)
+            )
             for row, values, length in zip(missing, torch.cat(parts, -1), lengths, strict=True):
                 kept[row] = self._write(self._file(pieces[row]), values[:length])
         rows = [values for values in kept.values() if values is not None]
         values = pad_sequence(rows, batch_first=True).to(self.device)
         final = values[..., -self.hidden :]
         features = values[..., : -self.hidden] if values.shape[-1] > self.hidden else final
-        ids, learn = windows.ids.to(self.device), windows.learn.to(self.device)
-        return Observed(ids, learn, features, final, None)
+        ids, loss_mask = windows.ids.to(self.device), windows.loss_mask.to(self.device)
+        return TargetOutputs(ids, loss_mask, features, final, None)
 
     def _file(self, ids: torch.Tensor) -> Path:
         content = self.origin.encode() + ids.numpy().tobytes()
@@ -129,14 +137,14 @@ class FeatureCache:
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def _read(self, file: Path) -> torch.Tensor | None:
-        with suppress(ModelLoadError):  # damaged: it is made again
+        with suppress(ModelLoadError):  # a damaged file is computed again
             if file.is_file():
                 verify(file)
                 return _decoded(**load_file(file))
         return None
 
     def _write(self, file: Path, values: torch.Tensor) -> torch.Tensor:
-        """Keep ``[tokens, width]``; returns it rounded, as it is read again."""
+        """Store values ``[tokens, width]``; returns them rounded, as ``_read`` returns them."""
         groups = values.reshape(len(values), -1, gcd(_GROUP, values.shape[-1])).float()
         scales = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-12).to(values.dtype)
         kept = {"codes": (groups / scales).round_().clamp_(-127, 127).to(torch.int8)}

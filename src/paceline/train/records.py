@@ -1,4 +1,4 @@
-"""Reading JSONL(.gz) files of records; what cannot be used is counted and named, and left out."""
+"""Reads JSONL(.gz) files of records. Unusable lines are skipped, counted and reported."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from paceline.core.params import is_unicode
 from paceline.core.stages import warn
 from paceline.errors import DataError
 
-# What a record may hold, in the order in which it is looked for.
+# The fields with a record's content; the first one that a record has is used.
 FORMS = ("ids", "messages", "conversations", "turns", "text")
-_NAMED = 3  # refused lines that are told one by one
-_TICK = 64  # lines between two reports of progress
+_MAX_REPORTED = 3  # unusable lines that are reported one by one
+_PROGRESS_LINES = 64  # lines between two updates of the progress
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
-class RefusedError(Exception):
-    """Why one record cannot be used. It never leaves this package: ``Records`` collects it."""
+class RecordError(Exception):
+    """Why a record cannot be used. ``Records.convert`` catches it."""
 
 
-def unicode_text(text: object) -> str:
-    """The text itself. Raises RefusedError for anything else."""
+def checked_text(text: object) -> str:
+    """Return ``text``. Raises RecordError if it is not a string of valid Unicode."""
     if not isinstance(text, str):
-        raise RefusedError("its text is no text")
+        raise RecordError("its text is not a string")
     if not is_unicode(text):
-        raise RefusedError("it has half a surrogate pair, which is no character")
+        raise RecordError("it has half a surrogate pair, which is no character")
     return text
 
 
 @dataclass(frozen=True)
 class Source:
-    """One corpus file and its share of the pieces that are learnt."""
+    """A data file and its share of the training data."""
 
     path: Path
     weight: float
@@ -66,7 +66,7 @@ class Source:
 
 class Records:
     """The records of a JSONL(.gz) file, without those whose licence contains an excluded string and
-    without lines that cannot be used (``named``)."""
+    without unusable lines (``refused_lines``)."""
 
     def __init__(self, path: Path, exclude_licenses: Sequence[str] = ()) -> None:
         self.path, self._exclude = path, exclude_licenses
@@ -80,15 +80,15 @@ class Records:
     def numbered(
         self, advance: Callable[[int], None] = lambda size: None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Records with their line numbers; ``advance`` is told the bytes read since the last time.
-        Raises DataError if the file cannot be read at all."""
+        """The records with their line numbers. ``advance`` is called with the bytes read since its
+        last call. Raises DataError if the file cannot be read at all."""
         before = 0
         try:
             with self.path.open("rb") as raw:
-                packed = self.path.suffix == ".gz"
-                lines = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if packed else raw
-                for number, record in self.made(_record, enumerate(lines, 1)):
-                    if number % _TICK == 0:
+                compressed = self.path.suffix == ".gz"
+                lines = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if compressed else raw
+                for number, record in self.convert(_parse_line, enumerate(lines, 1)):
+                    if number % _PROGRESS_LINES == 0:
                         advance(raw.tell() - before)
                         before = raw.tell()
                     licence = str((record or {}).get("license", ""))
@@ -99,48 +99,50 @@ class Records:
             reason = getattr(error, "strerror", None) or error
             raise DataError(f"cannot read {self.path}: {reason}; check the path") from None
 
-    def made(
-        self, make: Callable[[_In], _Out], numbered: Iterable[tuple[int, _In]]
+    def convert(
+        self, function: Callable[[_In], _Out], numbered: Iterable[tuple[int, _In]]
     ) -> Iterator[tuple[int, _Out]]:
-        """What ``make`` makes of numbered lines or records; those that it refuses are left out."""
+        """Apply a function to numbered lines or records. Those for which it raises RecordError are
+        skipped and reported."""
         for number, item in numbered:
             try:
-                made = make(item)
-            except RefusedError as why:
+                converted = function(item)
+            except RecordError as error:
                 self.refused += 1
-                if self.refused <= _NAMED:
-                    self._first.append(f"line {number}: {why}")
+                if self.refused <= _MAX_REPORTED:
+                    self._first.append(f"line {number}: {error}")
                 continue
-            yield number, made
+            yield number, converted
 
     @property
-    def named(self) -> str:
-        """The first lines that were left out, and why."""
+    def refused_lines(self) -> str:
+        """The first unusable lines, with the reasons."""
         more = self.refused - len(self._first)
         return "; ".join([*self._first, f"and {more:,} more"] if more else self._first)
 
     def report(self, used: int) -> None:
-        """Say what was left out beside ``used`` records, if anything was."""
+        """Warn about unusable lines, if there are any; ``used`` is the number of used records."""
         if self.refused:
             lines = "line" if self.refused == 1 else "lines"
-            warn(f"{self.path}: {self.refused:,} {lines} left out, {used:,} used ({self.named})")
+            counts = f"{self.refused:,} {lines} left out, {used:,} used"
+            warn(f"{self.path}: {counts} ({self.refused_lines})")
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None for a blank one. Raises RefusedError."""
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None for a blank one. Raises RecordError."""
     if not line.strip():
         return None
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
-        raise RefusedError("it is not UTF-8 text") from None
+        raise RecordError("it is not UTF-8 text") from None
     except (ValueError, RecursionError):
-        raise RefusedError("it is not JSON") from None
+        raise RecordError("it is not JSON") from None
     if not isinstance(record, dict):
-        raise RefusedError("it is not a JSON object")
+        raise RecordError("it is not a JSON object")
     form = next((name for name in FORMS if record.get(name) is not None), None)
     if form is None:
-        raise RefusedError(f"it has none of the fields {', '.join(FORMS)}")
+        raise RecordError(f"it has none of the fields {', '.join(FORMS)}")
     if not record[form]:
-        raise RefusedError(f"its {form} is empty")
+        raise RecordError(f"its {form} is empty")
     return record

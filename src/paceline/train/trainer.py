@@ -1,5 +1,5 @@
-"""The loop of every training, and its optimizer. Batches depend only on (seed, step), so an
-interrupted run continues exactly."""
+"""The training loop and optimizer of all trainings. Batches depend only on the seed and the step,
+so a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -20,51 +20,56 @@ from paceline.errors import ConfigError, DataError
 from paceline.files import check_writable
 from paceline.model.loading import resolve_device, weight_files
 from paceline.model.tensorfile import add_checksums
-from paceline.train.acceptance import AcceptanceCounts, WrittenText, total, written_texts
-from paceline.train.checkpoint import alone_in, previous, read_state, write_state
+from paceline.train.acceptance import AcceptanceCounts, HeldOutText, load_held_out_texts, total
+from paceline.train.checkpoint import lock_folder, previous, read_state, write_state
 from paceline.train.configs import TrainConfig
-from paceline.train.data import Documents, Windows, token_stream
+from paceline.train.data import Documents, Windows, load_token_stream
 from paceline.train.records import Source
 
-_MAX_NORM = 1.0  # of all gradients together
+_MAX_GRADIENT_NORM = 1.0  # of all gradients together
 
 
 class MasterOptimizer:
-    """Keeps float32 master copies, steps them, and writes them back rounded: bf16 weights lose
-    updates smaller than 1/256 of a weight.
-
-    Hidden matrices take Muon (Jordan et al. 2024: momentum orthogonalised by Newton-Schulz), the
-    rest AdamW, with matrices whose name contains one of ``outer``.
-    """
+    """Updates float32 master copies of the weights and writes them back rounded, since bf16 weights
+    would lose updates smaller than 1/256 of a weight. Matrices are optimised by Muon (Jordan et al.
+    2024: momentum orthogonalised by Newton-Schulz iterations). All else is optimised by AdamW,
+    including matrices whose name contains one of ``adamw_names``."""
 
     def __init__(
-        self, model: nn.Module, lr: float, adam_lr: float, weight_decay: float, outer: Sequence[str]
+        self,
+        model: nn.Module,
+        lr: float,
+        adam_lr: float,
+        weight_decay: float,
+        adamw_names: Sequence[str],
     ) -> None:
-        hidden: list[nn.Parameter] = []
-        rest: list[nn.Parameter] = []
+        muon_parameters: list[nn.Parameter] = []
+        adamw_parameters: list[nn.Parameter] = []
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for name, parameter in model.named_parameters():
             master = nn.Parameter(parameter.detach().float().clone())
             self._pairs.append((parameter, master))
-            is_hidden = parameter.ndim == 2 and not any(part in name for part in outer)
-            (hidden if is_hidden else rest).append(master)
+            use_muon = parameter.ndim == 2 and not any(part in name for part in adamw_names)
+            (muon_parameters if use_muon else adamw_parameters).append(master)
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
-        if hidden:
+        if muon_parameters:
             muon = torch.optim.Muon(
-                hidden, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+                muon_parameters, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
             )
             self._optimizers.append((muon, lr))
-        if rest:
-            adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
-            self._optimizers.append((adam, adam_lr))
+        if adamw_parameters:
+            adamw = torch.optim.AdamW(
+                adamw_parameters, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0
+            )
+            self._optimizers.append((adamw, adam_lr))
 
     def step(self, scale: float) -> None:
-        """Apply the gradients at ``scale`` times the peak rates."""
+        """Apply the gradients with ``scale`` times the peak learning rates."""
         for parameter, master in self._pairs:
-            # None: it is frozen.
+            # Frozen parameters have no gradient.
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
-        nn.utils.clip_grad_norm_([master for _, master in self._pairs], _MAX_NORM)
+        nn.utils.clip_grad_norm_([master for _, master in self._pairs], _MAX_GRADIENT_NORM)
         for optimizer, peak in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * scale
@@ -90,7 +95,7 @@ class MasterOptimizer:
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a model and its tokenizer as transformers does; the weights get checksums."""
+    """Write a model and its tokenizer in the format of transformers, with checksums of weights."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for file in weight_files(folder):
@@ -98,14 +103,15 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folde
 
 
 def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
-    """Linear warm-up, then linear decay to zero at the last step."""
+    """The factor of the peak learning rate: linear warm-up, then linear decay to zero."""
     if step < warmup:
         return (step + 1) / warmup
     return max(0.0, (steps - step) / max(1, steps - warmup))
 
 
 def run_name(model: str) -> str:
-    """A model without its folders: ``runs/target/model`` is "target"; other names as they are."""
+    """A short name of a model: "target" for the folder ``runs/target/model``. Names that are not
+    folders are returned unchanged."""
     path = Path(model)
     if not path.exists():
         return model
@@ -114,7 +120,7 @@ def run_name(model: str) -> str:
 
 @dataclass
 class Progress:
-    """After a step; ``acceptance``, by validation file, only when measured."""
+    """The figures of a step; ``acceptance``, by validation file, if it was measured."""
 
     step: int
     loss: float
@@ -123,27 +129,25 @@ class Progress:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What the history of a run keeps of it: plain values."""
+        """The entry for the history of the run, which has plain values."""
         acceptance = {name: counts.to_dict() for name, counts in self.acceptance.items()}
         return {"step": self.step, "loss": self.loss, "acceptance": acceptance}
 
 
 class Trainer(ABC):
-    """One resumable run of what drafts for a target. The folder ``out`` holds checkpoint.pt, token
-    streams and the result. It is measured on texts that the target wrote.
+    """A resumable training of a draft model or head. The folder ``out`` has checkpoint.pt, token
+    streams and the result. Acceptance is measured on held-out texts that the target generates.
+    Raises PacelineError for models, data or options that cannot be used, before anything but token
+    streams is written."""
 
-    Raises PacelineError, before anything but token streams is written, for models, data or options
-    that cannot be used.
-    """
+    result = "model"  # the subfolder of ``out`` for the result
+    noun = "model"  # what the result is called in messages
+    spec: str | None = ""  # the prefix of its folder in ``--draft``; None: it is not a draft
 
-    result = "model"  # where the result goes, below ``out``
-    noun = "model"  # what it is
-    spec: str | None = ""  # what stands before its folder in ``--draft``; None: it is no draft
-
-    # ``prepare`` makes these.
-    learner: nn.Module  # what is trained, and written in the end
+    # Set by ``prepare``.
+    learner: nn.Module  # the module that is trained
     tokenizer: PreTrainedTokenizerFast
-    drafts_for: PreTrainedModel  # the target
+    target: PreTrainedModel  # the target
 
     def __init__(
         self, config: TrainConfig, out: Path, device: str = "auto", compiled: bool = False
@@ -157,65 +161,66 @@ class Trainer(ABC):
         self.step = 0
         self.history: list[dict[str, Any]] = []
         saved = self._read_checkpoint()
-        check_writable(self.out / self.result, f"the {self.noun}")  # before the hours of training
+        check_writable(self.out / self.result, f"the {self.noun}")  # fails before the training
         self.prepare()
         rates = config.lr, config.adam_lr, config.weight_decay
-        self.optimizer = MasterOptimizer(self.learner, *rates, self.outer)
+        self.optimizer = MasterOptimizer(self.learner, *rates, self.adamw_names)
         if saved is not None:
             self.optimizer.load_state_dict(*saved["optimizers"])
             self.step, self.history = saved["step"], saved["history"]
 
-    # -- what a kind of training says --------------------------------------------------------------
+    # -- defined by each kind of training ----------------------------------------------------------
 
     def check(self) -> None:  # noqa: B027
-        """Raise ConfigError for options that do not fit together; before anything is read."""
+        """Raise ConfigError for invalid combinations of options, before any file is read."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Load and make everything but optimizers."""
+        """Load or create everything except the optimizer."""
 
     @abstractmethod
     def loss(self, windows: Windows) -> torch.Tensor:
-        """Mean loss of some windows, which one forward takes."""
+        """The mean loss of a micro-batch."""
 
     @abstractmethod
-    def acceptance_of(self, text: WrittenText) -> AcceptanceCounts:
-        """What the target would take of drafts for one of its texts."""
+    def acceptance_of(self, text: HeldOutText) -> AcceptanceCounts:
+        """How many draft tokens the target would accept on one of its texts."""
 
     @abstractmethod
     def write_result(self) -> Path:
-        """Write what was trained, all at once; returns its folder. Raises WriteError."""
+        """Write the trained model or head atomically; returns its folder. Raises WriteError."""
 
     @abstractmethod
-    def about(self) -> str:
-        """What was made from what, for the model card."""
+    def describe(self) -> str:
+        """A description of the result, for the model card."""
 
     @property
-    def outer(self) -> Sequence[str]:
-        """Parts of the names of matrices that AdamW steps, as those of embeddings and heads."""
+    def adamw_names(self) -> Sequence[str]:
+        """Substrings of the names of matrices that AdamW optimises: embeddings and output
+        layers."""
         return ("embed", "lm_head", "mask_hidden")
 
     @property
     def mask_token(self) -> int:
-        """The token of rows that stand for what is to be drafted in one pass."""
+        """The token id that stands for tokens to be drafted in one pass."""
         kinds = ("mask", "unk", "pad", "eos")
-        known = (getattr(self.tokenizer, f"{kind}_token_id") for kind in kinds)
-        return next((token for token in known if token is not None), 0)
+        candidates = (getattr(self.tokenizer, f"{kind}_token_id") for kind in kinds)
+        return next((token for token in candidates if token is not None), 0)
 
     def read_data(self, context: int) -> None:
-        """Read the documents to learn from, for models that take ``context`` tokens; needs the
+        """Read the training documents, for models with a context of ``context`` tokens. Needs the
         tokenizer."""
         config, folder = self.config, self.out / "tokens"
-        given = self.tokenizer, config.exclude_licenses, config.loss_on
-        streams = [token_stream(folder, source, *given) for source in self.sources]
-        rows = min(config.seq_len, context)  # tokens of a piece of a document
-        self.long_rows = max(rows, min(config.max_positions, context))  # and of joined ones
+        options = self.tokenizer, config.exclude_licenses, config.loss_on
+        streams = [load_token_stream(folder, source, *options) for source in self.sources]
+        length = min(config.seq_len, context)
+        self.packed_length = max(length, min(config.max_positions, context))
         weights = [source.weight for source in self.sources]
-        self.documents = Documents(streams, weights, config.seed, rows)
+        self.documents = Documents(streams, weights, config.seed, length)
 
-    def compiled_form(self, module: Any) -> Any:
-        """A module as it runs. Documents have many lengths: one compilation for all, which takes a
-        C++ compiler on a processor."""
+    def compile_if_asked(self, module: Any) -> Any:
+        """The module, compiled if the user asked for it. Documents have many lengths, so it is
+        compiled once for dynamic shapes. On a CPU this needs a C++ compiler."""
         return torch.compile(module, dynamic=True) if self.compiled else module
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -224,22 +229,20 @@ class Trainer(ABC):
         saved, self.note = read_state(self.checkpoint)
         if saved is None:
             return None
-        before, present = saved["config"], asdict(self.config)
-        # The length of the schedule may change on resumption; anything else would be another run.
-        differing = sorted(
-            key for key in present if key != "steps" and before.get(key) != present[key]
-        )
+        old, new = saved["config"], asdict(self.config)
+        # Only the number of steps may change when a run is resumed.
+        differing = sorted(key for key in new if key != "steps" and old.get(key) != new[key])
         if differing or saved["kind"] != type(self).__name__:
             what = f"other options ({', '.join(differing)})" if differing else "another kind"
             raise ConfigError(f"{self.out} holds a run with {what}; use another --out or delete it")
         return saved
 
     def save_checkpoint(self) -> None:
-        """Replace checkpoint.pt as a whole. Raises WriteError; the former one then stands."""
+        """Replace checkpoint.pt atomically. Raises WriteError, and then keeps the old one."""
         state = {
             "kind": type(self).__name__,
             "config": asdict(self.config),
-            "optimizers": [self.optimizer.state_dict()],  # a list, as earlier versions read it
+            "optimizers": [self.optimizer.state_dict()],  # a list, which earlier versions expect
             "step": self.step,
             "history": self.history,
         }
@@ -247,22 +250,22 @@ class Trainer(ABC):
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def is_long(self, step: int) -> bool:
-        """Whether a step has long windows."""
-        every = self.config.long_every
-        return every > 0 and step % every == every - 1
+    def is_packed_step(self, step: int) -> bool:
+        """Whether the documents of a step are packed into long sequences."""
+        interval = self.config.long_every
+        return interval > 0 and step % interval == interval - 1
 
-    def parts(self, step: int) -> list[Windows]:
-        """The windows of a step, in parts that one forward takes."""
+    def micro_batches(self, step: int) -> list[Windows]:
+        """The batch of a step, divided into parts for one forward each."""
         config, documents = self.config, self.documents
         numbers = documents.batch(step, config.batch_tokens)
-        if self.is_long(step):
-            return documents.joined(numbers, self.long_rows)
+        if self.is_packed_step(step):
+            return documents.packed_windows(numbers, self.packed_length)
         return documents.windows(numbers, config.micro_tokens)
 
     def train_step(self) -> float:
-        """One optimizer step; returns the mean loss over what is to be learnt."""
-        total_loss, parts = 0.0, self.parts(self.step)
+        """One optimizer step with gradient accumulation; returns the mean loss."""
+        total_loss, parts = 0.0, self.micro_batches(self.step)
         drafts = sum(part.drafts for part in parts)
         for part in parts:
             loss = self.loss(part) * (part.drafts / drafts)
@@ -278,9 +281,9 @@ class Trainer(ABC):
         eval_every: int = 100,
         save_seconds: float = 300.0,
     ) -> Path:
-        """Train to the last step, then write the result; returns its folder. Raises ConfigError
-        while another process trains in the same folder."""
-        with alone_in(self.out):
+        """Train to the last step, then write the result; returns its folder. Raises ConfigError if
+        another process is training in the same folder."""
+        with lock_folder(self.out):
             saved = time.monotonic()
             while self.step < self.config.steps:
                 start = time.monotonic()
@@ -303,22 +306,26 @@ class Trainer(ABC):
 
     @torch.no_grad()
     def measure(self) -> dict[str, AcceptanceCounts]:
-        """Held-out acceptance by validation file: greedy drafts of ``draft_length`` tokens."""
+        """The held-out acceptance of greedy drafts of ``draft_length`` tokens, by file."""
         texts = self.held_out_texts if self.valid_sources else []
         counts: dict[str, list[AcceptanceCounts]] = {}
-        with stage("measuring held-out acceptance", len(texts), "texts") as doing:
+        with stage("measuring held-out acceptance", len(texts), "texts") as progress:
             for text in texts:
                 counts.setdefault(text.source, []).append(self.acceptance_of(text))
-                doing.advance()
+                progress.advance()
         return {name: total(parts) for name, parts in counts.items()}
 
     @cached_property
-    def held_out_texts(self) -> list[WrittenText]:
-        """Written by the target once and kept in ``out``. Raises DataError if none has a word."""
+    def held_out_texts(self) -> list[HeldOutText]:
+        """The held-out texts, which the target generates once; they are stored in ``out``. Raises
+        DataError if all are empty."""
         config = self.config
-        asked = self.drafts_for, self.tokenizer, self.valid_sources, config.held_out
-        longest, excluded = config.held_out_tokens, config.exclude_licenses
-        texts = written_texts(*asked, longest, excluded, self.out / "held_out.json")
+        sources = self.target, self.tokenizer, self.valid_sources, config.held_out
+        max_tokens, excluded = config.held_out_tokens, config.exclude_licenses
+        cache = self.out / "held_out.json"
+        texts = load_held_out_texts(*sources, max_tokens, excluded, cache)
         if not texts:
-            raise DataError("the target ends every held-out text at once; give other --valid files")
+            raise DataError(
+                "the target's answers to all held-out prompts are empty; give other --valid files"
+            )
         return texts

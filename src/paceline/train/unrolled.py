@@ -1,7 +1,7 @@
-"""Drafts that start at positions of windows whose next tokens are to be learnt: blocks, and EAGLE
-heads unrolled over their drafting steps (training-time test: Li et al. 2025, arXiv 2503.01840,
-section 3); and rows of masks behind a text, with which a draft model learns to draft in one pass
-(PARD: An et al. 2025, arXiv 2504.18583)."""
+"""Drafting at many positions of a batch at once, for training: blocks, EAGLE heads unrolled over
+their drafting steps (training-time test: Li et al. 2025, arXiv 2503.01840, section 3), and mask
+tokens with which a draft model learns to draft in one pass (PARD: An et al. 2025, arXiv
+2504.18583)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from paceline.train.losses import distribution_loss
 
 
 class DraftStarts:
-    """Where drafts start in windows ``[B, W]``: N positions, packed.
-
-    A draft from position t reads the features up to t and token t + 1 and is about t + 2, t + 3,
-    ... ``flat[n]``, int64, is ``window * W + t``; ``padded[n]`` its number in a table ``[B, R]``
-    that has a line for every window, R being ``longest``.
-    """
+    """The N positions of sequences ``[B, W]`` at which drafts start. A draft from position t reads
+    the features up to t and token t + 1, and predicts tokens t + 2, t + 3, ... ``flat[n]`` int64 is
+    the flat index ``sequence * W + t``. ``padded[n]`` is the index of the draft in a table ``[B,
+    R]`` with a row for each sequence; R is ``longest``."""
 
     def __init__(self, starts: torch.Tensor) -> None:
         """``starts`` bool ``[B, W]``."""
@@ -33,42 +31,45 @@ class DraftStarts:
         self.padded = window * self.longest + (starts.cumsum(1) - 1)[starts]
 
     @classmethod
-    def of(cls, learn: torch.Tensor) -> DraftStarts:
-        """Of the tokens to be learnt, bool ``[B, W]``: every t whose t + 2 is one of them."""
-        return cls(F.pad(learn[:, 2:], (0, 2)))
+    def of(cls, loss_mask: torch.Tensor) -> DraftStarts:
+        """The positions t whose token t + 2 is in the loss mask, bool ``[B, W]``."""
+        return cls(F.pad(loss_mask[:, 2:], (0, 2)))
 
-    def every(self, stride: int, offset: int) -> tuple[DraftStarts, torch.Tensor]:
-        """Those at multiples of ``stride`` minus ``offset``, and which they are, int64 ``[M]``."""
+    def strided(self, stride: int, offset: int) -> tuple[DraftStarts, torch.Tensor]:
+        """The starts at positions t with ``(t + offset) % stride == 0``, and their indices among
+        all, int64 ``[M]``."""
         columns = torch.arange(self.width, device=self.flat.device)
         regular = (columns + offset) % stride == 0
         return DraftStarts(self._starts & regular), regular[self.position].nonzero()[:, 0]
 
     @cached_property
-    def unseen(self) -> torch.Tensor:
-        """bool ``[B, 1, 1, R, W]``: committed tokens that a draft does not see."""
+    def future_keys(self) -> torch.Tensor:
+        """The tokens that a draft must not attend to, since they follow its start: bool
+        ``[B, 1, 1, R, W]``."""
         last = self.flat.new_zeros(self.windows * self.longest)
         last = last.index_copy(0, self.padded, self.position)
         keys = torch.arange(self.width, device=last.device)
         return keys > last.view(self.windows, 1, 1, self.longest, 1)
 
-    def ahead(self, count: int) -> torch.Tensor:
-        """int64 [N]: the flat number of t + count, clamped to the same window."""
+    def index_ahead(self, count: int) -> torch.Tensor:
+        """The flat index of t + count, limited to the same sequence: int64 [N]."""
         return self.flat + (self.width - 1 - self.position).clamp(max=count)
 
-    def inside(self, count: int) -> torch.Tensor:
-        """bool [N]: whether t + count lies in the window."""
+    def in_window(self, count: int) -> torch.Tensor:
+        """Whether t + count is in the sequence: bool [N]."""
         return self.position + count < self.width
 
 
 class DraftAttention:
-    """Attention of N drafts of ``size`` rows: over the committed tokens of their window up to where
-    they start, and over their own keys, with ``causal`` not over the rows behind.
+    """Attention of N drafts of ``size`` rows each. A draft attends to the tokens of its sequence up
+    to its start, and to its own rows (with ``causal`` not to later ones).
 
-    ``context``: keys and values of the committed tokens ``[1, kv_heads, B * W, d]`` by layer.
-    Without it they are those of the first call, whose queries are of ``starts`` and see them alone;
-    further calls are of ``then``, and see what these drafted so far.
+    ``context`` has the keys and values of the tokens for each layer, ``[1, kv_heads, B * W, d]``.
+    Without it, the first call provides them: its queries are those of ``starts`` and attend only to
+    the tokens. The queries of later calls are those of the drafts ``then``, which also attend to
+    their rows of earlier calls.
 
-    Products and a softmax in the head's dtype are, on a processor, several times as fast as torch's
+    On a CPU, matrix products and a softmax in the head's dtype are several times as fast as torch's
     fused attention.
     """
 
@@ -82,7 +83,7 @@ class DraftAttention:
     ) -> None:
         self._starts, self._then = starts, then or starts
         self._context, self._size, self._causal = list(context), size, causal
-        self._drafted: dict[int, list[torch.Tensor]] = {}  # keys and values by layer
+        self._drafted: dict[int, list[torch.Tensor]] = {}  # keys and values of drafts, by layer
 
     def __call__(
         self,
@@ -93,7 +94,7 @@ class DraftAttention:
         layer: int,
         scaling: float,
     ) -> torch.Tensor:
-        """As ``Attend``, of ``N * size`` rows."""
+        """Attention for ``N * size`` rows, with the signature of ``Attend``."""
         starts, size, width = self._starts, self._size, query.shape[-1]
         windows, heads, kv_heads = starts.windows, query.shape[1], key.shape[1]
         q = self._table(query[0] * scaling).view(windows, kv_heads, -1, starts.longest, size, width)
@@ -110,13 +111,13 @@ class DraftAttention:
             for part in self._context[layer]
         )
         scores = (q.flatten(2, 4) @ k.transpose(-1, -2)).view(*q.shape[:-1], -1)
-        scores = scores.masked_fill_(starts.unseen.unsqueeze(4), float("-inf"))
-        of_drafts = q.transpose(2, 3)  # heads that share keys are rows of one product
+        scores = scores.masked_fill_(starts.future_keys.unsqueeze(4), float("-inf"))
+        of_drafts = q.transpose(2, 3)  # query heads that share keys become rows of one product
         within = of_drafts.flatten(3, 4) @ drafted[0].transpose(-1, -2)
         within = within.view(*of_drafts.shape[:-1], -1).transpose(2, 3)
         if self._causal:
-            ahead = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-            within = within.masked_fill(ahead, float("-inf"))
+            later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+            within = within.masked_fill(later, float("-inf"))
         weights = torch.cat((scores, within), -1).softmax(-1)
         count = scores.shape[-1]
         out = (weights[..., :count].flatten(2, 4) @ v).view(q.shape)
@@ -127,7 +128,8 @@ class DraftAttention:
         return rows.flatten(0, 1)[None]
 
     def _table(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[heads, N * size, d]`` as ``[windows, heads, R, size, d]``, zeros where drafts lack."""
+        """Arrange rows ``[heads, N * size, d]`` by sequence: ``[windows, heads, R, size, d]``, with
+        zeros for missing drafts."""
         starts, (heads, _, width) = self._starts, rows.shape
         table = rows.new_zeros(starts.windows * starts.longest, heads, self._size, width)
         drafts = rows.view(heads, -1, self._size, width).transpose(0, 1)
@@ -135,37 +137,36 @@ class DraftAttention:
         return table.view(starts.windows, starts.longest, *table.shape[1:]).transpose(1, 2)
 
 
-def loss_ahead(
+def loss_at_offset(
     starts: DraftStarts,
     count: int,
-    learn: torch.Tensor,
+    loss_mask: torch.Tensor,
     logits: torch.Tensor,
     probs: torch.Tensor,
     row_of: torch.Tensor,
     tv_weight: float = 0.0,
 ) -> torch.Tensor:
-    """Mean over the drafts of the loss of ``logits [N, V]`` about token t + 2 + ``count``, where
-    that is to be learnt (``learn`` bool ``[B * W]``).
-
-    ``probs [M, V]`` are what the target says, ``row_of [B * W]`` which of them about a
-    position's next token; ``tv_weight`` as in ``distribution_loss``.
-    """
-    wanted = starts.inside(2 + count) & learn[starts.ahead(2 + count)]
-    index = row_of[starts.ahead(1 + count)]
-    return distribution_loss(logits, probs, index, wanted.float() / len(wanted), tv_weight)
+    """The mean loss of the drafts' predictions ``logits [N, V]`` of token t + 2 + ``count``, where
+    that is in the loss mask (bool ``[B * W]``). ``probs [M, V]`` are the target's distributions,
+    ``row_of [B * W]`` the row in them for the next token of each position. ``tv_weight`` as in
+    ``distribution_loss``."""
+    counted = starts.in_window(2 + count) & loss_mask[starts.index_ahead(2 + count)]
+    index = row_of[starts.index_ahead(1 + count)]
+    return distribution_loss(logits, probs, index, counted.float() / len(counted), tv_weight)
 
 
-_KEPT, _LEAST = 0.7, 0.2  # PARD's conditional drop: of each further token, and at least
+# PARD's conditional drop: the share of masks kept per further draft position, and its minimum.
+_KEPT, _MIN_KEPT = 0.7, 0.2
 
 
 class MaskedRows(NamedTuple):
-    """R rows: a text's, and masks, of which one of depth d behind position t stands at t + d and
-    sees the text up to t and the masks before it. ``positions`` int64 ``[R]``; ``seen`` bool ``[R,
-    R]``."""
+    """R rows of input: the tokens of a text, then mask tokens. A mask of depth d for position t has
+    position t + d, and attends to the text up to t and to the masks of lower depth for t.
+    ``positions`` int64 ``[R]``, ``attention_mask`` bool ``[R, R]``."""
 
     token: int
     positions: torch.Tensor
-    seen: torch.Tensor
+    attention_mask: torch.Tensor
 
     @classmethod
     def of(
@@ -176,16 +177,17 @@ class MaskedRows(NamedTuple):
         first: int = 0,
         generator: torch.Generator | None = None,
     ) -> MaskedRows:
-        """For drafts of ``count`` tokens behind the positions from ``first`` of ``width`` that have
-        as many after them; with a ``generator`` some are dropped, more of the deeper masks."""
-        behind = torch.arange(first, max(first, width - count + 1))
-        starts, room = [torch.arange(width)], len(behind)
+        """Masks for drafts of ``count`` tokens after the positions from ``first`` on that have as
+        many tokens after them, in a text of ``width`` tokens. With a ``generator`` masks are
+        dropped at random, more of them at greater depth."""
+        positions = torch.arange(first, max(first, width - count + 1))
+        starts, total = [torch.arange(width)], len(positions)
         for depth in range(1, count):
             if generator is not None:
-                kept = int(room * max(_KEPT**depth, _LEAST))
-                behind = behind[torch.randperm(len(behind), generator=generator)[:kept]]
-                behind = behind.sort().values
-            starts.append(behind)
+                kept = int(total * max(_KEPT**depth, _MIN_KEPT))
+                positions = positions[torch.randperm(len(positions), generator=generator)[:kept]]
+                positions = positions.sort().values
+            starts.append(positions)
         start = torch.cat(starts)
         depths = torch.cat([torch.full_like(part, n) for n, part in enumerate(starts)])
         text = (depths == 0) & (start <= start[:, None])
@@ -193,10 +195,10 @@ class MaskedRows(NamedTuple):
         return cls(token, start + depths, text | chain)
 
     def inputs(self, ids: torch.Tensor) -> dict[str, Any]:
-        """What a model of transformers reads for texts ``[B, width]``."""
+        """The inputs of a module of transformers for texts ``[B, width]``."""
         masks = len(self.positions) - ids.shape[1]
         return {
             "input_ids": F.pad(ids, (0, masks), value=self.token),
-            "attention_mask": self.seen.to(ids.device)[None, None],
+            "attention_mask": self.attention_mask.to(ids.device)[None, None],
             "position_ids": self.positions.to(ids.device)[None],
         }

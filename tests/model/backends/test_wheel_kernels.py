@@ -139,7 +139,7 @@ def test_the_wheel_in_an_empty_environment(tmp_path: Path, monkeypatch: pytest.M
         clean["PACELINE_NATIVE"] = chosen
     version = run(["paceline", "--version"], **clean)
     assert f"build: wheel py3-none-manylinux_2_28_{platform.machine()}\n" in version
-    assert version.endswith("backend on processors: native\nnative kernels: from the wheel\n")
+    assert version.endswith("backend on CPUs: native\nnative kernels: from the wheel\n")
     (sbom,) = packages.glob("paceline-*.dist-info/sboms/paceline.cdx.json")
     parts = json.loads(sbom.read_text(encoding="utf-8"))["components"]
     heavy = [*packages.rglob("paceline/**/*.safetensors"), *packages.rglob("paceline/**/*.so")]

@@ -1,10 +1,10 @@
-"""``model.generate(..., custom_generate=generate, draft="suffix")``: our decoding in transformers.
+"""Paceline's decoding inside transformers: ``model.generate(..., custom_generate=generate)``.
 
     from paceline.integrations.transformers import generate
 
     model.generate(**inputs, custom_generate=generate, draft="ngram", max_new_tokens=64)
 
-The model is the caller's own, in its dtype and on its device; see docs/guides/transformers.md.
+The engine runs the caller's model, in its dtype and on its device; see docs/guides/transformers.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The decoding loop that ``model.generate`` of transformers calls in place of its own, by an engine
-over the caller's model: a copy of the tree of modules around the same tensors.
+"""The decoding loop that ``model.generate`` of transformers calls in place of its own.
 
-On a processor linear weights are copied, laid out anew. The engine is kept for the next call, until
-the weights change or another draft is asked for.
+It runs an engine over the caller's model: a copy of its modules that shares the tensors (on a CPU,
+linear weights are copied into another layout). The engine is reused by later calls until the
+weights or the draft change.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from paceline.request.completion import CompletionStats
 
 @dataclass
 class SharedEngine:
-    """One model's engine, the randomness of its requests without a seed, and what both were built
-    for. One call has it at a time."""
+    """The engine of one model, which one call uses at a time, and the ``key`` of the draft, options
+    and weights that it was built for."""
 
     lock: Any = field(default_factory=threading.RLock)
     busy: bool = False
@@ -63,22 +63,22 @@ _guard = threading.Lock()
 def engine_over(
     model: Any, draft: str | DraftSpec | Drafter, options: EngineOptions, tokenizer: Any
 ) -> Iterator[Engine]:
-    """The engine of a transformers ``model``, built or kept from the last call. ``tokenizer``: the
-    target's, for draft models; None: it is read from where the model came from. Calls of other
-    threads wait. Raises UnsupportedModelError, ConfigError, and what the draft gives cause to."""
+    """The engine of a transformers ``model``, newly built or that of an earlier call. ``tokenizer``
+    is the target's, which draft models need; None loads it from where the model was loaded. Calls
+    of other threads wait. Raises UnsupportedModelError, ConfigError, and errors of the draft."""
     with _guard:
         shared = _engines.setdefault(model, SharedEngine())
     with shared.lock:
         if shared.busy:
             raise ConfigError(
-                "generate was called by a streamer or stopping criterion of itself; "
-                "use another model object there"
+                "a streamer or stopping criterion of generate has called generate with the same "
+                "model; use another model object there"
             )
         named = str(draft) if isinstance(draft, (str, DraftSpec)) else id(draft)
         key = named, options, id(tokenizer), _weights(model)
         if shared.built is None or shared.key != key:
-            shared.built = None  # before the next one: two caches need not fit
-            with torch.random.fork_rng(devices=[]):  # new modules draw weights, in vain
+            shared.built = None  # free it first, since two caches may not fit
+            with torch.random.fork_rng(devices=[]):  # creating modules draws random weights
                 shared.built = _built(model, draft, options, tokenizer)
             shared.key = key
         shared.busy = True
@@ -89,14 +89,14 @@ def engine_over(
 
 
 def forget(model: Any) -> None:
-    """Let go of the engine of a model, its cache and its draft. Nothing if there is none."""
+    """Free the engine of a model with its cache and draft, if there is one."""
     with _guard:
         _engines.pop(model, None)
 
 
 def _weights(model: Any) -> tuple[Hashable, ...]:
-    """Changes when a weight is written in place (not through ``.data``, which PyTorch does not
-    count), replaced or moved, or an adapter switched."""
+    """A key that changes when a weight is written in place (except through ``.data``, which PyTorch
+    does not track), replaced or moved, or when an adapter is switched."""
     tensors = (*model.parameters(), *model.buffers())
     adapters = [
         (str(module.active_adapters), bool(module.disable_adapters), str(module.merged_adapters))
@@ -120,7 +120,7 @@ def _built(
 
 
 def _tokenizer(model: Any, draft: DraftSpec | Drafter, given: Any) -> Any:
-    """The model's tokenizer, if a draft has a vocabulary of its own to be held against it."""
+    """The tokenizer of the target, if a draft model must be checked to have the same vocabulary."""
     if given is not None or not isinstance(draft, DraftSpec):
         return given
     if all(member.holds != "model" for member in draft.members()):
@@ -135,7 +135,8 @@ def _tokenizer(model: Any, draft: DraftSpec | Drafter, given: Any) -> Any:
 
 
 def _target(model: Any, backend: str) -> CausalModel:
-    """The model as engines take it: modules of its own around the same weights."""
+    """The model for an engine: new modules that share the weights. Raises ConfigError if these are
+    not all on one device."""
     check_backend(backend)
     kind = type(model).__name__
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
@@ -151,8 +152,8 @@ def _target(model: Any, backend: str) -> CausalModel:
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """What ``return_dict_in_generate=True`` gives: ``sequences`` int64 ``[batch, length]``, padded
-    on both sides, and ``stats``, how each row was decoded. Scores and caches are not kept."""
+    """The result with ``return_dict_in_generate=True``: ``sequences`` int64 ``[batch, length]``,
+    padded on both sides, and the ``stats`` of each row. Scores and caches are not returned."""
 
     stats: list[CompletionStats] | None = None
 
@@ -176,22 +177,22 @@ def generate(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> torch.Tensor | SpeculativeOutput:
-    """Speculative decoding as ``custom_generate`` of ``model.generate``; the text is the model's.
+    """Lossless speculative decoding, as ``custom_generate`` of ``model.generate``.
 
-    ``draft`` is any drafter of Paceline, by its spec or as an object. ``draft_length``, ``rule``,
-    ``backend``, ``max_batch_size`` (rows beyond it wait), ``kv_cache_memory`` in bytes and
-    ``draft_quantize`` are as of ``LLM``. Sampled rows take their seeds from ``seed`` (row r has
-    ``seed + r``), else from PyTorch's global generator: after ``torch.manual_seed`` the text is the
-    same again, whatever the draft. ``rule`` "token" and "block" sample without seeds of their own.
-    ``target_tokenizer``: see docs/guides/transformers.md.
+    ``draft`` is any drafter of Paceline, as a spec or an object. ``draft_length``, ``rule``,
+    ``backend``, ``max_batch_size`` (further rows wait), ``kv_cache_memory`` in bytes and
+    ``draft_quantize`` are those of ``LLM``. Sampled row r has the seed ``seed + r``; without
+    ``seed`` it is drawn from PyTorch's global generator, so that after ``torch.manual_seed`` the
+    text is reproducible, whatever the draft. With ``rule`` "token" or "block" rows without ``seed``
+    have no seeds of their own. ``target_tokenizer``: see docs/guides/transformers.md.
 
-    Returns ids ``[batch, length]`` with the prompts, or a SpeculativeOutput where the configuration
-    asks for a dict. Raises ConfigError for what cannot be honoured, by its name, and whatever a
-    stopping criterion, logits processor or streamer raises.
+    Returns token ids ``[batch, length]`` including the prompts, or a SpeculativeOutput if the
+    configuration asks for a dict. Raises ConfigError for options that are not supported, and
+    whatever a stopping criterion, logits processor or streamer raises.
     """
     caller = _caller_arguments()
     streamer = caller.get("streamer") if streamer is None else streamer
-    _refuse_others(caller, synced_gpus)
+    _refuse_other_modes(caller, synced_gpus)
     check_architecture(model.config)
     terms = read_terms(generation_config, logits_processor, stopping_criteria, input_ids.shape[1])
     prompts = read_prompts(input_ids, model_kwargs)
@@ -220,13 +221,14 @@ def generate(
 
 
 def _caller_arguments() -> dict[str, Any]:
-    """Of ``model.generate``, which hands on no streamer (transformers 5.17 to 5.23)."""
+    """The local variables of ``model.generate``, since transformers 5.17 to 5.23 do not pass the
+    streamer on."""
     frame = sys._getframe(2)
     return dict(frame.f_locals) if frame.f_code.co_name == "generate" else {}
 
 
-def _refuse_others(caller: dict[str, Any], synced_gpus: bool) -> None:
-    """Raises ConfigError for ways of decoding that are the library's own."""
+def _refuse_other_modes(caller: dict[str, Any], synced_gpus: bool) -> None:
+    """Raise ConfigError for decoding modes that only transformers has."""
     if caller.get("assistant_model") is not None:
         raise refuse("assistant_model", "give its folder as draft=...")
     if synced_gpus:
@@ -234,12 +236,12 @@ def _refuse_others(caller: dict[str, Any], synced_gpus: bool) -> None:
 
 
 def _drawn_seed() -> int:
-    """From PyTorch's global generator, so that ``torch.manual_seed`` governs us too."""
+    """A seed from PyTorch's global generator, so that ``torch.manual_seed`` has an effect."""
     return int(torch.randint(2**62, ()))
 
 
 def _seed(params: SamplingParams, rule: str, number: int) -> int | None:
-    """The seed of a row; None where its randomness is the engine's."""
+    """The seed of a row; None if it is greedy or uses the engine's random numbers."""
     if params.greedy:
         return None
     if params.seed is not None:
@@ -255,12 +257,12 @@ def _row(
     number: int,
     prompt: list[int],
 ) -> SequenceState:
-    """Row ``number`` as the engine takes it. Raises ConfigError."""
+    """Row ``number`` of the batch as a sequence of the engine. Raises ConfigError."""
     vocab_size, limit = engine.target.vocab_size, engine.scheduler.config.max_positions
     if len(prompt) >= limit:
         raise ConfigError(
             f"a prompt has {len(prompt)} tokens, but the engine takes {limit} with the answer; "
-            "shorten it, or raise kv_cache_memory if the model sees more"
+            "shorten it, or raise kv_cache_memory if the model supports more"
         )
     if not all(0 <= token < vocab_size for token in prompt):
         raise ConfigError(f"a prompt has ids outside the vocabulary (0 to {vocab_size - 1})")
@@ -279,21 +281,22 @@ def _columns(
     first: int = 0,
     running: Collection[SequenceState] = (),
 ) -> list[tuple[int, ...]]:
-    """A new token of every row, from column ``first`` to the last that is known of all that are
-    ``running``, with padding behind those that are not. ConfigError if there is none."""
+    """The generated tokens as columns with one token per row: from column ``first`` to the last
+    column that all ``running`` rows have. Rows that have ended are padded. Raises ConfigError if
+    there is no padding token."""
     last = min((row.generated for row in running), default=max(row.generated for row in rows))
     texts = (row.tokens[row.prompt_length + first :] for row in rows)
     columns: list[Any] = list(islice(zip_longest(*texts, fillvalue=pad), last - first))
     if any(None in column for column in columns):
         raise ConfigError(
-            "the rows end at different lengths and there is no pad_token_id; give one"
+            "the rows have different lengths and there is no pad_token_id; set pad_token_id"
         )
     return columns
 
 
 def _decode(engine: Engine, rows: list[SequenceState], pad: int | None, streamer: Any) -> None:
-    """All rows to their ends; a ``streamer`` gets one token of every row at a time, as
-    transformers gives them. Raises what a criterion, mask or streamer raises, PacelineError."""
+    """Decode all rows. A ``streamer`` gets one column of tokens at a time, as from transformers.
+    Raises PacelineError, and what a criterion, processor or streamer raises."""
     streamed = 0
     with Drive(engine, rows) as drive:
         for step in drive:
@@ -310,10 +313,10 @@ def _decode(engine: Engine, rows: list[SequenceState], pad: int | None, streamer
 
 
 def _cause(rows: list[SequenceState], seq_id: int) -> Exception | None:
-    """What the caller's own functions raised for a row."""
+    """The exception that one of the caller's own functions raised for a row."""
     row = next(row for row in rows if row.seq_id == seq_id)
-    asked = row.stops, *row.params.logits_processors
-    errors = (getattr(its, "error", None) for its in asked)
+    callbacks = row.stops, *row.params.logits_processors
+    errors = (getattr(callback, "error", None) for callback in callbacks)
     return next((error for error in errors if error is not None), None)
 
 
@@ -326,13 +329,11 @@ def _pad_token(config: Any) -> int | None:
 def generate_whole(
     model: Any, inputs: Any = None, tokenizer: Any = None, streamer: Any = None, **kwargs: Any
 ) -> Any:
-    """``model.generate(inputs, ...)`` with our decoding; arguments, result and errors as of
-    ``generate``, and ``stop_strings`` with ``tokenizer``.
-
-    For ``custom_generate/generate.py`` in a folder or on the hub: a function named by a folder gets
-    every argument of ``model.generate``; one that is given as an object gets neither the tokenizer
-    nor, in transformers 5.17 to 5.23, the streamer.
-    """
+    """``model.generate(inputs, ...)`` with Paceline's decoding. Arguments, result and errors are
+    those of ``generate``; ``stop_strings`` work, too, and need ``tokenizer``. This is for
+    ``custom_generate/generate.py`` in a folder or on the hub, since such a function gets all
+    arguments of ``model.generate``. A function that is passed as an object gets neither the
+    tokenizer nor, in transformers 5.17 to 5.23, the streamer."""
     stops = kwargs.pop("stop_strings", None)
     if stops is not None:
         if tokenizer is None:
@@ -342,7 +343,7 @@ def generate_whole(
         kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, added])
     if tokenizer is not None:
         kwargs.setdefault("target_tokenizer", tokenizer)
-    # Not model.generate, which is this function where a model's own folder has one.
+    # Not model.generate, which is this function if the model's folder has a custom_generate.
     return GenerationMixin.generate(
         model, inputs, custom_generate=generate, streamer=streamer, **kwargs
     )

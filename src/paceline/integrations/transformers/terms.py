@@ -1,6 +1,7 @@
-"""What a call of transformers' ``generate`` asks for, in our words; or it is refused by name.
+"""Translates a call of transformers' ``generate`` to sampling parameters, or refuses it.
 
-By then its configuration is lists of logits processors and stopping criteria.
+At this point transformers has converted its configuration to lists of logits processors and
+stopping criteria.
 """
 
 from __future__ import annotations
@@ -16,33 +17,33 @@ from transformers.generation import stopping_criteria as stopping
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
 
-# Options of the configuration that lead to another way of decoding, or ask for what is not kept.
+# Options that select another decoding mode or ask for outputs that are not kept, with advice.
 _UNKNOWN_OPTIONS = {
     "output_scores": "run the model over the returned sequences for scores",
     "output_logits": "run the model over the returned sequences for logits",
     "output_attentions": "run the model over the returned sequences for attentions",
     "output_hidden_states": "run the model over the returned sequences for hidden states",
-    "prompt_lookup_num_tokens": 'draft="ngram" looks up in the prompt and the answer',
+    "prompt_lookup_num_tokens": 'draft="ngram" looks up drafts in the prompt and the answer',
     "assistant_early_exit": 'draft="early_exit" drafts with the first layers',
     "use_mtp": "leave it out",
     "speculation_type": "leave it out and say draft=...",
     "assistant_ensemble_weight": "it is not lossless; leave it out",
-    "cache_implementation": "the engine has a paged cache of its own; leave it out",
+    "cache_implementation": "the engine has its own paged cache; leave it out",
 }
 _HARMLESS = {"cache_implementation": ("dynamic",)}
-# What ``generate`` itself hands on; None for what we need no value of.
-_CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+# Model inputs that ``generate`` passes by itself. The cache is "cache" from transformers 5.24 on.
+_CACHES = ("cache", "past_key_values")
 _KNOWN_INPUTS = ("attention_mask", "position_ids", *_CACHES, "use_cache", "logits_to_keep")
 
 
 def refuse(what: str, instead: str) -> ConfigError:
-    return ConfigError(f"{what} cannot be honoured by speculative decoding here; {instead}")
+    return ConfigError(f"{what} is not supported by Paceline's decoding; {instead}")
 
 
 @dataclass
 class Terms:
-    """``params`` of all rows but for their seeds; ``processors`` change the logits first;
-    ``criteria`` are asked after every token of a row; ``stop_ids`` end one."""
+    """The sampling parameters of all rows, without seeds. ``processors`` change the logits before
+    sampling, ``criteria`` are checked after every token, ``stop_ids`` end a row."""
 
     params: SamplingParams
     stop_ids: frozenset[int]
@@ -53,24 +54,25 @@ class Terms:
 def read_terms(
     config: Any, processors: Sequence[Any], criteria: Sequence[Any], length: int
 ) -> Terms:
-    """Of prepared lists, for prompts padded to ``length``. Raises ConfigError."""
+    """Translate the prepared lists of a call whose prompts are padded to ``length``. Raises
+    ConfigError."""
     _check_config(config)
-    stop_ids, most, own_criteria = _read_criteria(criteria)
-    most = min(most, config.max_length) - length
-    if most < 1:
+    stop_ids, max_length, other_criteria = _read_criteria(criteria)
+    max_tokens = min(max_length, config.max_length) - length
+    if max_tokens < 1:
         raise ConfigError(
-            f"the prompt has {length} tokens and max_length is {config.max_length}: nothing may be "
-            "generated; raise max_new_tokens"
+            f"the prompt has {length} tokens and max_length is {config.max_length}, so nothing can "
+            "be generated; raise max_new_tokens"
         )
-    values, asked = _as_params(processors), None
-    if values is None:  # the library's own are asked, behind every token of a draft, too
-        values, asked = {}, processing.LogitsProcessorList(processors)
+    values, kept_processors = _as_params(processors), None
+    if values is None:  # call the processors themselves, after every token of a draft, too
+        values, kept_processors = {}, processing.LogitsProcessorList(processors)
     if not config.do_sample:
         values["temperature"] = 0.0
     values = {"temperature": 1.0} | values
-    values["min_tokens"] = min(values.get("min_tokens", 0), most)
-    params = SamplingParams(max_tokens=most, **values)
-    return Terms(params, frozenset(stop_ids), asked, own_criteria)
+    values["min_tokens"] = min(values.get("min_tokens", 0), max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, **values)
+    return Terms(params, frozenset(stop_ids), kept_processors, other_criteria)
 
 
 def _check_config(config: Any) -> None:
@@ -84,7 +86,7 @@ def _check_config(config: Any) -> None:
 
 
 def _read_criteria(criteria: Sequence[Any]) -> tuple[set[int], int, list[Any]]:
-    """End tokens, the most tokens of a row with its prompt, and criteria that must be asked."""
+    """The end tokens, the maximum length of a row including its prompt, and all other criteria."""
     stop_ids: set[int] = set()
     lengths, others = [], []
     for criterion in criteria:
@@ -97,7 +99,8 @@ def _read_criteria(criteria: Sequence[Any]) -> tuple[set[int], int, list[Any]]:
     return stop_ids, min(lengths, default=1 << 62), others
 
 
-# Processors that are one number: our field, and theirs.
+# Processors that correspond to a field of SamplingParams: the field, and the attribute with its
+# value.
 _NUMBERS: dict[type, tuple[str, str]] = {
     processing.TemperatureLogitsWarper: ("temperature", "temperature"),
     processing.TopKLogitsWarper: ("top_k", "top_k"),
@@ -109,11 +112,11 @@ _NUMBERS: dict[type, tuple[str, str]] = {
 
 
 def _as_params(processors: Sequence[Any]) -> dict[str, Any] | None:
-    """The fields of SamplingParams that these processors stand for, so that drafts are drawn like
-    the text; None if there is one that stands for none, or where their order matters."""
+    """The fields of SamplingParams that are equivalent to the processors, so that drafts are
+    sampled by them, too; None if a processor has no equivalent, or if their order matters."""
     values: dict[str, Any] = {}
     for processor in processors:
-        if type(processor) is processing.LogitNormalization:  # which moves all alike
+        if type(processor) is processing.LogitNormalization:  # does not change the distribution
             continue
         ours, theirs = _NUMBERS.get(type(processor), ("", ""))
         ignores = getattr(processor, "prompt_ignore_length", None) is not None
@@ -125,8 +128,8 @@ def _as_params(processors: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def read_prompts(input_ids: torch.Tensor, inputs: dict[str, Any]) -> list[list[int]]:
-    """The token ids of every row without its padding; ``inputs`` is what the model would be given.
-    Raises ConfigError for what would make a row another one than its tokens say."""
+    """The token ids of each row without padding, given the ``inputs`` for the model. Raises
+    ConfigError for inputs that would give another result than the tokens alone."""
     for name, value in inputs.items():
         if value is not None and name not in _KNOWN_INPUTS:
             raise refuse(f"the model input {name}", "give input_ids and attention_mask only")
@@ -134,18 +137,18 @@ def read_prompts(input_ids: torch.Tensor, inputs: dict[str, Any]) -> list[list[i
         if (cache := inputs.get(name)) is not None and cache.get_seq_length() > 0:
             raise refuse(
                 f"{name} of an earlier call",
-                "leave it out: prompts that begin alike share what is cached",
+                "leave it out; the engine's prefix cache is used instead",
             )
     mask = inputs.get("attention_mask")
     kept = torch.ones_like(input_ids) if mask is None else mask
     if kept.shape != input_ids.shape:
         raise ConfigError(
             f"the attention_mask has shape {list(kept.shape)} and input_ids "
-            f"{list(input_ids.shape)}; give one number a token"
+            f"{list(input_ids.shape)}; both must have the same shape"
         )
     kept = kept.bool()
     if not bool(kept.any(-1).all()):
-        raise ConfigError("the attention_mask hides all of a prompt; give it at least one token")
+        raise ConfigError("the attention_mask hides a whole prompt; keep at least one token")
     if not bool(kept[:, -1].all()):
         raise ConfigError("a prompt is padded on the right; set tokenizer.padding_side = 'left'")
     positions = inputs.get("position_ids")
@@ -158,16 +161,14 @@ def read_prompts(input_ids: torch.Tensor, inputs: dict[str, Any]) -> list[list[i
 
 
 class CriteriaReader:
-    """Stopping criteria along one row: asked after every token, as transformers asks them.
+    """Checks stopping criteria after every token of one row, as transformers does. Criteria get
+    only this row, ``[1, length]`` including padding, since the rows of a batch have different
+    lengths here; scores are None. ``error`` is the exception that one of them raised."""
 
-    They see the row alone, ``[1, length]`` with its padding, as rows of a batch are not equally
-    long here; scores are None. ``error`` is what one of them raised.
-    """
-
-    def __init__(self, criteria: Sequence[Any], row: torch.Tensor, most: int) -> None:
-        """``row`` int64 ``[length]``, the padded prompt; ``most`` tokens may follow."""
+    def __init__(self, criteria: Sequence[Any], row: torch.Tensor, max_tokens: int) -> None:
+        """``row`` int64 ``[length]`` is the padded prompt, ``max_tokens`` may follow."""
         self._criteria = criteria
-        self._ids = torch.cat((row, row.new_zeros(most))).unsqueeze(0)
+        self._ids = torch.cat((row, row.new_zeros(max_tokens))).unsqueeze(0)
         self._length = row.shape[0]
         self.error: Exception | None = None
 
@@ -177,7 +178,7 @@ class CriteriaReader:
             self._length += 1
             ids = self._ids[:, : self._length]
             try:
-                done = [bool(torch.as_tensor(ask(ids, None)).any()) for ask in self._criteria]
+                done = [bool(torch.as_tensor(check(ids, None)).any()) for check in self._criteria]
             except Exception as error:
                 self.error = error
                 raise
@@ -187,12 +188,12 @@ class CriteriaReader:
 
 
 class RowProcessor:
-    """Logits processors of the library as the one of a row, see SamplingParams. ``error`` is what
-    one of them raised."""
+    """Runs logits processors of transformers on one row, as a logits processor of SamplingParams.
+    ``error`` is the exception that one of them raised."""
 
     def __init__(self, processors: Any, rows: torch.Tensor, number: int) -> None:
-        """``rows`` int64 ``[batch, length]``, the padded prompts; this is row ``number``."""
-        # PrefixConstrainedLogitsProcessor counts rows to say which one it is asked about.
+        """``rows`` int64 ``[batch, length]`` are the padded prompts; this is row ``number``."""
+        # PrefixConstrainedLogitsProcessor identifies a row by its index, so keep the rows before.
         self._processors, self._ids = processors, rows[: number + 1]
         self.error: Exception | None = None
 
@@ -200,8 +201,8 @@ class RowProcessor:
         tail = self._ids.new_tensor(output_ids).expand(len(self._ids), -1)
         scores = logits.expand(len(self._ids), -1).clone()
         try:
-            made: torch.Tensor = self._processors(torch.cat((self._ids, tail), 1), scores)
+            processed: torch.Tensor = self._processors(torch.cat((self._ids, tail), 1), scores)
         except Exception as error:
             self.error = error
             raise
-        return made[-1]
+        return processed[-1]

@@ -1,1 +1,1 @@
-"""What clients send and read: a layer for each API over one dialogue, and what they share."""
+"""What clients send and read: a layer for each API over one chat, and what they share."""

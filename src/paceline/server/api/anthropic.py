@@ -1,4 +1,5 @@
-"""Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``: requests become chats."""
+"""Anthropic's ``/v1/messages`` and ``/v1/messages/count_tokens``. Requests are converted to
+``ChatRequest``, answers to Anthropic's content blocks."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from pydantic import Field
 
 from paceline.request.validation import text_of
 from paceline.server.api import blocks
-from paceline.server.api.chat import Dialogue, render_request
+from paceline.server.api.chat import SubmittedChat, render_request
 from paceline.server.api.protocol import ChatRequest, Generation
-from paceline.server.api.tools import call_of
+from paceline.server.api.tools import new_tool_call
 from paceline.server.errors import anthropic_body
 from paceline.server.failures import APIError
 from paceline.server.fields import Body, Content
-from paceline.server.requestlog import new_id, note
+from paceline.server.requestlog import new_id, report_ignored
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
 
@@ -31,9 +32,9 @@ class Turn(Body):
 
 
 class ClaudeTool(Body):
-    """A function. Tools that Anthropic's servers run are not supported."""
+    """A function that the client runs. Tools that Anthropic's servers run are not supported."""
 
-    _ignored: ClassVar[frozenset[str]] = frozenset(
+    _dropped: ClassVar[frozenset[str]] = frozenset(
         {"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "strict"}
     )
     type: Literal["custom"] = "custom"
@@ -42,10 +43,10 @@ class ClaudeTool(Body):
     input_schema: dict[str, Any]
 
 
-# Without those that Anthropic's servers run.
+# The tools of a request, without those that Anthropic's servers would run.
 ClaudeTools = Annotated[
     list[ClaudeTool],
-    blocks.without_hosted(
+    blocks.drop_hosted_tools(
         "web_search", "web_fetch", "code_execution", "mcp_toolset", "tool_search_tool"
     ),
 ]
@@ -74,6 +75,8 @@ class Thinking(Body):
 
 
 class CountRequest(Generation):
+    """A request to count prompt tokens: that of a message, but ``max_tokens`` is optional."""
+
     messages: list[Turn] = Field(min_length=1)
     system: Content | None = None
     tools: ClaudeTools = Field(default_factory=list, max_length=128)
@@ -86,9 +89,9 @@ class CountRequest(Generation):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def chat(self) -> ChatRequest:
-        """The same request as a chat. Raises APIError."""
+        """Convert to a chat request. Raises APIError."""
         if self.thinking is not None and self.thinking.type != "disabled":
-            note("thinking")
+            report_ignored("thinking")
         messages: list[blocks.MessageFields] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
@@ -105,26 +108,26 @@ class CountRequest(Generation):
             "reasoning_effort": config.effort,
             "response_format": self.response_format,
         }
-        form = config.format or self.output_format
-        if form is not None:
-            schema = {"schema": form.schema_}
-            fields["response_format"] = {"type": form.type, "json_schema": schema}
-        return blocks.as_chat(self, fields | self._tools(), "messages")
+        output_format = config.format or self.output_format
+        if output_format is not None:
+            schema = {"schema": output_format.schema_}
+            fields["response_format"] = {"type": output_format.type, "json_schema": schema}
+        return blocks.to_chat_request(self, fields | self._tool_fields(), "messages")
 
-    def _tools(self) -> dict[str, Any]:
-        """The tool fields of the chat."""
+    def _tool_fields(self) -> dict[str, Any]:
+        """The fields of the chat request that are about tools."""
         tools = [
             blocks.function_tool(tool.name, tool.description, tool.input_schema)
             for tool in self.tools
         ]
         if not tools or self.tool_choice is None:
             return {"tools": tools or None}
-        asked = self.tool_choice
-        choice: Any = {"any": "required", "tool": blocks.named_tool(asked.name or "")}
+        choice = self.tool_choice
+        converted: Any = {"any": "required", "tool": blocks.named_tool(choice.name or "")}
         return {
             "tools": tools,
-            "tool_choice": choice.get(asked.type, asked.type),
-            "parallel_tool_calls": not asked.disable_parallel_tool_use,
+            "tool_choice": converted.get(choice.type, choice.type),
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
         }
 
 
@@ -133,19 +136,20 @@ class MessagesRequest(CountRequest):
 
 
 def _messages_of_turn(turn: Turn, number: int) -> Iterator[blocks.MessageFields]:
-    """The messages of one turn: each tool result is one, then the rest. Raises APIError."""
+    """The chat messages of turn ``number``: one for each tool result, then one for all other
+    blocks. Raises APIError."""
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return
     text, message = "", blocks.MessageFields(role=turn.role)
     for index, block in enumerate(turn.content):
-        with blocks.reading(f"messages.{number}.content.{index}"):
+        with blocks.errors_at(f"messages.{number}.content.{index}"):
             kind = block.get("type")
             if kind == "tool_result":
                 result = text_of(block.get("content")) or ("error" if block.get("is_error") else "")
                 yield {"role": "tool", "content": result, "tool_call_id": block["tool_use_id"]}
             elif kind == "tool_use":
-                call = call_of(block["name"], json.dumps(block["input"]), str(block["id"]))
+                call = new_tool_call(block["name"], json.dumps(block["input"]), str(block["id"]))
                 message.setdefault("tool_calls", []).append(call)
             elif kind == "thinking":
                 message["reasoning_content"] = str(block.get("thinking") or "")
@@ -161,8 +165,8 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages", response_model=None)
     async def answer(body: MessagesRequest, http: HTTPRequest) -> Response:
-        dialogue = await Dialogue.begin(service, body.chat())
-        return await respond_with(MessagesAnswer(dialogue), dialogue.ticket, http, body.stream)
+        chat = await SubmittedChat.submit(service, body.chat())
+        return await respond_with(MessagesAnswer(chat), chat.ticket, http, body.stream)
 
     @app.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> dict[str, int]:
@@ -172,24 +176,24 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 class MessagesAnswer(blocks.BlocksAnswer):
-    """Blocks of text and of tool uses, whose input is parsed at the end."""
+    """An answer of text and tool use blocks. The JSON input of a tool use is parsed at its end."""
 
-    def __init__(self, dialogue: Dialogue) -> None:
-        super().__init__(dialogue)
-        self._id = dialogue.body.request_id or new_id("msg_")
-        self._input = ""  # of the open call, so far
+    def __init__(self, chat: SubmittedChat) -> None:
+        super().__init__(chat)
+        self._id = chat.body.request_id or new_id("msg_")
+        self._input = ""  # JSON of the open tool use, so far
 
-    # -- the whole -----------------------------------------------------------------------------
+    # -- the complete answer -------------------------------------------------------------------
 
     def _result(self) -> Chunk:
-        return {**self._message(), **self._end(), "usage": self._usage(), **self.receipt}
+        return {**self._message(), **self._stop_fields(), "usage": self._usage(), **self.receipt}
 
     def _message(self) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._dialogue.body.model or self._service.model,
+            "model": self._chat.body.model or self._service.model,
             "content": [dict(block) for block in self._blocks],
             "stop_reason": None,
             "stop_sequence": None,
@@ -197,77 +201,81 @@ class MessagesAnswer(blocks.BlocksAnswer):
         }
 
     def _usage(self) -> dict[str, int]:
-        """``input_tokens`` leaves out those read from the cache."""
-        cached = written = 0
-        if self._done is not None:
-            cached, written = self._done.stats.cached_tokens, len(self._done.token_ids)
+        """The token counts; ``input_tokens`` leaves out tokens found in the prefix cache."""
+        cached = output_tokens = 0
+        if self._completion is not None:
+            cached = self._completion.stats.cached_tokens
+            output_tokens = len(self._completion.token_ids)
         return {
-            "input_tokens": len(self._dialogue.prompt) - cached,
+            "input_tokens": len(self._chat.prompt) - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": written,
+            "output_tokens": output_tokens,
         }
 
-    def _end(self) -> dict[str, Any]:
-        stop = self._stop_string() if self._reason == "stop" else None
+    def _stop_fields(self) -> dict[str, Any]:
+        stop = self._matched_stop() if self._reason == "stop" else None
         reason = _REASONS.get(self._reason or "", "end_turn")
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
 
-    def _stop_string(self) -> str | None:
-        """The stop string that ended the text: the one with which its tokens go on."""
-        stops, done = self._dialogue.body.stop, self._done
-        if not stops or done is None:
+    def _matched_stop(self) -> str | None:
+        """The stop string that ended the text. The text was cut before it, but it is still part of
+        the tokens."""
+        stops, completion = self._chat.body.stop, self._completion
+        if not stops or completion is None:
             return None
-        # With a token of the prompt before: decoders treat the beginning of a text differently.
-        lead = self._dialogue.prompt[-1:]
+        # Decode with a token of the prompt in front, since decoders treat the first token of a
+        # text differently.
+        lead = self._chat.prompt[-1:]
         decode = self._service.tokenizer.decode
-        text = str(decode([*lead, *done.token_ids]))
-        rest = text[text.find(done.text, len(str(decode(lead)))) + len(done.text) :]
-        return max((stop for stop in stops if rest.startswith(stop)), key=len, default=None)
+        text = str(decode([*lead, *completion.token_ids]))
+        end = text.find(completion.text, len(str(decode(lead)))) + len(completion.text)
+        cut_off = text[end:]
+        return max((stop for stop in stops if cut_off.startswith(stop)), key=len, default=None)
 
     # -- events --------------------------------------------------------------------------------
 
-    def _at(self, kind: str, **fields: Any) -> Chunk:
+    def _block_event(self, kind: str, **fields: Any) -> Chunk:
         return {"type": kind, "index": len(self._blocks) - 1, **fields}
 
-    def _opening(self) -> Iterator[Chunk]:
+    def _first_events(self) -> Iterator[Chunk]:
         yield {"type": "message_start", "message": {**self._message(), "content": []}}
         yield {"type": "ping"}
 
-    def closing(self) -> list[Chunk]:
-        delta = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+    def final_chunks(self) -> list[Chunk]:
+        delta = {"type": "message_delta", "delta": self._stop_fields(), "usage": self._usage()}
         return [delta, {"type": "message_stop"}]
 
-    def failed(self, error: APIError) -> Chunk:
+    def error_chunk(self, error: APIError) -> Chunk:
         return anthropic_body(error)
 
     def _new_text(self) -> dict[str, Any]:
         return {"type": "text", "text": ""}
 
-    def _new_call(self, call: str, name: str) -> dict[str, Any]:
-        identifier = call.replace("call_", "toolu_")
+    def _new_call(self, call_id: str, name: str) -> dict[str, Any]:
+        identifier = call_id.replace("call_", "toolu_")
         return {"type": "tool_use", "id": identifier, "name": name, "input": {}}
 
-    def _started(self, block: dict[str, Any]) -> Iterator[Chunk]:
-        yield self._at("content_block_start", content_block=dict(block))
+    def _start_block(self, block: dict[str, Any]) -> Iterator[Chunk]:
+        yield self._block_event("content_block_start", content_block=dict(block))
 
     def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Chunk]:
         self._blocks[-1]["text"] += text
-        yield self._at("content_block_delta", delta={"type": "text_delta", "text": text})
+        yield self._block_event("content_block_delta", delta={"type": "text_delta", "text": text})
 
     def _add_arguments(self, piece: str) -> Iterator[Chunk]:
         self._input += piece
         delta = {"type": "input_json_delta", "partial_json": piece}
-        yield self._at("content_block_delta", delta=delta)
+        yield self._block_event("content_block_delta", delta=delta)
 
-    def _ended(self, block: dict[str, Any], cut: bool) -> Iterator[Chunk]:
+    def _end_block(self, block: dict[str, Any], truncated: bool) -> Iterator[Chunk]:
         if not self._is_text(block):
-            block["input"], self._input = _object(self._input), ""
-        yield self._at("content_block_stop")
+            block["input"], self._input = _parse_input(self._input), ""
+        yield self._block_event("content_block_stop")
 
 
-def _object(text: str) -> dict[str, Any]:
-    """A call's input; {} where it was cut off."""
+def _parse_input(text: str) -> dict[str, Any]:
+    """The input of a tool use; {} if it was cut off or is not an object."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -1,8 +1,7 @@
-"""From requests to ``SamplingParams``, and a conversation of any of the three APIs: its prompt, its
-ticket, and the reader of its answer.
+"""Chat requests of all three chat APIs: rendering the prompt, sampling parameters, submission.
 
-an API's body --> ChatRequest --> Dialogue.begin --> ticket --> events
-                                 reader() turns the text of events into deltas --> the API
+body of an API --> ChatRequest --> SubmittedChat.submit --> ticket --> events
+                            new_parser(): text of events --> deltas --> answer in the API's format
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from paceline.server.api.protocol import (
     StructuredOutputs,
     Tool,
 )
-from paceline.server.api.tools import AnswerStream, ForcedCall, PossibleCall, forced_grammar
+from paceline.server.api.tools import ForcedCallParser, TextParser, ToolCallParser, forced_grammar
 from paceline.server.failures import APIError, check_text
-from paceline.server.requestlog import note
+from paceline.server.requestlog import report_ignored
 from paceline.server.wire import Facts
 
 if TYPE_CHECKING:
@@ -38,20 +37,20 @@ if TYPE_CHECKING:
     from paceline.server.service import Service
 
 
-PREDICTED_LENGTH = 16  # tokens drafted a step for a request that predicts its answer
-_MOST_DIGITS = 12  # of a token id
-# Fields of requests that are parameters of the same name.
+PREDICTED_LENGTH = 16  # draft tokens per step for a request with a predicted output
+_MAX_DIGITS = 12  # of a token id
+# Request fields that are fields of SamplingParams by the same name.
 _SAME_NAMED = (
     *("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("ignore_eos", "priority", "n", "receipt"),
 )
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_FORMS = ("response_format", "structured_outputs", *_GUIDED)  # fields that give the text a form
+_GRAMMAR_FIELDS = ("response_format", "structured_outputs", *_GUIDED)
 
 
 @dataclass(frozen=True)
-class Dialogue:
-    """``prompt``: the conversation's token ids."""
+class SubmittedChat:
+    """A chat request with the token ids of its prompt and the ticket of its engine requests."""
 
     service: Service
     body: ChatRequest
@@ -59,15 +58,17 @@ class Dialogue:
     ticket: Ticket
 
     @classmethod
-    async def begin(cls, service: Service, body: ChatRequest) -> Dialogue:
-        """Submit a request. Raises APIError and what ``Service.submit`` does."""
+    async def submit(cls, service: Service, body: ChatRequest) -> SubmittedChat:
+        """Render the prompt and submit the request to the engine. Raises APIError and what
+        ``Service.submit`` raises."""
         adapter = service.check_model(body.model)
         prompt = await asyncio.to_thread(render_request, service.tokenizer, body)
         remaining = service.remaining(len(prompt), "messages")
         limit = body.max_completion_tokens or body.max_tokens or remaining
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        grammar, visible = forced_grammar(body), bool(body.shown_tools)
-        params = sampling_params(body, service.facts, limit, logprobs, grammar, visible)
+        grammar = forced_grammar(body)
+        has_tools = bool(body.shown_tools)  # whose calls may be marked by special tokens
+        params = sampling_params(body, service.facts, limit, logprobs, grammar, has_tools)
         if body.prediction is not None and params.drafter != "none":
             expected = await service.encode(body.prediction.content, False, "prediction")
             length = PREDICTED_LENGTH if params.draft_length is None else params.draft_length
@@ -76,27 +77,27 @@ class Dialogue:
         ticket = await service.submit([prompt], params, body.deadline, body.stream)
         return cls(service, body, prompt, ticket)
 
-    def reader(self) -> AnswerStream:
-        """A reader of one choice's text."""
+    def new_parser(self) -> TextParser:
+        """A parser for the text of one choice."""
         tools, choice = self.body.shown_tools, self.body.tool_choice
         if not tools:
-            return AnswerStream()
+            return TextParser()
         if choice in (None, "auto"):
             parallel = self.body.parallel_tool_calls is not False and not self.body.functions
-            return PossibleCall(tools, parallel)
-        return ForcedCall(list(self.body.callable_tools))
+            return ToolCallParser(tools, parallel)
+        return ForcedCallParser(list(self.body.callable_tools))
 
 
 _INSTRUCTION = (
     "You may call functions. To call one, answer with nothing but JSON of the form "
     '{"name": NAME, "arguments": {...}}. The functions:'
 )
-# Fields of a request that become template variables, if the template uses them.
+# Request fields that become variables of the chat template, if the template uses them.
 _TEMPLATE_FIELDS = ("reasoning_effort", "verbosity")
 
 
 def render_request(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
-    """Token ids of a request's conversation. Raises APIError."""
+    """The token ids of a request's conversation. Raises APIError."""
     variables = dict(body.chat_template_kwargs)
     template = _template_of(tokenizer)
     for name in _TEMPLATE_FIELDS:
@@ -104,9 +105,9 @@ def render_request(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
         if value is not None and name in template:
             variables.setdefault(name, value)
         elif value is not None:
-            note(name)
-    opens, continues = body.add_generation_prompt, body.continues
-    return render(tokenizer, body.messages, body.shown_tools, variables, opens, continues)
+            report_ignored(name)
+    generation = body.add_generation_prompt
+    return render(tokenizer, body.messages, body.shown_tools, variables, generation, body.continues)
 
 
 def render(
@@ -114,12 +115,13 @@ def render(
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] = (),
     variables: dict[str, Any] | None = None,
-    opens: bool = True,
+    add_generation_prompt: bool = True,
     continues: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation. ``opens`` appends the start of an answer; ``continues`` leaves
-    the last message open. ``variables`` are the template's. A template without tools gets them
-    described in a system message. Raises APIError."""
+    """The token ids of a conversation, by the model's chat template. ``add_generation_prompt``
+    appends the beginning of an assistant message; ``continues`` leaves the last message open
+    instead. ``variables`` are passed to the template. If the template does not support tools, a
+    system message describes them. Raises APIError."""
     for number, message in enumerate(messages):
         check_text(message.text(), f"messages.{number}.content")
     template = _template_of(tokenizer)
@@ -127,19 +129,19 @@ def render(
         raise APIError(
             "this model has no chat template; use /v1/completions", code="no_chat_template"
         )
-    knows_tools, knows_thoughts = "tools" in template, "reasoning_content" in template
-    rendered = [_message(message, knows_tools, knows_thoughts) for message in messages]
-    described = [tool.model_dump(exclude_none=True) for tool in tools]
-    options = _checked(tokenizer, variables or {})
-    if described and knows_tools:
-        options["tools"] = described
-    elif described:
-        rendered = _with_instruction(rendered, described)
+    with_tools, with_reasoning = "tools" in template, "reasoning_content" in template
+    inputs = [_template_message(message, with_tools, with_reasoning) for message in messages]
+    tool_fields = [tool.model_dump(exclude_none=True) for tool in tools]
+    options = _check_variables(tokenizer, variables or {})
+    if tool_fields and with_tools:
+        options["tools"] = tool_fields
+    elif tool_fields:
+        inputs = _describe_tools(inputs, tool_fields)
     try:
         return apply_template(
             tokenizer,
-            rendered,
-            add_generation_prompt=opens and not continues,
+            inputs,
+            add_generation_prompt=add_generation_prompt and not continues,
             continue_final_message=continues,
             **options,
         )
@@ -151,11 +153,12 @@ def _template_of(tokenizer: Tokenizer) -> str:
     return str(tokenizer.chat_template or "")
 
 
-def _checked(tokenizer: Tokenizer, variables: dict[str, Any]) -> dict[str, Any]:
-    """The variables. Raises APIError for names of ``apply_chat_template``'s parameters."""
-    taken = signature(tokenizer.apply_chat_template).parameters
+def _check_variables(tokenizer: Tokenizer, variables: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the variables. Raises APIError for one that is the name of a parameter of
+    ``apply_chat_template``."""
+    reserved = signature(tokenizer.apply_chat_template).parameters
     for name in variables:
-        if name in taken or name in ("messages", "self"):
+        if name in reserved or name in ("messages", "self"):
             raise APIError(
                 f"chat_template_kwargs: {name!r:.80} is not a variable of the chat template",
                 param="chat_template_kwargs",
@@ -163,44 +166,49 @@ def _checked(tokenizer: Tokenizer, variables: dict[str, Any]) -> dict[str, Any]:
     return dict(variables)
 
 
-def _message(message: ChatMessage, knows_tools: bool, knows_thoughts: bool) -> dict[str, Any]:
+def _template_message(
+    message: ChatMessage, with_tools: bool, with_reasoning: bool
+) -> dict[str, Any]:
+    """A message as input of a chat template, which may support tools and reasoning. Without tools,
+    calls and their results become plain text."""
     role = "system" if message.role == "developer" else message.role
-    shown: dict[str, Any] = {"role": role, "content": message.text()}
+    fields: dict[str, Any] = {"role": role, "content": message.text()}
     if message.name is not None:
-        shown["name"] = message.name
-    if message.reasoning_content is not None and knows_thoughts:
-        shown["reasoning_content"] = message.reasoning_content
+        fields["name"] = message.name
+    if message.reasoning_content is not None and with_reasoning:
+        fields["reasoning_content"] = message.reasoning_content
     calls = message.tool_calls or []
     functions = [
-        {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+        {"name": call.function.name, "arguments": _parse_arguments(call.function.arguments)}
         for call in calls
     ]
-    if knows_tools:
+    if with_tools:
         if message.tool_call_id is not None:
-            shown["tool_call_id"] = message.tool_call_id
+            fields["tool_call_id"] = message.tool_call_id
         if functions:
-            shown["tool_calls"] = [
+            fields["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": function}
                 for call, function in zip(calls, functions, strict=True)
             ]
-        return shown
-    if role == "tool":  # unknown to templates without tools
+        return fields
+    if role == "tool":  # such templates do not know this role
         return {"role": "user", "content": f"Result of the call: {message.text()}"}
-    shown["content"] = "\n".join(filter(None, [message.text(), *map(json.dumps, functions)]))
-    return shown
+    fields["content"] = "\n".join(filter(None, [message.text(), *map(json.dumps, functions)]))
+    return fields
 
 
-def _arguments(text: str) -> Any:
-    """Templates want the arguments as an object; other text stays text."""
+def _parse_arguments(text: str) -> Any:
+    """The arguments as templates expect them: an object, or the text if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
 
 
-def _with_instruction(
+def _describe_tools(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
+    """Describe the tools in the system message, for templates that do not support tools."""
     functions = "\n".join(json.dumps(tool["function"]) for tool in tools)
     text = f"{_INSTRUCTION}\n{functions}"
     if messages and messages[0]["role"] == "system":
@@ -217,50 +225,54 @@ def sampling_params(
     facts: Facts,
     max_tokens: int,
     logprobs: int | None,
-    grammar: Grammar | None = None,
-    visible: bool = False,
+    call_grammar: Grammar | None = None,
+    keep_special_tokens: bool = False,
 ) -> SamplingParams:
-    """``facts`` names the loaded drafters and the sampling defaults; ``grammar`` is that of a
-    forced tool call. ``visible``: special tokens are part of the text, as they mark calls. As in
-    OpenAI and vLLM, seed -1 is no seed and top_p 0 is greedy. Raises APIError and ConfigError."""
+    """The sampling parameters of a request. ``facts`` has the names of the loaded drafters and the
+    default settings. ``call_grammar`` is the grammar of a forced tool call; it replaces the
+    request's own, as there is no other text. ``keep_special_tokens`` leaves special tokens in the
+    text, since they may mark tool calls. As in OpenAI and vLLM, seed -1 means no seed and top_p 0
+    greedy decoding. Raises APIError and ConfigError."""
     speculation = request.speculation or Speculation()
-    text_form = _grammar(request)
-    if grammar is not None and text_form is not None:  # beside a forced call there is no text
-        for name in _FORMS:
+    text_grammar = _text_grammar(request)
+    if call_grammar is not None and text_grammar is not None:
+        for name in _GRAMMAR_FIELDS:
             if getattr(request, name) is not None:
-                note(name)
+                report_ignored(name)
     return SamplingParams(
-        **sampling_of(request, facts.sampling),
+        **sampling_settings(request, facts.sampling),
         **{name: getattr(request, name) for name in _SAME_NAMED},
-        logit_bias=_biases(request.logit_bias or {}),
+        logit_bias=_parse_logit_bias(request.logit_bias or {}),
         seed=None if request.seed in (None, -1) else request.seed % 2**63,
         max_tokens=max_tokens,
         logprobs=0 if logprobs is None and speculation.tokens else logprobs,
         include_stop_str_in_output=request.include_stop_str_in_output,
         drafter=_drafter(speculation.drafter, facts.drafters),
         draft_length=speculation.draft_length,
-        skip_special_tokens=request.skip_special_tokens and not visible,
+        skip_special_tokens=request.skip_special_tokens and not keep_special_tokens,
         skip_end_tokens=request.skip_special_tokens,
-        grammar=grammar or text_form,
+        grammar=call_grammar or text_grammar,
     )
 
 
-def sampling_of(request: Generation, defaults: SamplingDefaults) -> dict[str, Any]:
-    """Temperature, truncation and repetition penalty of a request. Raises ConfigError."""
-    asked = SamplingDefaults(
+def sampling_settings(request: Generation, defaults: SamplingDefaults) -> dict[str, Any]:
+    """The temperature, truncation and repetition penalty of a request, completed by the defaults.
+    Raises ConfigError."""
+    requested = SamplingDefaults(
         request.temperature,
         request.top_p or (None if request.top_p is None else 1.0),
         1 if request.top_p == 0 else request.top_k,
         request.min_p,
         request.repetition_penalty,
     )
-    return asked.over(defaults).filled()
+    return requested.over(defaults).filled()
 
 
-def _biases(logit_bias: dict[str, float]) -> dict[int, float]:
+def _parse_logit_bias(logit_bias: dict[str, float]) -> dict[int, float]:
+    """The biases by token id. Raises APIError."""
     biases = {}
     for token, bias in logit_bias.items():
-        if not token.isdecimal() or len(token) > _MOST_DIGITS:
+        if not token.isdecimal() or len(token) > _MAX_DIGITS:
             raise APIError(f"logit_bias: {shown(token)} is not a token id", param="logit_bias")
         if not -100 <= bias <= 100:
             raise APIError(
@@ -271,9 +283,10 @@ def _biases(logit_bias: dict[str, float]) -> dict[int, float]:
 
 
 def _drafter(name: str, drafters: tuple[str, ...]) -> str | None:
+    """The name of the requested drafter, "none", or None for the default. Raises APIError."""
     if name == "auto":
         return None
-    if name in ("none", "off"):  # the latter as before 0.2.0
+    if name in ("none", "off"):  # "off" was its name before 0.2.0
         return "none"
     if name not in drafters:
         offered = ", ".join(dict.fromkeys(("auto", "none", *drafters)))
@@ -284,27 +297,31 @@ def _drafter(name: str, drafters: tuple[str, ...]) -> str | None:
     return name
 
 
-def _grammar(request: Generation) -> Grammar | None:
-    """The grammar that one of several fields asks for. Raises APIError if two do."""
-    asked, form = request.structured_outputs or StructuredOutputs(), request.response_format
+def _text_grammar(request: Generation) -> Grammar | None:
+    """The grammar of the text, which several fields can define. Raises APIError if two do."""
+    structured = request.structured_outputs or StructuredOutputs()
+    form = request.response_format
     schema = None if form is None or form.json_schema is None else form.json_schema.schema_
-    choices = [choice for choice in (asked.choice, request.guided_choice) if choice is not None]
-    regexes = [asked.regex, request.guided_regex]
+    schemas = structured.json_, request.guided_json, schema
+    choices = [c for c in (structured.choice, request.guided_choice) if c is not None]
+    regexes = [structured.regex, request.guided_regex]
     regexes += ["|".join(map(re.escape, choice)) for choice in choices]
-    objects = [asked.json_object, form is not None and form.type == "json_object"]
+    larks = structured.grammar, request.guided_grammar
+    json_objects = [structured.json_object, form is not None and form.type == "json_object"]
     grammars = [
-        *(Grammar.json() for wanted in objects if wanted),
-        *(_json(s) for s in (asked.json_, request.guided_json, schema) if s is not None),
+        *(Grammar.json() for wanted in json_objects if wanted),
+        *(_json_grammar(schema) for schema in schemas if schema is not None),
         *(Grammar("regex", regex) for regex in regexes if regex is not None),
-        *(Grammar("lark", g) for g in (asked.grammar, request.guided_grammar) if g is not None),
+        *(Grammar("lark", lark) for lark in larks if lark is not None),
     ]
     if len(grammars) > 1:
         raise APIError(
-            "the text is given several forms; give one of response_format and structured_outputs",
+            "several fields define the format of the text; give only one of response_format and "
+            "structured_outputs",
             param="structured_outputs",
         )
     return grammars[0] if grammars else None
 
 
-def _json(schema: dict[str, Any] | str) -> Grammar:
+def _json_grammar(schema: dict[str, Any] | str) -> Grammar:
     return Grammar("json", schema if isinstance(schema, str) else json.dumps(schema))

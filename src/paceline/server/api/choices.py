@@ -1,4 +1,4 @@
-"""What answers say of tokens: log-probabilities, and which drafter proposed them."""
+"""Details of the tokens of an answer: log-probabilities, and which drafter proposed them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from paceline.request.completion import StreamEvent
 
 
-def agreement(tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequence[int]) -> int:
-    """How many tokens of an answer were drafted and follow its prediction: pairs of neighbours are
-    compared, in linear time. At most the prediction's length."""
+def count_predicted_tokens(
+    tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequence[int]
+) -> int:
+    """How many tokens of an answer were drafted and agree with the predicted output. A token agrees
+    if it and the token before it are neighbours in the prediction as well, which takes linear time.
+    The result is at most the prediction's length."""
     pairs = set(pairwise(prediction))
     count = 0
     for index, (token, by_draft) in enumerate(zip(tokens, drafted, strict=True)):
@@ -25,29 +28,31 @@ def agreement(tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequen
     return min(count, len(prediction))
 
 
-def only_ends(tokenizer: Tokenizer, token: int, reason: str | None) -> bool:
-    """Whether a last token only ended the text and is not part of it."""
+def is_hidden_end_token(tokenizer: Tokenizer, token: int, reason: str | None) -> bool:
+    """Whether the last token only ended the text and is not part of it."""
     return reason == "stop" and Spelling.of(tokenizer).name(token, skip_special=True) is None
 
 
 def finish_reason(event: StreamEvent) -> str | None:
-    """Why the text ended with this event; None if it goes on."""
+    """Why the text ended with this event; None if it has not ended."""
     return None if event.completion is None else event.completion.finish_reason
 
 
 def visible_logprobs(tokenizer: Tokenizer, event: StreamEvent) -> list[TokenLogprob]:
-    """Log-probabilities of the event's tokens that are part of the text."""
+    """The log-probabilities of those tokens of the event that are part of the text."""
     entries = event.logprobs or []
-    ended = entries and only_ends(tokenizer, entries[-1].token_id, finish_reason(event))
+    ended = entries and is_hidden_end_token(tokenizer, entries[-1].token_id, finish_reason(event))
     return entries[:-1] if ended else entries
 
 
 def token_records(tokenizer: Tokenizer, event: StreamEvent) -> list[dict[str, Any]]:
-    """The event's tokens that are part of the text, with their alternatives, as in chats."""
+    """Those tokens of the event that are part of the text, with their alternatives, in the format
+    of chat completions."""
 
     def record(token: int, logprob: float) -> dict[str, Any]:
-        spelt = Spelling.of(tokenizer).bytes_of(token)
-        return {"token": _shown(spelt), "logprob": finite(logprob), "bytes": list(spelt)}
+        token_bytes = Spelling.of(tokenizer).bytes_of(token)
+        text = _decode(token_bytes)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(token_bytes)}
 
     return [
         record(entry.token_id, entry.logprob) | {"top_logprobs": [record(*e) for e in entry.top]}
@@ -55,20 +60,20 @@ def token_records(tokenizer: Tokenizer, event: StreamEvent) -> list[dict[str, An
     ]
 
 
-def _shown(spelt: bytes) -> str:
-    """A token's text; bytes that are no character are written as ``\\xe4``."""
-    return spelt.decode("utf-8", errors="backslashreplace")
+def _decode(token_bytes: bytes) -> str:
+    """The text of a token; bytes that are not a character are written as ``\\xe4``."""
+    return token_bytes.decode("utf-8", errors="backslashreplace")
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI's API uses -9999."""
+    """The log-probability, at least -9999: JSON has no infinity, and OpenAI's API does the same."""
     return max(logprob, -9999.0)
 
 
-class Origins:
-    """Which drafter each token of one growing text came from. The tokens' texts joined are the text
-    before a stop string cuts it. A token that ends inside a character has none; the one that
-    completes the character has all of it."""
+class TokenOrigins:
+    """The field ``tokens`` of one growing text: which drafter proposed each token. The texts of the
+    tokens, joined, are the text before it is cut at a stop string. A character of several tokens
+    belongs to the token that completes it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], visible: bool = False) -> None:
         """``visible``: special tokens are part of the text, except the one that ends it."""
@@ -76,14 +81,15 @@ class Origins:
         self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=not visible)
 
     def records(self, event: StreamEvent) -> list[dict[str, Any]]:
-        """Of an event's tokens, event by event. ``draft_position``: from 0, in the step's draft."""
+        """The records of the next event's tokens. ``draft_position`` is the token's index in the
+        draft of the step."""
         records: list[dict[str, Any]] = []
         position, reason = 0, finish_reason(event)
         for index, (token, drafted) in enumerate(
             zip(event.token_ids, event.from_draft, strict=True)
         ):
             last = reason is not None and index == len(event.token_ids) - 1
-            ends = last and only_ends(self._tokenizer, token, reason)
+            ends = last and is_hidden_end_token(self._tokenizer, token, reason)
             text = "" if ends else self._detokeniser.feed(token)
             logprobs = event.logprobs
             records.append(
@@ -101,23 +107,25 @@ class Origins:
 
 
 class LogprobColumns:
-    """The completions API's logprobs columns of one growing text."""
+    """The field ``logprobs`` of the completions API, which has columns, of one growing text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer, self._detokeniser = tokenizer, Detokeniser(tokenizer, prompt)
-        self._certain = 0  # characters before the next token
+        self._text_length = 0  # characters that the detokeniser has returned
 
     def columns(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Of the next tokens. ``text_offset``: characters of complete text before the token."""
+        """The columns of the next tokens. ``text_offset`` counts the characters before a token,
+        including those that the detokeniser still holds back."""
         offsets = []
         for entry in entries:
-            offsets.append(self._certain + len(self._detokeniser.guess()))
-            self._certain += len(self._detokeniser.feed(entry.token_id))
+            offsets.append(self._text_length + len(self._detokeniser.guess()))
+            self._text_length += len(self._detokeniser.feed(entry.token_id))
         return {
             "tokens": [self._name(entry.token_id) for entry in entries],
             "token_logprobs": [finite(entry.logprob) for entry in entries],
             "top_logprobs": [
-                # The chosen one is always there; of tokens with equal text the likeliest stays.
+                # The sampled token is always included. Of tokens with equal text the likeliest
+                # comes last, so it is the one that the dict keeps.
                 {
                     self._name(token): finite(value)
                     for token, value in ((entry.token_id, entry.logprob), *reversed(entry.top))
@@ -128,7 +136,8 @@ class LogprobColumns:
         }
 
     def _name(self, token: int) -> str:
-        """Tokens that are no characters have the prefix ``bytes:``, as in OpenAI's API."""
-        spelt = Spelling.of(self._tokenizer).bytes_of(token)
-        name = _shown(spelt)
-        return name if name.encode() == spelt else f"bytes:{name}"
+        """The text of a token; as in OpenAI's API, tokens that are not whole characters have the
+        prefix ``bytes:``."""
+        token_bytes = Spelling.of(self._tokenizer).bytes_of(token)
+        name = _decode(token_bytes)
+        return name if name.encode() == token_bytes else f"bytes:{name}"

@@ -1,4 +1,4 @@
-"""``POST /v1/completions`` and ``/v1/chat/completions``: answers with choices."""
+"""OpenAI's ``/v1/completions`` and ``/v1/chat/completions``: answers with ``choices``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fastapi.responses import Response
 
 from paceline.core.params import EMPTY_PROMPT, TokenLogprob
 from paceline.request.completion import Completion, StreamEvent
-from paceline.server.api.chat import Dialogue, sampling_params
+from paceline.server.api.chat import SubmittedChat, sampling_params
 from paceline.server.api.choices import (
     LogprobColumns,
-    Origins,
-    agreement,
+    TokenOrigins,
+    count_predicted_tokens,
     finish_reason,
     token_records,
     visible_logprobs,
@@ -32,8 +32,8 @@ from paceline.server.api.protocol import (
     Speculation,
     StreamOptions,
 )
-from paceline.server.api.tokens import infill
-from paceline.server.api.tools import AnswerStream, Delta, deltas_of, message_of
+from paceline.server.api.tokens import fill_in_middle_prompt
+from paceline.server.api.tools import Delta, TextParser, message_from_deltas, parse_event
 from paceline.server.client import Ticket
 from paceline.server.failures import APIError
 from paceline.server.service import Service
@@ -41,7 +41,7 @@ from paceline.server.sse import Answer, Chunk, respond_with
 
 
 class OpenAIAnswer(Answer):
-    """An answer with ``choices``: ``n`` for each prompt, prompt after prompt."""
+    """An answer with ``choices``: ``n`` for each prompt, ordered by prompt."""
 
     def __init__(
         self,
@@ -52,9 +52,10 @@ class OpenAIAnswer(Answer):
         visible: bool,
         names: tuple[str, str],
     ) -> None:
-        """``visible``: special tokens are part of the text. ``names``: of the id, and the kind."""
+        """``visible``: special tokens are part of the text. ``names``: the prefix of ``id``, and
+        ``object``."""
         self._ticket, self._generation, self._n = ticket, body, ticket.params.n
-        self._usage_asked = body.stream_options or StreamOptions()
+        self._stream_options = body.stream_options or StreamOptions()
         self._tokenizer, self._prompts, self._visible = service.tokenizer, prompts, visible
         self._speculation = body.speculation or Speculation()
         self._header = {
@@ -63,26 +64,26 @@ class OpenAIAnswer(Answer):
             "created": service.now(),
             "model": body.model or service.model,
         }
-        self._origins: dict[int, Origins] = {}
-        self._begun: set[int] = set()
-        self._done: dict[int, Completion] = {}
-        self._written = 0
+        self._origins: dict[int, TokenOrigins] = {}
+        self._started: set[int] = set()  # choices that have been sent in part
+        self._completions: dict[int, Completion] = {}  # by choice
+        self._output_tokens = 0
 
-    def _index(self, event: StreamEvent) -> int:
-        """The choice that an event belongs to; counts its tokens and keeps its completion."""
+    def _register(self, event: StreamEvent) -> int:
+        """Count an event's tokens and keep its completion; returns the number of its choice."""
         index = event.request * self._n + event.index
-        self._written += len(event.token_ids)
+        self._output_tokens += len(event.token_ids)
         if event.completion is not None:
-            self._done[index] = event.completion
+            self._completions[index] = event.completion
         return index
 
-    def _of_tokens(self, index: int, event: StreamEvent) -> dict[str, Any]:
-        """``tokens``, ``token_ids`` and ``receipt`` of a choice, if asked for."""
+    def _token_fields(self, index: int, event: StreamEvent) -> dict[str, Any]:
+        """The fields ``tokens``, ``token_ids`` and ``receipt`` of a choice, if requested."""
         fields: dict[str, Any] = {}
         if self._speculation.tokens:
             if index not in self._origins:
                 prompt = self._prompt(index)
-                self._origins[index] = Origins(self._tokenizer, prompt, self._visible)
+                self._origins[index] = TokenOrigins(self._tokenizer, prompt, self._visible)
             fields["tokens"] = self._origins[index].records(event)
         if self._generation.return_token_ids:
             fields["token_ids"] = event.token_ids
@@ -91,62 +92,66 @@ class OpenAIAnswer(Answer):
         return fields
 
     def _prompt(self, index: int) -> list[int]:
-        """Token ids of the prompt of a choice."""
+        """The token ids of a choice's prompt."""
         return self._prompts[index // self._n]
 
-    # -- the whole -----------------------------------------------------------------------------
+    # -- the complete answer -------------------------------------------------------------------
 
-    def whole(self, events: Sequence[StreamEvent]) -> Chunk:
-        choices = [self._choice(self._index(event), event) for event in events]
-        return {**self._header, "choices": choices, **self._totals(counts=True)}
+    def complete(self, events: Sequence[StreamEvent]) -> Chunk:
+        choices = [self._choice(self._register(event), event) for event in events]
+        return {**self._header, "choices": choices, **self._totals(with_usage=True)}
 
     @abstractmethod
     def _choice(self, index: int, event: StreamEvent) -> dict[str, Any]:
-        """A whole choice."""
+        """A complete choice."""
 
-    def _totals(self, counts: bool) -> Chunk:
-        """``speculation`` and, with ``counts``, ``usage``."""
-        completions = [self._done[index] for index in sorted(self._done)]
+    def _totals(self, with_usage: bool) -> Chunk:
+        """The fields ``speculation``, if requested, and ``usage``."""
+        completions = [self._completions[index] for index in sorted(self._completions)]
         totals: Chunk = {}
         if self._speculation.stats:
             totals["speculation"] = [
                 {"drafter": self._ticket.drafter}
-                | {name: getattr(done.stats, name) for name in _SHOWN_STATS}
-                for done in completions
+                | {name: getattr(completion.stats, name) for name in _SHOWN_STATS}
+                for completion in completions
             ]
-        if counts:
+        if with_usage:
             totals["usage"] = self._usage(completions)
         return totals
 
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """A prompt counts once, however many completions it has."""
-        usage = self._counts(sum(len(done.token_ids) for done in completions))
-        cached = sum(done.stats.cached_tokens for done in completions[:: self._n])
+        """The field ``usage``. A prompt counts once, however many completions it has."""
+        usage = self._token_counts(sum(len(completion.token_ids) for completion in completions))
+        cached = sum(first.stats.cached_tokens for first in completions[:: self._n])
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        expected = self._ticket.params.prediction
-        if expected:
-            agreed = sum(agreement(x.token_ids, x.draft_mask, expected) for x in completions)
+        prediction = self._ticket.params.prediction
+        if prediction:
+            accepted = sum(
+                count_predicted_tokens(completion.token_ids, completion.draft_mask, prediction)
+                for completion in completions
+            )
             usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": agreed,
-                "rejected_prediction_tokens": len(completions) * len(expected) - agreed,
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": len(completions) * len(prediction) - accepted,
             }
         return usage
 
-    def _counts(self, written: int) -> dict[str, Any]:
-        read = self._ticket.prompt_tokens
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    def _token_counts(self, output: int) -> dict[str, Any]:
+        prompt = self._ticket.prompt_tokens
+        total = prompt + output
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": total}
 
     # -- streaming -----------------------------------------------------------------------------
 
     def _chunk(self, choice: dict[str, Any]) -> Chunk:
         chunk = {**self._header, "choices": [choice]}
-        if self._usage_asked.include_usage:
-            so_far = self._usage_asked.continuous_usage_stats
-            chunk["usage"] = self._counts(self._written) if so_far else None
+        if self._stream_options.include_usage:
+            in_every_chunk = self._stream_options.continuous_usage_stats
+            chunk["usage"] = self._token_counts(self._output_tokens) if in_every_chunk else None
         return chunk
 
-    def closing(self) -> list[Chunk]:
-        totals = self._totals(self._usage_asked.include_usage)
+    def final_chunks(self) -> list[Chunk]:
+        totals = self._totals(self._stream_options.include_usage)
         return [{**self._header, "choices": [], name: value} for name, value in totals.items()]
 
 
@@ -156,47 +161,48 @@ _SHOWN_STATS = (
 )
 
 
-async def _prompt(service: Service, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
-    """Token ids of one prompt. Raises APIError."""
+async def _encode(service: Service, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
+    """The token ids of one prompt. Raises APIError."""
     ids = (
         await service.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
     )
     if not prompt or not ids:
         raise APIError(EMPTY_PROMPT, param="prompt")
     if body.suffix:
-        return await asyncio.to_thread(infill, service.tokenizer, ids, body.suffix)
+        return await asyncio.to_thread(fill_in_middle_prompt, service.tokenizer, ids, body.suffix)
     return ids
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, http: HTTPRequest) -> Response:
-        ticket, prompts = await _begin(service, body)
+        ticket, prompts = await _submit(service, body)
         answer = CompletionAnswer(service, body, ticket, prompts)
         return await respond_with(answer, ticket, http, body.stream)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, http: HTTPRequest) -> Response:
-        dialogue = await Dialogue.begin(service, body)
-        return await respond_with(ChatAnswer(dialogue), dialogue.ticket, http, body.stream)
+        chat = await SubmittedChat.submit(service, body)
+        return await respond_with(ChatAnswer(chat), chat.ticket, http, body.stream)
 
 
-async def _begin(service: Service, body: CompletionRequest) -> tuple[Ticket, list[list[int]]]:
-    """Submit it; also the token ids of its prompts. Raises APIError and what ``submit`` does."""
+async def _submit(service: Service, body: CompletionRequest) -> tuple[Ticket, list[list[int]]]:
+    """Submit a request; returns its ticket and the token ids of its prompts. Raises APIError and
+    what ``Service.submit`` raises."""
     adapter = service.check_model(body.model)
-    prompts = [await _prompt(service, body, prompt) for prompt in body.prompt]
+    prompts = [await _encode(service, body, prompt) for prompt in body.prompt]
     remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
     limit = remaining if body.max_tokens is None else max(1, body.max_tokens)
     best_of = body.best_of or body.n
     logprobs = 0 if body.logprobs is None and best_of > body.n else body.logprobs
     params = sampling_params(body, service.facts, limit, logprobs)
-    scored = body.logprobs if body.echo else None
-    params = replace(params, n=best_of, prompt_logprobs=scored, lora=adapter)
+    prompt_logprobs = body.logprobs if body.echo else None
+    params = replace(params, n=best_of, prompt_logprobs=prompt_logprobs, lora=adapter)
     return await service.submit(prompts, params, body.deadline, body.stream), prompts
 
 
 class CompletionAnswer(OpenAIAnswer):
-    """Choices are texts, which may begin with their prompts (``echo``)."""
+    """An answer of the completions API. With ``echo`` a text begins with its prompt."""
 
     def __init__(
         self, service: Service, body: CompletionRequest, ticket: Ticket, prompts: list[list[int]]
@@ -206,52 +212,54 @@ class CompletionAnswer(OpenAIAnswer):
         self._body = body
         self._columns: dict[int, LogprobColumns] = {}
 
-    def whole(self, events: Sequence[StreamEvent]) -> Chunk:
-        answer = super().whole(list(map(self._kept, events)))
+    def complete(self, events: Sequence[StreamEvent]) -> Chunk:
+        answer = super().complete(list(map(self._without_extra_token, events)))
         if self._n > self._body.n:
-            answer["choices"] = self._likeliest(answer["choices"], events)
+            answer["choices"] = self._best_choices(answer["choices"], events)
         return answer
 
-    def _likeliest(
+    def _best_choices(
         self, choices: Sequence[dict[str, Any]], events: Sequence[StreamEvent]
     ) -> list[dict[str, Any]]:
-        """Of ``best_of`` choices of each prompt the ``n`` with the highest mean log-probability."""
+        """Of the ``best_of`` choices of each prompt, the ``n`` with the highest mean
+        log-probability per token."""
         logprobs = [[entry.logprob for entry in event.logprobs or ()] for event in events]
         means = [fmean(values or [0.0]) for values in logprobs]
-        groups = [range(first, first + self._n) for first in range(0, len(choices), self._n)]
-        best = [sorted(group, key=lambda at: -means[at])[: self._body.n] for group in groups]
-        kept = [choices[at] for group in best for at in group]
-        return [choice | {"index": index} for index, choice in enumerate(kept)]
+        best: list[dict[str, Any]] = []
+        for first in range(0, len(choices), self._n):
+            ranked = sorted(range(first, first + self._n), key=lambda index: -means[index])
+            best += [choices[index] for index in ranked[: self._body.n]]
+        return [choice | {"index": index} for index, choice in enumerate(best)]
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
-        kept = self._kept(event)
-        choice = self._choice(self._index(kept), kept)
+        event = self._without_extra_token(event)
+        choice = self._choice(self._register(event), event)
         columns = choice["logprobs"]
-        shown = choice["text"] or choice["finish_reason"] or (columns and columns["tokens"])
-        return [self._chunk(choice)] if shown or len(choice) > 4 else []
+        has_output = choice["text"] or choice["finish_reason"] or (columns and columns["tokens"])
+        return [self._chunk(choice)] if has_output or len(choice) > 4 else []
 
     def _choice(self, index: int, event: StreamEvent) -> dict[str, Any]:
-        """What an event adds to its choice; the first event's also has the prompt's fields."""
-        first = index not in self._begun
-        self._begun.add(index)
-        more = self._of_tokens(index, event)
+        """What an event adds to its choice. The first one also has the fields of the prompt."""
+        first = index not in self._started
+        self._started.add(index)
+        optional = self._token_fields(index, event)
         if first and self._body.return_token_ids:
-            more["prompt_token_ids"] = self._prompt(index)
+            optional["prompt_token_ids"] = self._prompt(index)
         echoed = first and self._body.echo
         return {
             "index": index,
             "text": self._prompt_text(index) + event.text if echoed else event.text,
             "logprobs": self._logprobs(index, event, echoed),
             "finish_reason": finish_reason(event),
-            **more,
+            **optional,
         }
 
     def _logprobs(self, index: int, event: StreamEvent, echoed: bool) -> dict[str, Any] | None:
-        """Columns of the new tokens, after those of the prompt if it is echoed."""
+        """The columns of the new tokens, after those of the prompt if it is echoed."""
         if self._body.logprobs is None or (event.logprobs is None and not echoed):
             return None
         prompt = self._prompt(index)
-        # With an echoed prompt all tokens count, also the one that ended the text.
+        # With an echoed prompt all tokens are listed, including the one that ended the text.
         entries = (
             (event.logprobs or []) if self._body.echo else visible_logprobs(self._tokenizer, event)
         )
@@ -260,22 +268,22 @@ class CompletionAnswer(OpenAIAnswer):
         if index not in self._columns:
             self._columns[index] = LogprobColumns(self._tokenizer, () if echoed else prompt)
         columns = self._columns[index].columns(entries)
-        if echoed:  # a prompt's first token has no log-probability
+        if echoed:  # the first token of a prompt has no log-probability
             columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
         return columns
 
-    def _kept(self, event: StreamEvent) -> StreamEvent:
-        """The event; with ``max_tokens`` 0 without the one token that the engine decodes."""
+    def _without_extra_token(self, event: StreamEvent) -> StreamEvent:
+        """The event, but with ``max_tokens`` 0 without the one token that the engine decodes in any
+        case."""
         if self._body.max_tokens != 0:
             return event
-        done = event.completion
-        if done is not None:
-            nothing: dict[str, Any] = {"text": "", "token_ids": [], "draft_mask": []}
-            done = replace(done, **nothing, finish_reason="length", receipt=None)
+        completion = event.completion
+        if completion is not None:
+            empty: dict[str, Any] = {"text": "", "token_ids": [], "draft_mask": []}
+            completion = replace(completion, **empty, finish_reason="length", receipt=None)
         logprobs: list[TokenLogprob] | None = None if event.logprobs is None else []
-        return replace(
-            event, text="", token_ids=[], from_draft=[], completion=done, logprobs=logprobs
-        )
+        empty = {"text": "", "token_ids": [], "from_draft": [], "logprobs": logprobs}
+        return replace(event, **empty, completion=completion)
 
     def _prompt_text(self, index: int) -> str:
         prompt = self._body.prompt[index // self._n]
@@ -286,36 +294,37 @@ class CompletionAnswer(OpenAIAnswer):
 
 
 class ChatAnswer(OpenAIAnswer):
-    """Choices are messages, in a stream deltas of them."""
+    """An answer of the chat API: choices are messages or, in a stream, deltas of messages."""
 
-    def __init__(self, dialogue: Dialogue) -> None:
-        body = dialogue.body
+    def __init__(self, chat: SubmittedChat) -> None:
+        body = chat.body
         visible = bool(body.shown_tools) or not body.skip_special_tokens
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        prompts, names = [dialogue.prompt], ("chatcmpl", kind)
-        super().__init__(dialogue.service, body, dialogue.ticket, prompts, visible, names)
-        self._dialogue, self._body = dialogue, body
-        self._streams: dict[int, AnswerStream] = {}
+        prompts, names = [chat.prompt], ("chatcmpl", kind)
+        super().__init__(chat.service, body, chat.ticket, prompts, visible, names)
+        self._chat, self._body = chat, body
+        self._parsers: dict[int, TextParser] = {}  # by choice
 
-    def whole(self, events: Sequence[StreamEvent]) -> Chunk:
-        answer = super().whole(events)
+    def complete(self, events: Sequence[StreamEvent]) -> Chunk:
+        answer = super().complete(events)
         if self._body.return_token_ids:
-            answer["prompt_token_ids"] = self._dialogue.prompt
+            answer["prompt_token_ids"] = self._chat.prompt
         return answer
 
     def _choice(self, index: int, event: StreamEvent) -> dict[str, Any]:
-        deltas, ended = deltas_of(self._dialogue.reader(), event)
-        message, reason = self._in_asked_form(message_of(deltas), ended)
+        deltas, reason = parse_event(self._chat.new_parser(), event)
+        message, reason = self._as_function_call(message_from_deltas(deltas), reason)
         return {
             "index": index,
             "message": {"role": "assistant", "refusal": None, **message},
             "logprobs": self._logprobs(event),
             "finish_reason": reason,
-            **self._of_tokens(index, event),
+            **self._token_fields(index, event),
         }
 
-    def _in_asked_form(self, delta: Delta, reason: str | None = None) -> tuple[Delta, str | None]:
-        """Requests with ``functions`` get a ``function_call`` in place of ``tool_calls``."""
+    def _as_function_call(self, delta: Delta, reason: str | None) -> tuple[Delta, str | None]:
+        """Replace ``tool_calls`` by ``function_call`` if the request has the older field
+        ``functions``."""
         if self._body.functions and delta.get("tool_calls"):
             delta = {name: value for name, value in delta.items() if name != "tool_calls"} | {
                 "function_call": delta["tool_calls"][0]["function"]
@@ -332,22 +341,22 @@ class ChatAnswer(OpenAIAnswer):
     # -- streaming -----------------------------------------------------------------------------
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
-        index = self._index(event)
-        stream = self._streams.setdefault(index, self._dialogue.reader())
-        deltas, ended = deltas_of(stream, event)
-        logprobs, more = self._logprobs(event), self._of_tokens(index, event)
-        if not deltas and (more or (logprobs and logprobs["content"])):
+        index = self._register(event)
+        parser = self._parsers.setdefault(index, self._chat.new_parser())
+        deltas, reason = parse_event(parser, event)
+        logprobs, token_fields = self._logprobs(event), self._token_fields(index, event)
+        if not deltas and (token_fields or (logprobs and logprobs["content"])):
             deltas = [{}]
-        choices = [self._delta(index, delta) for delta in deltas]
+        choices = [self._delta_choice(index, delta) for delta in deltas]
         if choices:
-            choices[-1] |= {"logprobs": logprobs, **more}
-        if ended is not None:
-            choices.append(self._delta(index, {}, ended))
-        if choices and index not in self._begun:
-            self._begun.add(index)
-            choices.insert(0, self._delta(index, {"role": "assistant", "content": ""}))
+            choices[-1] |= {"logprobs": logprobs, **token_fields}
+        if reason is not None:
+            choices.append(self._delta_choice(index, {}, reason))
+        if choices and index not in self._started:
+            self._started.add(index)
+            choices.insert(0, self._delta_choice(index, {"role": "assistant", "content": ""}))
         return [self._chunk(choice) for choice in choices]
 
-    def _delta(self, index: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
-        delta, reason = self._in_asked_form(delta, reason)
+    def _delta_choice(self, index: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
+        delta, reason = self._as_function_call(delta, reason)
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, with fields of other servers and our own."""
+"""Request bodies of OpenAI's API, with fields that other servers and Paceline add."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ MAX_PROMPTS = 64
 
 
 class StreamOptions(Body):
-    """``continuous_usage_stats``: with ``include_usage``, every chunk counts the tokens so far."""
+    """``continuous_usage_stats``: with ``include_usage``, every chunk has the counts so far."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class Speculation(Body):
-    """Ours. ``drafter`` (or ``method``): "auto" (the default one), "none", or a loaded one's name.
-    ``draft_length`` fixes the length. ``stats`` adds figures, ``tokens`` each token's origin."""
+    """How a request is drafted, a field of Paceline's. ``drafter`` (or ``method``) is "auto" (the
+    server's default), "none" or the name of a loaded drafter; ``draft_length`` fixes the length.
+    ``stats`` adds statistics to the answer, ``tokens`` the drafter of each token."""
 
     drafter: str = Field(default="auto", validation_alias=AliasChoices("drafter", "method"))
     draft_length: int | None = Field(default=None, ge=0, le=64)
@@ -51,7 +52,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's: one of several forms of grammar."""
+    """A grammar for the text in one of several forms; a field of vLLM's."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -63,8 +64,8 @@ class StructuredOutputs(Body):
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _stops(stops: Any) -> Any:
-    """A text is a list of one; "" is none. Raises ValueError."""
+def _as_stop_list(stops: Any) -> Any:
+    """The stop strings as a list; "" is no stop string. Raises ValueError."""
     if isinstance(stops, str):
         return [stops] if stops else []
     if not isinstance(stops, list):
@@ -74,13 +75,13 @@ def _stops(stops: Any) -> Any:
 
 Stops = Annotated[
     list[str],
-    BeforeValidator(_stops, json_schema_input_type=str | list[str]),
+    BeforeValidator(_as_stop_list, json_schema_input_type=str | list[str]),
     Field(max_length=MAX_STOPS),
 ]
 
 
 class Generation(Body):
-    """Fields that all requests share. Without ``model`` it is the served one."""
+    """Fields that all requests share. Without ``model`` the served model is used."""
 
     model: str | None = Field(default=None, max_length=512)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -116,14 +117,14 @@ class Generation(Body):
     receipt: bool = False
 
     @model_validator(mode="after")
-    def _stream_options_go_with_stream(self) -> Generation:
+    def _check_stream_options(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream=true only")
         return self
 
 
-def _prompts(value: Any) -> Any:
-    """One or several prompts as a list. Raises ValueError."""
+def _as_prompt_list(value: Any) -> Any:
+    """One or several prompts as a list of prompts. Raises ValueError."""
     prompts = value if isinstance(value, list) else [value]
     if prompts is value and value and type(value[0]) is int:
         prompts = [value]
@@ -137,7 +138,7 @@ def _prompts(value: Any) -> Any:
 _AnyPrompts = str | list[int] | list[str] | list[list[int]]
 Prompts = Annotated[
     list[str | list[TokenId]],
-    BeforeValidator(_prompts, json_schema_input_type=_AnyPrompts),
+    BeforeValidator(_as_prompt_list, json_schema_input_type=_AnyPrompts),
     Field(min_length=1, max_length=MAX_PROMPTS),
 ]
 
@@ -152,11 +153,14 @@ class CompletionRequest(Generation):
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> CompletionRequest:
+    def _check_combinations(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of < self.n:
-            raise ValueError("best_of is less than n; it is of how many answers n are the best")
+            raise ValueError(
+                "best_of is less than n; the n best of best_of answers are returned, so give n or "
+                "more"
+            )
         if self.best_of not in (None, self.n) and self.stream:
-            raise ValueError("best_of is known at the end only; leave out stream")
+            raise ValueError("best_of is incompatible with stream=true; leave one of them out")
         if self.suffix and self.echo:
             raise ValueError("suffix and echo contradict each other; give one")
         return self
@@ -166,7 +170,7 @@ class CompletionRequest(Generation):
 
 
 class FunctionCall(Body):
-    """A call in a conversation; further fields are ignored."""
+    """A function call in a conversation; unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
     name: str
@@ -183,10 +187,11 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """An assistant's may have any further fields. ``prefix``: the answer continues this one. The
-    role "function" and ``function_call``, which are older, become "tool" and ``tool_calls``."""
+    """A message of a conversation. Unknown fields of an assistant's message are ignored.
+    ``prefix``: the answer continues this message. The older role "function" and the older field
+    ``function_call`` are converted to "tool" and ``tool_calls``."""
 
-    _ignored: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
+    _dropped: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: str | None = None
@@ -198,7 +203,7 @@ class ChatMessage(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_a_server_wrote_it(cls, data: Any) -> Any:
+    def _convert_older_fields(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("role") == "function":
             return {**data, "role": "tool"}
         if not isinstance(data, dict) or data.get("role") != "assistant":
@@ -213,7 +218,7 @@ class ChatMessage(Body):
         return kept
 
     @model_validator(mode="after")
-    def _says_something(self) -> ChatMessage:
+    def _check_content(self) -> ChatMessage:
         if self.content is None and self.role in ("system", "developer", "user"):
             raise ValueError(f"a message of role {self.role!r} needs content")
         return self
@@ -245,7 +250,7 @@ class NamedTool(Body):
 
 
 class PredictedOutput(Body):
-    """What the answer will probably be, used as a draft."""
+    """The probable text of the answer, used as a draft."""
 
     type: Literal["content"] = "content"
     content: Content
@@ -271,7 +276,7 @@ class ChatRequest(Generation):
     verbosity: str | None = Field(default=None, max_length=64)
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> ChatRequest:
+    def _check_combinations(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs=true only")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
@@ -279,8 +284,8 @@ class ChatRequest(Generation):
         ):
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
         if self.functions and self.tools:
-            raise ValueError("functions and tools say the same; give tools")
-        # ``functions`` and ``function_call`` are the old names.
+            raise ValueError("functions is the older name of tools; give only tools")
+        # ``functions`` and ``function_call`` are older forms of ``tools`` and ``tool_choice``.
         self.tools = self.tools or [Tool(type="function", function=f) for f in self.functions or ()]
         if isinstance(self.function_call, NamedFunction):
             self.tool_choice = NamedTool(type="function", function=self.function_call)
@@ -294,12 +299,12 @@ class ChatRequest(Generation):
 
     @property
     def shown_tools(self) -> list[Tool]:
-        """Tools that the model sees and may call."""
+        """The tools that the prompt describes and the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def callable_tools(self) -> dict[str, FunctionDefinition]:
-        """Functions that a forced call may call, by name."""
+        """The functions that a forced call may name."""
         functions = {tool.function.name: tool.function for tool in self.tools or ()}
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
@@ -323,7 +328,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool = False
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeRequest:
+    def _check_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's ``/v1/responses``, and how they become ``ChatRequest``s."""
+"""Request bodies of OpenAI's ``/v1/responses``, and their conversion to ``ChatRequest``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline.core.params import is_unicode
 from paceline.request.validation import text_of
 from paceline.server.api import blocks
 from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation, JsonSchema
-from paceline.server.api.tools import call_of
+from paceline.server.api.tools import new_tool_call
 from paceline.server.fields import Body
-from paceline.server.requestlog import note
+from paceline.server.requestlog import report_ignored
 
 OutputItem = dict[str, Any]
 
@@ -37,8 +37,8 @@ class Reasoning(Body):
     summary: str | None = None
 
 
-class FlatTool(Body):
-    _ignored: ClassVar[frozenset[str]] = frozenset(
+class FunctionTool(Body):
+    _dropped: ClassVar[frozenset[str]] = frozenset(
         {"allowed_callers", "async", "defer_loading", "output_schema"}
     )
     type: Literal["function"]
@@ -49,32 +49,32 @@ class FlatTool(Body):
 
 
 class Namespace(Body):
-    """Functions in a namespace, which their calls name."""
+    """Functions in a namespace; calls name the namespace, too."""
 
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: list[FlatTool] = Field(max_length=128)
+    tools: list[FunctionTool] = Field(max_length=128)
 
 
-# Without those that OpenAI's servers run.
+# The tools of a request, without those that OpenAI's servers would run.
 OfferedTools = Annotated[
-    list[FlatTool | Namespace],
-    blocks.without_hosted(
+    list[FunctionTool | Namespace],
+    blocks.drop_hosted_tools(
         *("web_search", "file_search", "code_interpreter", "image_generation", "mcp"),
         *("tool_search", "programmatic_tool_calling"),
     ),
 ]
 
 
-class FlatChoice(Body):
+class FunctionChoice(Body):
     type: Literal["function"]
     name: str
     namespace: str | None = None
 
 
-def named_within(namespace: str | None, name: str) -> str:
-    """A function's name as the model sees it."""
+def qualified_name(namespace: str | None, name: str) -> str:
+    """The name of a function as the model sees it."""
     return f"{namespace}.{name}" if namespace else name
 
 
@@ -88,53 +88,56 @@ class ResponsesRequest(Generation):
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: Reasoning = Field(default_factory=Reasoning)
     tools: OfferedTools = Field(default_factory=list, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | FlatChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice = "auto"
     parallel_tool_calls: bool = True
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     include: list[str] = Field(default_factory=list, max_length=64)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _one_answer(self) -> ResponsesRequest:
+    def _check_fields(self) -> ResponsesRequest:
         if self.n != 1:
-            raise ValueError("n is 1 here; /v1/chat/completions gives several answers")
-        # What the response repeats; in the input messages are checked.
+            raise ValueError("n must be 1 here; /v1/chat/completions supports several answers")
+        # The response repeats these fields. The input is checked when it becomes messages.
         if not is_unicode(json.dumps(self.model_dump(exclude={"input"}), ensure_ascii=False)):
             raise ValueError("a text has half a surrogate pair, which is no character")
         return self
 
     @property
-    def functions(self) -> dict[str, tuple[str | None, FlatTool]]:
-        """Namespace and tool by the name that the model sees."""
+    def functions(self) -> dict[str, tuple[str | None, FunctionTool]]:
+        """The functions with their namespaces, by the name that the model sees."""
         groups = [
             (tool.name, tool.tools) if isinstance(tool, Namespace) else (None, [tool])
             for tool in self.tools
         ]
         return {
-            named_within(name, tool.name): (name, tool) for name, tools in groups for tool in tools
+            qualified_name(name, tool.name): (name, tool)
+            for name, tools in groups
+            for tool in tools
         }
 
     def chat(self, messages: list[blocks.MessageFields]) -> ChatRequest:
-        """The same request as a chat with these messages. Raises APIError."""
+        """Convert to a chat request with these messages. Raises APIError."""
         for name in self.include:
             if name != _LOGPROBS:
-                note(f"include={name[:40]}")
+                report_ignored(f"include={name[:40]}")
         if self.reasoning.summary is not None:
-            note("reasoning.summary")
+            report_ignored("reasoning.summary")
         if self.request_id is not None:
-            note("request_id")
+            report_ignored("request_id")
         tools = [
             blocks.function_tool(name, tool.description, tool.parameters, strict=tool.strict)
             for name, (_, tool) in self.functions.items()
         ]
         choice: Any = self.tool_choice
-        if isinstance(choice, FlatChoice):
-            choice = blocks.named_tool(named_within(choice.namespace, choice.name))
+        if isinstance(choice, FunctionChoice):
+            choice = blocks.named_tool(qualified_name(choice.namespace, choice.name))
         logprobs = _LOGPROBS in self.include or self.top_logprobs > 0
-        form = self.text.format
-        response_format: Any = {"type": form.type}
-        if form.type == "json_schema":
-            response_format["json_schema"] = form.model_dump(exclude={"type"}, by_alias=True)
+        text_format = self.text.format
+        response_format: Any = {"type": text_format.type}
+        if text_format.type == "json_schema":
+            schema = text_format.model_dump(exclude={"type"}, by_alias=True)
+            response_format["json_schema"] = schema
         fields = {
             "messages": messages,
             "max_tokens": self.max_output_tokens,
@@ -148,73 +151,77 @@ class ResponsesRequest(Generation):
             "verbosity": self.text.verbosity,
             "response_format": self.response_format or response_format,
         }
-        return blocks.as_chat(self, fields, "input")
+        return blocks.to_chat_request(self, fields, "input")
 
 
-# -- items to messages -----------------------------------------------------------------------------
+# -- converting items to messages ------------------------------------------------------------------
 
 
-def messages_of(
-    items: str | list[OutputItem], known: Callable[[str], OutputItem | None]
+def messages_from_items(
+    items: str | list[OutputItem], find_item: Callable[[str], OutputItem | None]
 ) -> list[blocks.MessageFields]:
-    """The messages of an input's items; ``known`` finds items given by id only. Raises APIError."""
+    """Convert the items of an input to messages. ``find_item`` returns the stored item for an item
+    reference. Raises APIError."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[blocks.MessageFields] = []
     for number, item in enumerate(items):
-        with blocks.reading(f"input.{number}"):
+        with blocks.errors_at(f"input.{number}"):
             kind = item.get("type", "message")
             if kind == "item_reference":
-                name = str(item.get("id"))
-                stored = known(name)
+                item_id = str(item.get("id"))
+                stored = find_item(item_id)
                 if stored is None:
-                    raise ValueError(f"no item {name[:80]!r} is kept here; send it as it was")
+                    raise ValueError(
+                        f"there is no stored item {item_id[:80]!r}; send the item itself"
+                    )
                 item, kind = stored, stored["type"]
-            read = _READERS.get(kind) if isinstance(kind, str) else None
-            if read is None:
+            add_item = _CONVERTERS.get(kind) if isinstance(kind, str) else None
+            if add_item is None:
                 raise ValueError(f"items of type {str(kind)[:40]!r} are not supported")
-            read(item, messages)
+            add_item(item, messages)
     return messages
 
 
-def _assistant(messages: list[blocks.MessageFields]) -> blocks.MessageFields:
-    """The last message if it is the assistant's, else a new one: an answer is one message."""
+def _assistant_message(messages: list[blocks.MessageFields]) -> blocks.MessageFields:
+    """The last message if it is the assistant's, else a new one: the items of one answer become
+    one message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
-def _read_message(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
+def _add_message(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
     role, text = item["role"], text_of(item["content"])
     if role == "assistant":
-        message = _assistant(messages)
+        message = _assistant_message(messages)
         if not message.get("tool_calls"):
             message["content"] = (message["content"] or "") + (text or "")
             return
     messages.append({"role": role, "content": text})
 
 
-def _read_call(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
+def _add_call(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
     identifier = str(item.get("call_id") or item.get("id") or "")
-    name = named_within(item.get("namespace"), item["name"])
-    call = call_of(name, item.get("arguments") or "{}", identifier)
-    _assistant(messages).setdefault("tool_calls", []).append(call)
+    name = qualified_name(item.get("namespace"), item["name"])
+    call = new_tool_call(name, item.get("arguments") or "{}", identifier)
+    _assistant_message(messages).setdefault("tool_calls", []).append(call)
 
 
-def _read_output(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
+def _add_call_output(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
     content = text_of(item["output"])
     messages.append({"role": "tool", "content": content, "tool_call_id": item["call_id"]})
 
 
-def _read_thoughts(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
-    thoughts = text_of(item.get("content")) or text_of(item.get("summary"))
-    if thoughts:
-        messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+def _add_reasoning(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
+    reasoning = text_of(item.get("content")) or text_of(item.get("summary"))
+    if reasoning:
+        messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
 
 
-_READERS: Mapping[str, Callable[[OutputItem, list[blocks.MessageFields]], None]] = {
-    "message": _read_message,
-    "function_call": _read_call,
-    "function_call_output": _read_output,
-    "reasoning": _read_thoughts,
+_CONVERTERS: Mapping[str, Callable[[OutputItem, list[blocks.MessageFields]], None]] = {
+    "message": _add_message,
+    "function_call": _add_call,
+    "function_call_output": _add_call_output,
+    "reasoning": _add_reasoning,
 }

@@ -1,4 +1,5 @@
-"""``/tokenize``, ``/detokenize``, ``/tokenizer_info`` as vLLM has them; filling in the middle."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, compatible with vLLM; and prompts for
+filling in the middle (FIM)."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ _INFO_FIELDS = (*_SPECIAL, "chat_template", "model_max_length")
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    # No coroutines, so on worker threads, encoding included: a long text takes seconds.
+    # These handlers are not coroutines, so they run on worker threads: encoding a long text as
+    # tokens or as JSON takes seconds.
     tokenizer = service.tokenizer
 
     @app.post("/tokenize")
     def tokenize(body: TokenizeRequest) -> Response:
         service.check_model(body.model)
         if body.messages is not None:
-            opens = body.add_generation_prompt
-            ids = render(tokenizer, body.messages, body.tools or (), opens=opens)
+            generation = body.add_generation_prompt
+            ids = render(tokenizer, body.messages, body.tools or (), None, generation)
         else:
             check_text(body.prompt or "", "prompt")
             ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
@@ -56,9 +58,9 @@ def _json(answer: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-# Tokens before prefix, suffix and middle, by model family; DeepSeek marks the hole, and ends with
-# the suffix.
-_MARKS = (
+# The special tokens before the prefix, before the suffix and at the end of the prompt, by model
+# family. (DeepSeek's second token marks the hole between prefix and suffix.)
+_FIM_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder, Granite
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
@@ -67,18 +69,18 @@ _MARKS = (
 )
 
 
-def infill(tokenizer: Tokenizer, prefix: list[int], suffix: str) -> list[int]:
-    """The prompt for the text between ``prefix`` and ``suffix``; a text's first token stays before
-    all others. Raises APIError."""
-    known = tokenizer.get_vocab()
-    for marks in _MARKS:
-        if all(mark in known for mark in marks):
-            begin, hole, end = (known[mark] for mark in marks)
-            after = tokenizer.encode(suffix, add_special_tokens=False)
-            first = prefix[:1] if prefix[:1] == [tokenizer.bos_token_id] else []
-            return [*first, begin, *prefix[len(first) :], hole, *after, end]
+def fill_in_middle_prompt(tokenizer: Tokenizer, prefix: list[int], suffix: str) -> list[int]:
+    """The prompt for the text between ``prefix`` and ``suffix``. A beginning-of-text token of the
+    prefix stays in front. Raises APIError if the tokenizer has no tokens for it."""
+    vocabulary = tokenizer.get_vocab()
+    for tokens in _FIM_TOKENS:
+        if all(token in vocabulary for token in tokens):
+            begin, hole, end = (vocabulary[token] for token in tokens)
+            suffix_ids = tokenizer.encode(suffix, add_special_tokens=False)
+            bos = prefix[:1] if prefix[:1] == [tokenizer.bos_token_id] else []
+            return [*bos, begin, *prefix[len(bos) :], hole, *suffix_ids, end]
     raise APIError(
-        "suffix: this model's tokenizer has no tokens for filling in the middle; leave it out",
+        "suffix: this model's tokenizer has no tokens for filling in the middle; leave suffix out",
         param="suffix",
         code="unsupported_field",
     )

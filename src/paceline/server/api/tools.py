@@ -1,13 +1,13 @@
-"""Functions that answers call: forced by a grammar, or found in the text while it grows. Text goes
-out at once, what may be a call waits.
+"""Parses the tool calls of answers, which a grammar forces or the text contains.
 
-A whole answer is one fed in one piece. Forms of calls that are known:
+Text is passed on as soon as it arrives; text that may be a tool call is held back until that is
+known. A complete answer is parsed like a stream of one piece. Recognised formats of calls:
 
     <tool_call>{"name": ..., "arguments": {...}}</tool_call>     Qwen, Hermes; anywhere
     [TOOL_CALLS] [{"name": ..., "arguments": {...}}]             Mistral; anywhere
     ```json {"name": ..., "arguments": {...}} ```                Gemma and others; anywhere
-    <|python_tag|>{"name": ..., "parameters": {...}}             Llama 3, also without the tag;
-                                                                 nothing else is in the answer
+    <|python_tag|>{"name": ..., "parameters": {...}}             Llama 3, also without the tag; only
+                                                                 if it is the whole answer
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ Call = dict[str, Any]
 Delta = dict[str, Any]
 
 
-class AnswerStream:
-    """Reads one choice of a chat, here one without calls. Deltas are those of OpenAI's chunks."""
+class TextParser:
+    """Turns the growing text of one choice into deltas in the format of OpenAI's chunks. This one
+    is for answers without tool calls."""
 
     def feed(self, text: str) -> list[Delta]:
         return [{"content": text}] if text else []
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
-        """The last deltas, and the finish reason."""
+        """The last deltas and the finish reason, given that of the text."""
         return [], reason
 
 
-def deltas_of(stream: AnswerStream, event: StreamEvent) -> tuple[list[Delta], str | None]:
-    """What an event adds, and the finish reason if the answer ended."""
-    deltas = stream.feed(event.text)
+def parse_event(parser: TextParser, event: StreamEvent) -> tuple[list[Delta], str | None]:
+    """The deltas of an event, and the finish reason if it is the last one."""
+    deltas = parser.feed(event.text)
     if event.completion is None:
         return deltas, None
-    rest, reason = stream.finish(event.completion.finish_reason)
+    rest, reason = parser.finish(event.completion.finish_reason)
     return [*deltas, *rest], reason
 
 
-def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
-    """The message that these deltas make up."""
+def message_from_deltas(deltas: Iterable[Delta]) -> dict[str, Any]:
+    """Merge all deltas of a choice into its message."""
     content = ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
@@ -63,8 +64,8 @@ def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
     return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
 
 
-class _JsonEnd:
-    """Finds the end of a JSON object or list by its brackets, well-formed or not."""
+class _JsonEndFinder:
+    """Finds the end of a JSON object or list by counting brackets; the JSON may be malformed."""
 
     _OUTSIDE = re.compile(r'["{}\[\]]')
     _INSIDE = re.compile(r'["\\]')
@@ -74,7 +75,7 @@ class _JsonEnd:
         self._quoted = self._escaped = False
 
     def feed(self, text: str) -> int | None:
-        """The position in ``text`` after the last bracket, once that has come."""
+        """The position in ``text`` after the closing bracket; None if it is not in ``text``."""
         position = 0
         while position < len(text):
             if self._escaped:
@@ -97,181 +98,197 @@ class _JsonEnd:
         return None
 
 
-class ForcedCall(AnswerStream):
-    """A call forced by a grammar: its name, then its arguments as they come. If it is cut off in
-    the name it is a call without arguments where only one of ``names`` fits, else nothing."""
+class ForcedCallParser(TextParser):
+    """Parses an answer that a grammar forces to be one tool call: its name, then its arguments as
+    they arrive. If the answer is cut off within the name, and only one of ``names`` begins like
+    this, it becomes a call of that function without arguments; otherwise it is empty."""
 
-    # JSON on one line, as the grammar writes it (request/grammar.py).
+    # The grammar writes JSON on one line in exactly this format (request/grammar.py).
     _HEAD = re.compile(r'\{"name": "([^"]+)", "arguments": ')
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._names = names
-        self._text = ""  # before the arguments
-        self._named = self._whole = False
-        self._end = _JsonEnd()
+        self._text = ""  # up to the arguments
+        self._in_arguments = self._is_complete = False
+        self._json_end = _JsonEndFinder()
 
     def feed(self, text: str) -> list[Delta]:
-        if self._whole:
+        if self._is_complete:
             return []
-        if self._named:
-            return self._arguments(text)
+        if self._in_arguments:
+            return self._feed_arguments(text)
         self._text += text
         head = self._HEAD.match(self._text)
         if head is None:
             return []
-        self._named = True
-        self._end.feed("{")  # the call's brace, whose end is not part of the arguments
-        named: Delta = {"tool_calls": [{"index": 0, **call_of(head[1], "")}]}
-        return [named, *self._arguments(self._text[head.end() :])]
+        self._in_arguments = True
+        self._json_end.feed("{")  # the call's own brace; the arguments end before its closing one
+        named: Delta = {"tool_calls": [{"index": 0, **new_tool_call(head[1], "")}]}
+        return [named, *self._feed_arguments(self._text[head.end() :])]
 
-    def _arguments(self, text: str) -> list[Delta]:
-        end = self._end.feed(text)
-        self._whole = end is not None
+    def _feed_arguments(self, text: str) -> list[Delta]:
+        end = self._json_end.feed(text)
+        self._is_complete = end is not None
         piece = text if end is None else text[: end - 1]
         return [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}] if piece else []
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
-        if self._named:
-            return [], "tool_calls" if self._whole else reason
+        if self._in_arguments:
+            return [], "tool_calls" if self._is_complete else reason
         heads = {name: f'{{"name": "{name}", "arguments": ' for name in self._names}
-        calls = [name for name, head in heads.items() if head.startswith(self._text)]
-        if len(calls) != 1:
+        candidates = [name for name, head in heads.items() if head.startswith(self._text)]
+        if len(candidates) != 1:
             return [], reason
-        return [{"tool_calls": [{"index": 0, **call_of(calls[0], "")}]}], reason
+        return [{"tool_calls": [{"index": 0, **new_tool_call(candidates[0], "")}]}], reason
 
 
-# Beginnings and ends of calls inside a text.
+# The opening tags of calls inside a text, with their closing tags.
 _TAGS = {"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "```": "```"}
 _TAG = re.compile("|".join(map(re.escape, _TAGS)))
-_ALONE = "<|python_tag|>"  # only at the beginning of an answer, like JSON without a tag
-_LABELS = ("json", "tool_code")  # of fences
-_LEAD = re.compile(r"\s*")
-_FENCE_LEAD = re.compile(rf"(?:{'|'.join(_LABELS)})?\s*")
-_JSON = re.compile(r'(?:\{|\[\s*\{)\s*"')  # how a call's JSON begins
-_UNCLEAR = re.compile(r"(?:\{\s*|\[\s*(?:\{\s*)?)?")
-_HEAD_LIMIT = 256  # characters from a tag to the first quote
+_PYTHON_TAG = "<|python_tag|>"  # only at the beginning of an answer, as JSON without a tag
+_FENCE_LABELS = ("json", "tool_code")
+# What may stand between a tag and the JSON.
+_SPACE = re.compile(r"\s*")
+_FENCE_SPACE = re.compile(rf"(?:{'|'.join(_FENCE_LABELS)})?\s*")
+_JSON_START = re.compile(r'(?:\{|\[\s*\{)\s*"')
+_PARTIAL_JSON_START = re.compile(r"(?:\{\s*|\[\s*(?:\{\s*)?)?")
+_HEAD_LIMIT = 256  # most characters from a tag to the first quote of the JSON
 
 
-def _begun_tag(text: str) -> int:
-    """Length of the longest end of ``text`` that begins a tag."""
+def _partial_tag_length(text: str) -> int:
+    """The length of the longest suffix of ``text`` that is the beginning of a tag."""
     for length in range(min(len(text), max(map(len, _TAGS)) - 1), 0, -1):
         if any(tag.startswith(text[-length:]) for tag in _TAGS):
             return length
     return 0
 
 
-class PossibleCall(AnswerStream):
-    """An answer of text, calls, or both. Text around calls is content, without the blanks next to
-    calls; so is what only looks like a call."""
+class ToolCallParser(TextParser):
+    """Parses an answer of text, tool calls, or both. Text around calls, and text that only looks
+    like a call, is content; whitespace next to calls is dropped. ``parallel``: more than one call
+    may be returned."""
 
     def __init__(self, tools: Sequence[Tool], parallel: bool) -> None:
         self._names = {tool.function.name for tool in tools}
         self._parallel = parallel
-        self._deltas: list[Delta] = []
-        self._blanks = ""  # at the end of the content so far
+        self._deltas: list[Delta] = []  # new ones, to be returned
+        self._trailing_space = ""  # whitespace at the end of the content so far
         self._in_code = self._has_content = False
-        self._calls = 0
-        self._waiting = ""  # read, but not yet decided
-        self._parsed: list[dict[str, Any]] = []  # calls that wait for what closes them
-        self._reading = self._read()
+        self._num_calls = 0
+        self._buffer = ""  # text that is not yet known to be content or a call
+        self._calls: list[dict[str, Any]] = []  # parsed, but the closing tag is not complete
+        self._parser = self._parse()
 
     def feed(self, text: str) -> list[Delta]:
-        self._waiting += text
-        next(self._reading)
-        return self._taken()
+        self._buffer += text
+        next(self._parser)
+        return self._take_deltas()
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
-        cut = bool(self._waiting) and not self._parsed
-        if self._parsed:  # what waits is at most a part of the closing tag
-            self._call(len(self._waiting))
-        self._add_content(len(self._waiting))
-        if self._blanks and not self._calls:
-            self._deltas.append({"content": self._blanks})
-        if self._calls and (reason == "stop" or not cut):
+        truncated = bool(self._buffer) and not self._calls
+        if self._calls:  # the buffer has at most a part of the closing tag
+            self._add_calls(len(self._buffer))
+        self._add_content(len(self._buffer))
+        if self._trailing_space and not self._num_calls:
+            self._deltas.append({"content": self._trailing_space})
+        if self._num_calls and (reason == "stop" or not truncated):
             reason = "tool_calls"
-        return self._taken(), reason
+        return self._take_deltas(), reason
 
-    def _taken(self) -> list[Delta]:
+    def _take_deltas(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    # These go on whenever more has come.
+    # The parser consists of generators, which yield when they need more text in ``_buffer``.
 
-    def _read(self) -> Iterator[None]:
-        while any(tag.startswith(self._waiting.lstrip()) for tag in (*_TAGS, _ALONE)):
-            yield  # any tag may follow blanks
-        start = self._waiting.lstrip()
-        alone = start.startswith(_ALONE)
-        if alone or (start[0] in "{[" and not start.startswith(tuple(_TAGS))):
-            yield from self._open(_ALONE if alone else "", len(self._waiting) - len(start))
+    def _parse(self) -> Iterator[None]:
+        while any(tag.startswith(self._buffer.lstrip()) for tag in (*_TAGS, _PYTHON_TAG)):
+            yield  # whitespace, or the beginning of a tag
+        start = self._buffer.lstrip()
+        tagged = start.startswith(_PYTHON_TAG)
+        if tagged or (start[0] in "{[" and not start.startswith(tuple(_TAGS))):
+            tag = _PYTHON_TAG if tagged else ""
+            yield from self._parse_block(tag, len(self._buffer) - len(start))
         while True:
-            match = _TAG.search(self._waiting)
+            match = _TAG.search(self._buffer)
             if match is None:
-                self._add_content(len(self._waiting) - _begun_tag(self._waiting))
+                self._add_content(len(self._buffer) - _partial_tag_length(self._buffer))
                 yield
             elif match[0] == "```" and self._in_code:
                 self._in_code = False
                 self._add_content(match.end())
             else:
-                yield from self._open(match[0], match.start())
+                yield from self._parse_block(match[0], match.start())
 
-    def _open(self, tag: str, start: int) -> Iterator[None]:
+    def _parse_block(self, tag: str, start: int) -> Iterator[None]:
+        """Parse the calls behind a tag at ``start`` of the buffer; without any it is content."""
         self._add_content(start)
-        end = yield from self._block(tag)
-        if self._parsed:
-            self._call(end)
-        else:  # it is content
+        end = yield from self._find_calls(tag)
+        if self._calls:
+            self._add_calls(end)
+        else:
             self._in_code = self._in_code or tag == "```"
             self._add_content(end)
 
-    def _block(self, tag: str) -> Generator[None, None, int]:
-        """Where tag, JSON and closing tag end. If it is no call ``_parsed`` is then empty."""
-        lead = _FENCE_LEAD if tag == "```" else _LEAD
-        while True:
-            follows = self._waiting[len(tag) :]
-            blanks = lead.match(follows)
-            assert blanks is not None
-            start = blanks.end()
-            begun = _JSON.match(follows, start)
-            unclear = begun is None and _UNCLEAR.fullmatch(follows, start)
-            if tag == "```" and any(label.startswith(follows) for label in _LABELS):
-                yield
-            elif begun is not None and begun.end() <= _HEAD_LIMIT:
-                break
-            elif unclear and len(follows) <= _HEAD_LIMIT:
-                yield
-            else:
-                return len(tag) + start
-        brackets, followed = _JsonEnd(), len(tag) + start
-        while (length := brackets.feed(self._waiting[followed:])) is None:
-            followed = len(self._waiting)
+    def _find_calls(self, tag: str) -> Generator[None, None, int]:
+        """Parse a tag at the start of the buffer, JSON and the closing tag; returns where they end.
+        ``_calls`` is empty afterwards if these are no calls."""
+        start = yield from self._find_json(tag)
+        if start is None:
+            return self._json_start(tag)
+        brackets, searched = _JsonEndFinder(), start
+        while (length := brackets.feed(self._buffer[searched:])) is None:
+            searched = len(self._buffer)
             yield
-        end = followed + length
-        self._parsed = calls_in(self._waiting[len(tag) + start : end], self._names)
-        closing = _TAGS.get(tag)  # None: nothing else may follow
-        while self._parsed and closing != "":
-            rest = self._waiting[end:].lstrip()
-            after = len(self._waiting) - len(rest)
+        end = searched + length
+        self._calls = parse_tool_calls(self._buffer[start:end], self._names)
+        closing = _TAGS.get(tag)  # None: nothing may follow
+        while self._calls and closing != "":
+            rest = self._buffer[end:].lstrip()
+            rest_start = len(self._buffer) - len(rest)
             if closing is not None and rest.startswith(closing):
-                return after + len(closing)
+                return rest_start + len(closing)
             if rest and not (closing or "").startswith(rest):
-                end, self._parsed = after, []
+                end, self._calls = rest_start, []
             else:
                 yield
         return end
 
-    def _call(self, end: int) -> None:
-        for call in self._parsed if self._parallel else self._parsed[: not self._calls]:
-            self._deltas.append({"tool_calls": [{"index": self._calls, **call}]})
-            self._calls += 1
-        self._parsed, self._waiting = [], self._waiting[end:]
+    def _json_start(self, tag: str) -> int:
+        """Where JSON may begin in the buffer: after the tag, a fence's label and whitespace."""
+        match = (_FENCE_SPACE if tag == "```" else _SPACE).match(self._buffer, len(tag))
+        assert match is not None
+        return match.end()
+
+    def _find_json(self, tag: str) -> Generator[None, None, int | None]:
+        """Where the JSON of calls begins in the buffer; None if other text follows the tag."""
+        while True:
+            start, length = self._json_start(tag), len(self._buffer) - len(tag)
+            match = _JSON_START.match(self._buffer, start)
+            partial = match is None and _PARTIAL_JSON_START.fullmatch(self._buffer, start)
+            rest = self._buffer[len(tag) :]
+            if tag == "```" and any(label.startswith(rest) for label in _FENCE_LABELS):
+                yield
+            elif match is not None and match.end() - len(tag) <= _HEAD_LIMIT:
+                return start
+            elif partial and length <= _HEAD_LIMIT:
+                yield
+            else:
+                return None
+
+    def _add_calls(self, end: int) -> None:
+        """Emit the parsed calls, which extend to ``end`` of the buffer."""
+        for call in self._calls if self._parallel else self._calls[: not self._num_calls]:
+            self._deltas.append({"tool_calls": [{"index": self._num_calls, **call}]})
+            self._num_calls += 1
+        self._calls, self._buffer = [], self._buffer[end:]
 
     def _add_content(self, end: int) -> None:
-        """The waiting text up to ``end``."""
-        text, self._waiting = self._blanks + self._waiting[:end], self._waiting[end:]
+        """Emit the buffer up to ``end`` as content; trailing whitespace is held back."""
+        text, self._buffer = self._trailing_space + self._buffer[:end], self._buffer[end:]
         body = text.rstrip()
-        self._blanks = text[len(body) :]
-        if self._calls and not self._has_content:
+        self._trailing_space = text[len(body) :]
+        if self._num_calls and not self._has_content:
             body = body.lstrip()
         if body:
             self._has_content = True
@@ -282,12 +299,12 @@ class PossibleCall(AnswerStream):
 
 
 def forced_grammar(request: ChatRequest) -> Grammar | None:
-    """The grammar of a request that must call one function or any; None otherwise."""
+    """The grammar of a request whose ``tool_choice`` forces a call; None for other requests."""
     if request.tool_choice in (None, "none", "auto"):
         return None
     functions = request.callable_tools.items()
     schema: dict[str, Any] = {
-        "$defs": {name: _moved(f.parameters, f"#/$defs/{name}") for name, f in functions}
+        "$defs": {name: _rebased(f.parameters, f"#/$defs/{name}") for name, f in functions}
     }
     calls = [_call_schema(name) for name, _ in functions]
     schema |= calls[0] if len(calls) == 1 else {"anyOf": calls}
@@ -303,21 +320,22 @@ def _call_schema(name: str) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Any, path: str) -> Any:
-    """A schema moved to ``path`` of a document: its references change, too."""
+def _rebased(schema: Any, path: str) -> Any:
+    """A schema that is moved to ``path`` of another document, with its references adjusted."""
     if isinstance(schema, list):
-        return [_moved(item, path) for item in schema]
+        return [_rebased(item, path) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(value, path) for key, value in schema.items()}
+    rebased = {key: _rebased(value, path) for key, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = path + reference[1:]
-    return moved
+        rebased["$ref"] = path + reference[1:]
+    return rebased
 
 
-def calls_in(text: str, names: Set[str]) -> list[Call]:
-    """The calls in a JSON text (an object, or a list); [] unless all are of ``names``."""
+def parse_tool_calls(text: str, names: Set[str]) -> list[Call]:
+    """The calls in a JSON text, which is an object or a list; [] unless all call one of
+    ``names``."""
     try:
         parsed = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -329,7 +347,7 @@ def calls_in(text: str, names: Set[str]) -> list[Call]:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _as_call(item: Any, names: Set[str]) -> Call | None:
@@ -337,10 +355,12 @@ def _as_call(item: Any, names: Set[str]) -> Call | None:
     if not isinstance(name, str) or name not in names:
         return None
     arguments = item.get("arguments", item.get("parameters", {}))
-    return call_of(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    return new_tool_call(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
-def call_of(name: str, arguments: str, identifier: str | None = None) -> Call:
-    """A call as chat messages have it, by default with a new id."""
-    known = f"call_{uuid.uuid4().hex[:24]}" if identifier is None else identifier
-    return {"id": known, "type": "function", "function": {"name": name, "arguments": arguments}}
+def new_tool_call(name: str, arguments: str, identifier: str | None = None) -> Call:
+    """A tool call in the format of chat messages, by default with a new id."""
+    if identifier is None:
+        identifier = f"call_{uuid.uuid4().hex[:24]}"
+    function = {"name": name, "arguments": arguments}
+    return {"id": identifier, "type": "function", "function": function}
