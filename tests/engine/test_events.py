@@ -80,7 +80,7 @@ HEADS = ("eagle3:{eagle3},nodes=6,width=3", "dspark:{dspark}")
 SEAMS = STAGES | {
     "admit": lambda llm: (llm.engine.cache, "admit"),
     "commit": lambda llm: (llm.engine.cache, "commit"),
-    "predictions": lambda llm: (llm.engine.predictions, "beside"),
+    "predictions": lambda llm: (llm.engine.predictions, "propose_with"),
     "watch": lambda llm: (llm.engine.watch, "record"),
     "scoring": lambda llm: (llm.engine, "score_prompts"),
     "forget": lambda llm: (llm.engine.drafter, "forget"),

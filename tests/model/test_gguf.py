@@ -261,7 +261,7 @@ def test_doctor_says_what_it_takes(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     module = write_gguf(path, quantisation="Q4_1", pre="smollm")
     kept = findings(path, "--dtype", "float32")
-    assert "Q4_1 stay as they are" in kept["gguf-kept"]["found"]
+    assert "Q4_1 are kept in that format" in kept["gguf-kept"]["found"]
     report = findings(path, "--dtype", "float32", "--backend", "reference")
     said = report["gguf-dequantised"]["found"]
     count = sum(parameter.numel() for parameter in module.parameters())
