@@ -38,7 +38,8 @@ def markdown(table: dict[str, Any]) -> str:
     head, align = table["columns"], ["---", *["---:"] * (len(table["columns"]) - 1)]
     lines = [f"| {' | '.join(cells)} |" for cells in (head, align, *table["rows"])]
     lines = [re.sub(r"\|  (?=\|)", "| ", line) for line in lines]
-    how = f"{table.get('how', '').capitalize()}`{table['command']}`"
+    how = table.get("how", "")
+    how = f"{how[:1].upper()}{how[1:]}`{table['command']}`"
     return "\n".join([*lines, "", f"*{table['machine']}; {table['date']}.* {how}"])
 
 
