@@ -32,7 +32,7 @@ from measuring import alternate
 from paceline.core.batch import Span
 from paceline.kernels.library import (
     BFLOAT16,
-    OFFSETS_LEAST,
+    OFFSETS_UNSIGNED,
     SCALE_HALF,
     CWeight,
     check,
@@ -50,11 +50,17 @@ ROWS = (1, 2, 4, 8, 16, 32)
 WEIGHTS, INPUTS, PANEL = 134_500_000, 576, 32
 CACHED, STREAMED, COPIES = 16, 1024, 8  # panels of a thread; of a matrix, and how many of these
 # Of 8 bits with activations of 16, and of 8 (gate, up and head).
+_INT8 = {"bits": 8, "groups_per_scale": 2, "scale_kind": SCALE_HALF}
 FORMS = {
     "bf16": {},
-    "8 bits": {"bits": 8, "repeat": 2, "scale_kind": SCALE_HALF, "wide": True},
-    "narrow": {"bits": 8, "repeat": 2, "scale_kind": SCALE_HALF},
-    "4 bits": {"bits": 4, "repeat": 1, "scale_kind": SCALE_HALF, "offsets": OFFSETS_LEAST},
+    "8 bits": {**_INT8, "int16_activations": True},
+    "narrow": _INT8,
+    "4 bits": {
+        "bits": 4,
+        "groups_per_scale": 1,
+        "scale_kind": SCALE_HALF,
+        "offset_kind": OFFSETS_UNSIGNED,
+    },
 }
 
 

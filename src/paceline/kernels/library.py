@@ -21,7 +21,7 @@ from paceline.kernels.compile import SOURCES, NativeUnavailableError, library_fi
 
 FLOAT32, BFLOAT16 = 0, 1
 SCALE_FLOAT, SCALE_BFLOAT16, SCALE_HALF = 0, 1, 2
-OFFSETS_NONE, OFFSETS_MIDDLE, OFFSETS_LEAST = 0, 1, 2
+OFFSETS_NONE, OFFSETS_SIGNED, OFFSETS_UNSIGNED = 0, 1, 2
 PLAIN, GATE, UP = 0, 1, 2  # parts of a packed matrix
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 SILU, GELU_TANH = 0, 1

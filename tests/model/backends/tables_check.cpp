@@ -39,13 +39,13 @@ std::vector<Table> tables() {
 
 struct Form {
   const char* name;
-  int64_t bits, repeat, offsets, wide, dtype = PL_BFLOAT16, scale = PL_SCALE_FLOAT;
+  int64_t bits, groups_per_scale, offset_kind, int16, dtype = PL_BFLOAT16, scale = PL_SCALE_FLOAT;
 };
 constexpr Form FORMS[] = {
-    {"bf16", 0, 0, 0, 0},         {"8 bits wide", 8, 2, 0, 1},   {"8 bits wide, offsets", 8, 4, PL_OFFSETS_MIDDLE, 1},
-    {"8 bits narrow", 8, 2, 0, 0}, {"8 bits, groups of 32", 8, 1, PL_OFFSETS_MIDDLE, 0},
-    {"8 bits, groups of 16", 8, 0, 0, 0}, {"4 bits", 4, 1, PL_OFFSETS_LEAST, 0},
-    {"float32", 0, 0, 0, 0, PL_FLOAT32}, {"8 bits, halves", 8, 2, PL_OFFSETS_MIDDLE, 1, PL_FLOAT32, PL_SCALE_HALF},
+    {"bf16", 0, 0, 0, 0},         {"8 bits wide", 8, 2, 0, 1},   {"8 bits wide, offsets", 8, 4, PL_OFFSETS_SIGNED, 1},
+    {"8 bits narrow", 8, 2, 0, 0}, {"8 bits, groups of 32", 8, 1, PL_OFFSETS_SIGNED, 0},
+    {"8 bits, groups of 16", 8, 0, 0, 0}, {"4 bits", 4, 1, PL_OFFSETS_UNSIGNED, 0},
+    {"float32", 0, 0, 0, 0, PL_FLOAT32}, {"8 bits, halves", 8, 2, PL_OFFSETS_SIGNED, 1, PL_FLOAT32, PL_SCALE_HALF},
     {"4 bits, bf16", 4, 1, 0, 0, PL_FLOAT32, PL_SCALE_BFLOAT16},
 };
 
@@ -53,9 +53,9 @@ constexpr Form FORMS[] = {
 std::vector<float> product(const Table& t, const Form& form, const pl_weight& w, const std::vector<float>& x, long rows) {
   std::vector<float> y(rows * w.outputs), scratch(gemm_scratch(rows, w.inputs)), scales(rows * w.inputs / 16);
   std::vector<float> memory((rows * w.inputs + 1) / 2);
-  QuantisedRows coded{memory.data(), scales.data(), w.inputs, w.wide != 0};
-  for (long r = 0; r < rows && w.bits; r++) t.quantised.quantise_row(x.data() + r * w.inputs, coded, r);
-  Gemm p{&w, form.dtype, x.data(), rows, w.inputs, STORE, y.data(), w.outputs, 0, 0, &t.quantised, coded};
+  QuantisedRows quantised_x{memory.data(), scales.data(), w.inputs, w.int16_activations != 0};
+  for (long r = 0; r < rows && w.bits; r++) t.quantised.quantise_row(x.data() + r * w.inputs, quantised_x, r);
+  Gemm p{&w, form.dtype, x.data(), rows, w.inputs, STORE, y.data(), w.outputs, 0, 0, &t.quantised, quantised_x};
   t.kernels.gemm(p, 0, 1, scratch.data());
   y.insert(y.end(), scales.begin(), scales.end());
   y.insert(y.end(), memory.begin(), memory.end());
@@ -72,9 +72,9 @@ float as_bf16(float value) {
 
 bool same_products(const std::vector<Table>& all, const Form& form, long inputs, long rows) {
   pl_weight w{};
-  w.outputs = 96, w.inputs = inputs, w.bits = form.bits, w.repeat = form.repeat;
-  w.scale_kind = form.scale, w.offsets = form.offsets, w.wide = form.wide;
-  if (form.repeat > 1 && inputs % (form.repeat * GROUP)) return true;
+  w.outputs = 96, w.inputs = inputs, w.bits = form.bits, w.groups_per_scale = form.groups_per_scale;
+  w.scale_kind = form.scale, w.offset_kind = form.offset_kind, w.int16_activations = form.int16;
+  if (form.groups_per_scale > 1 && inputs % (form.groups_per_scale * GROUP)) return true;
   std::vector<float> memory(form.bits ? (3 * panel_bytes(w) + 3) / 4 : 96 * inputs);
   uint8_t* data = reinterpret_cast<uint8_t*>(memory.data());
   for (size_t i = 0; i < 4 * memory.size(); i++) data[i] = static_cast<uint8_t>(rng());

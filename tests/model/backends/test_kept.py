@@ -91,9 +91,13 @@ def test_gate_up_and_head_of_a_copy_have_activations_of_8_bits(rounded: list[int
     for again in (False, True):
         modules = quantised_copy(CausalModel.load("paceline/tiny"), "int8").hf.named_modules()
         packed = {name: m.packed.form for name, m in modules if isinstance(m, PackedLinear)}
-        wide = {name.rpartition(".")[2] for name, form in packed.items() if form and form.wide}
+        int16 = {
+            name.rpartition(".")[2]
+            for name, form in packed.items()
+            if form and form.int16_activations
+        }
         assert "lm_head" in packed
-        assert wide == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
+        assert int16 == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
         assert bool(rounded) != again
         rounded.clear()
 
@@ -251,5 +255,5 @@ def test_numbers_and_layout_are_those_of_this_version() -> None:
         made = round_to_nearest(weight, bits, group, zero)  # type: ignore[arg-type]
         packed = PackedMatrix.pack([QuantisedLinear(made, None)], torch.bfloat16)
         digests.append(hashlib.sha256(packed.data.numpy().data).hexdigest()[:16])
-    assert copies._MAGIC.endswith(b" 5\n")
+    assert copies._MAGIC.endswith(b" 6\n")
     assert digests == ["6c95fe762b97b829", "0c566f75e74d4f24"]

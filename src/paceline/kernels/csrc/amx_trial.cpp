@@ -25,12 +25,12 @@ bool same_gemms(const Kernels& amx, const QuantisedKernels& quantised_amx, const
   for (long i = 0; i < outputs * inputs; i++) w[i] = static_cast<uint16_t>(0x3c00 + random() % 0x400 + (random() >> 31 << 15));
   for (long i = 0; i < rows * inputs; i++) x[i] = static_cast<float>(static_cast<int>(random() >> 24) - 128) / 64.0f;
   struct Form {
-    long bits, wide;
+    long bits, int16;
   };
   bool same = true;
   for (Form form : {Form{0, 0}, Form{8, 1}, Form{8, 0}}) {
-    pl_weight weight{w, nullptr, outputs, inputs, form.bits, inputs / GROUP, PL_SCALE_BFLOAT16, 0, form.wide};
-    QuantisedRows quantised_x{values, scales, inputs, form.wide != 0};
+    pl_weight weight{w, nullptr, outputs, inputs, form.bits, inputs / GROUP, PL_SCALE_BFLOAT16, 0, form.int16};
+    QuantisedRows quantised_x{values, scales, inputs, form.int16 != 0};
     for (long r = 0; r < rows && form.bits; r++) quantised_plain.quantise_row(x + r * inputs, quantised_x, r);
     Gemm g{&weight, PL_BFLOAT16, x, rows, inputs, STORE, a, outputs, 0, 0.0f, &quantised_plain, quantised_x};
     plain.gemm(g, 0, 1, free);

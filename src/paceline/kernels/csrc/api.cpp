@@ -157,16 +157,16 @@ void copy_quantised_row(const pl_weight& w, int64_t part, int64_t output, int8_t
                         int64_t row) {
   const auto [panel, lane] = PackedOutput(part, output);
   int64_t groups = w.inputs / group_inputs(w);
-  int64_t bias = w.offsets == PL_OFFSETS_LEAST ? 0 : 8;  // added to codes of 4 bits, which are stored unsigned
+  int64_t bias = w.offset_kind == PL_OFFSETS_UNSIGNED ? 0 : 8;  // added to codes of 4 bits, which are stored unsigned
   uint8_t* at = static_cast<uint8_t*>(const_cast<void*>(w.data)) + panel * panel_bytes(w);
   for (int64_t g = row * groups; g < (row + 1) * groups; g++) {
     uint8_t *packed_scales = at + g % groups * group_bytes(w), *packed_offsets = packed_scales + group_header_bytes(w) / 2;
     if (unpack) {
       scales[g] = load_scale(w.scale_kind, packed_scales, lane);
-      if (w.offsets) offsets[g] = load_scale(w.scale_kind, packed_offsets, lane);
+      if (w.offset_kind) offsets[g] = load_scale(w.scale_kind, packed_offsets, lane);
     } else {
       store_scale(w.scale_kind, scales[g], packed_scales, lane);
-      if (w.offsets) store_scale(w.scale_kind, offsets[g], packed_offsets, lane);
+      if (w.offset_kind) store_scale(w.scale_kind, offsets[g], packed_offsets, lane);
     }
   }
   at += lane / 16 * 64 + lane % 16 * 4;

@@ -48,7 +48,7 @@ class QuantisedBuffer {
     scales_.resize(static_cast<size_t>(rows * inputs / GROUP));
   }
   // Rows in the form in which they are multiplied by `w`, which has at most the inputs of resize().
-  QuantisedRows rows_for(const pl_weight& w) { return {values_.data(), scales_.data(), w.inputs, w.wide != 0}; }
+  QuantisedRows rows_for(const pl_weight& w) { return {values_.data(), scales_.data(), w.inputs, w.int16_activations != 0}; }
 
  private:
   std::vector<int16_t> values_;

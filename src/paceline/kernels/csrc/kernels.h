@@ -28,16 +28,16 @@ enum Epilogue {
   LOGITS,  // y = softcap(c), stored in the dtype; rows are exactly `outputs` numbers long
 };
 
-// Quantised activations: int8 with a scale per group of 32 or, if `wide`, int16 with one scale per row.
+// Quantised activations: int8 with a scale per group of 32 or, if `int16`, int16 with one scale per row.
 struct QuantisedRows {
   void* values;   // [rows, inputs]
-  float* scales;  // [rows, groups], or [rows] if wide
+  float* scales;  // [rows, groups], or [rows] if int16
   long inputs;
-  bool wide;
+  bool int16;
   // The rows from `row` on.
   QuantisedRows from_row(long row) const {
     if (!values) return *this;
-    return {static_cast<char*>(values) + row * inputs * (wide ? 2 : 1), scales + row * (wide ? 1 : inputs / GROUP), inputs, wide};
+    return {static_cast<char*>(values) + row * inputs * (int16 ? 2 : 1), scales + row * (int16 ? 1 : inputs / GROUP), inputs, int16};
   }
 };
 
@@ -51,9 +51,9 @@ extern __attribute__((weak)) const QuantisedKernels quantised_amx, quantised_dot
 
 // Sizes in a panel of quantised weights (quantised.cpp draws the layout). A group is the inputs that share a
 // scale. Its header holds 32 scales and, if there are zero points, 32 offsets.
-inline long group_inputs(const pl_weight& w) { return w.repeat ? w.repeat * GROUP : GROUP / 2; }
+inline long group_inputs(const pl_weight& w) { return w.groups_per_scale ? w.groups_per_scale * GROUP : GROUP / 2; }
 inline long group_header_bytes(const pl_weight& w) {
-  return PANEL * (w.scale_kind == PL_SCALE_FLOAT ? 4 : 2) * (w.offsets ? 2 : 1);
+  return PANEL * (w.scale_kind == PL_SCALE_FLOAT ? 4 : 2) * (w.offset_kind ? 2 : 1);
 }
 inline long group_bytes(const pl_weight& w) { return group_header_bytes(w) + PANEL * group_inputs(w) * w.bits / 8; }
 inline long panel_bytes(const pl_weight& w) { return w.inputs / group_inputs(w) * group_bytes(w); }

@@ -13,8 +13,8 @@ extern "C" {
 
 enum { PL_FLOAT32 = 0, PL_BFLOAT16 = 1 };  // dtypes
 enum { PL_SCALE_FLOAT = 0, PL_SCALE_BFLOAT16 = 1, PL_SCALE_HALF = 2 };
-// Codes of 4 bits are -8 to 7 with offsets of the first kind, 0 to 15 with those of the second.
-enum { PL_OFFSETS_NONE = 0, PL_OFFSETS_MIDDLE = 1, PL_OFFSETS_LEAST = 2 };
+// Kinds of offsets: codes of 4 bits are -8 to 7 with the first, 0 to 15 with the second.
+enum { PL_OFFSETS_NONE = 0, PL_OFFSETS_SIGNED = 1, PL_OFFSETS_UNSIGNED = 2 };
 enum { PL_ZERO_NONE = 0, PL_ZERO_WHOLE = 1, PL_ZERO_FREE = 2 };  // zero points that rounding may choose, see rounding.py
 enum { PL_PLAIN = 0, PL_GATE = 1, PL_UP = 2 };  // parts of a packed matrix
 
@@ -23,10 +23,10 @@ typedef struct {
   const void* data;   // NULL: there is no matrix
   const float* bias;  // float32, one for each packed output, or NULL
   int64_t outputs, inputs;  // a gate and the output that it gates count as one
-  // Quantised weights, see quantised.cpp. bits: 8, 4, or 0 if the weights are numbers in dtype; repeat: how many groups
-  // of 32 inputs share a scale, 0 if each has two scales (8 bits only); scale_kind: PL_SCALE_...; offsets: PL_OFFSETS_...;
-  // wide: activations are quantised to 16 bits (8-bit weights with an even repeat only).
-  int64_t bits, repeat, scale_kind, offsets, wide;
+  // Quantised weights, see quantised.cpp. bits: 8, 4, or 0 if the weights are numbers in dtype; groups_per_scale:
+  // how many groups of 32 inputs share a scale, 0 if each has two scales (8 bits only); scale_kind: PL_SCALE_...;
+  // offset_kind: PL_OFFSETS_...; int16_activations: else int8 (8-bit weights with an even groups_per_scale only).
+  int64_t bits, groups_per_scale, scale_kind, offset_kind, int16_activations;
 } pl_weight;
 
 // An RMSNorm.
@@ -176,7 +176,7 @@ void pl_pack(int64_t dtype, int64_t part, const void* dense, int64_t rows, int64
 void pl_unpack(int64_t dtype, int64_t part, void* dense, int64_t rows, int64_t inputs, int64_t first, const void* packed);
 
 // The same for a quantised matrix, which is packed, or unpacked if `unpack`: codes [rows, inputs], scales and offsets
-// float32 [rows, inputs / 32 / repeat]. offsets: NULL if there are none.
+// float32 [rows, inputs / 32 / groups_per_scale]. offsets: NULL if there are none.
 int64_t pl_quantised_bytes(const pl_weight* w);
 void pl_copy_quantised(int64_t unpack, int64_t part, int8_t* codes, float* scales, float* offsets, int64_t rows,
                        int64_t first, const pl_weight* w);

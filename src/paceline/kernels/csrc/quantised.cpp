@@ -73,7 +73,7 @@ template <int BITS, int SPAN, int R, int W>
       for (int i = 0; i < W; i++) s[r][i] = widen_sums(s[r][i]);
     values += R * SPAN * (pairs ? 2 : 1);
 #endif
-    add_span<INT16>(header, w.offsets, s, x.sums + n * R, x.scales + n * R, total);
+    add_span<INT16>(header, w.offset_kind, s, x.sums + n * R, x.scales + n * R, total);
   }
   store_totals<INT16>(total, x.scales, c + 16 * half);
 }
@@ -107,17 +107,19 @@ void quantised_gemm(const Gemm& g, long part, long parts, float* scratch) {
   const pl_weight& w = *g.weight;
   PanelShare share(g, part, parts);
   long span = span_inputs(w);
-  bool tiled = AMX && (w.wide ? g.rows > 1 : w.bits == 8 && span == GROUP && g.rows >= AMX_INT8_ROWS);
-  ActivationOrder order = tiled || INT16_AS_BYTES ? w.wide ? BYTES : PLAIN : w.bits == 8 && (w.wide || !BYTE_DOTS) ? PAIRS : PLAIN;
+  bool tiled = AMX && (w.int16_activations ? g.rows > 1 : w.bits == 8 && span == GROUP && g.rows >= AMX_INT8_ROWS);
+  ActivationOrder order = tiled || INT16_AS_BYTES                              ? w.int16_activations ? BYTES : PLAIN
+                          : w.bits == 8 && (w.int16_activations || !BYTE_DOTS) ? PAIRS
+                                                                               : PLAIN;
   TileConfig config;
   for (long first = 0; first < g.rows; first += ROWS_PER_PASS) {
     long rows = g.rows - first < ROWS_PER_PASS ? g.rows - first : ROWS_PER_PASS;
-    RowTiles tiles(rows, tiled ? 16 : w.wide ? MAX_INT16_ROWS : MAX_QUANTISED_ROWS);
+    RowTiles tiles(rows, tiled ? 16 : w.int16_activations ? MAX_INT16_ROWS : MAX_QUANTISED_ROWS);
     TiledRows x = tile_rows(g.quantised_x, first, rows, w, tiles, order, scratch + ROWS_PER_PASS * PANEL);
     for (long panel = share.first; panel < share.end; panel++) {
       const uint8_t* data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
       if (tiled)
-        (w.wide ? amx_panel<true> : amx_panel<false>)(w, data, x, tiles, config, scratch);
+        (w.int16_activations ? amx_panel<true> : amx_panel<false>)(w, data, x, tiles, config, scratch);
       else if (w.bits == 4)
         quantised_panel<4, 32>(w, data, x, tiles, scratch);
       else
@@ -140,9 +142,9 @@ void quantise_row_int16(const float* x, const QuantisedRows& rows, long row) {
   rows.scales[row] = scale;
 }
 
-// int8 values of one row and the scale of each group; int16 if rows are `wide`. Inputs are a multiple of GROUP.
+// int8 values of one row and the scale of each group; int16 if `rows.int16`. Inputs are a multiple of GROUP.
 void quantise_row(const float* x, const QuantisedRows& rows, long row) {
-  if (rows.wide) return quantise_row_int16(x, rows, row);
+  if (rows.int16) return quantise_row_int16(x, rows, row);
   int8_t* values = static_cast<int8_t*>(rows.values) + row * rows.inputs;
   float* scales = rows.scales + row * rows.inputs / GROUP;
   for (long g = 0; g < rows.inputs / GROUP; g++, x += GROUP, values += GROUP) {

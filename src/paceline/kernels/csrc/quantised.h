@@ -1,6 +1,6 @@
 // The layout of quantised weights and activations, and what the GEMMs of quantised.cpp and quantised_amx.h share.
 //
-// Activations (QuantisedRows) are int8 with a scale per group of 32 inputs. Beside `wide` weights, 8-bit weights
+// Activations (QuantisedRows) are int8 with a scale per group of 32 inputs. With `int16_activations`, 8-bit weights
 // whose groups divide into 64 inputs, they are int16 with one scale per row.
 //
 // Layout. A packed weight is a sequence of panels of 32 outputs, each read from end to end. A panel is a sequence of
@@ -33,13 +33,15 @@ struct GroupHeader {
   void read(const pl_weight& w, const uint8_t* header, int first) {
     for (int i = 0; i < W; i++) {
       scale[i] = load_header(w, header, first + i);
-      offset[i] = w.offsets ? load_header(w, header + group_header_bytes(w) / 2, first + i) : zero();
+      offset[i] = w.offset_kind ? load_header(w, header + group_header_bytes(w) / 2, first + i) : zero();
     }
   }
 };
 
 // Inputs that are summed as integers before they are scaled.
-inline long span_inputs(const pl_weight& w) { return w.wide ? 2 * GROUP : w.repeat ? GROUP : GROUP / 2; }
+inline long span_inputs(const pl_weight& w) {
+  return w.int16_activations ? 2 * GROUP : w.groups_per_scale ? GROUP : GROUP / 2;
+}
 
 // Prefetches the next panel while this one is multiplied: the hardware prefetcher stops at every page boundary.
 // After each span (or, without PREFETCH_IN_BURSTS, with each line) an even share of the next panel is prefetched.
@@ -97,7 +99,9 @@ inline TiledRows from_row(const TiledRows& x, long row) {
 }
 
 // What packing added to the weights' values to make them unsigned.
-inline int32_t weight_bias(const pl_weight& w) { return w.bits == 8 ? INT8_BIAS : w.offsets == PL_OFFSETS_LEAST ? 0 : 8; }
+inline int32_t weight_bias(const pl_weight& w) {
+  return w.bits == 8 ? INT8_BIAS : w.offset_kind == PL_OFFSETS_UNSIGNED ? 0 : 8;
+}
 
 // Writes one span of one row and returns the sum of its values. `plane`: bytes from the upper bytes to the lower
 // ones.
@@ -123,7 +127,7 @@ inline int32_t write_span(const Number* from, ActivationOrder order, int8_t* to,
 // Rows first .. first + rows for the tiles, in `memory`: at most three bytes per input.
 inline TiledRows tile_rows(const QuantisedRows& x, long first, long rows, const pl_weight& w, const RowTiles& tiles,
                            ActivationOrder order, float* memory) {
-  long span = span_inputs(w), spans = x.inputs / span, bytes = x.inputs * (order == PLAIN ? 1 : 2), row_scales = x.wide ? 1 : spans;
+  long span = span_inputs(w), spans = x.inputs / span, bytes = x.inputs * (order == PLAIN ? 1 : 2), row_scales = x.int16 ? 1 : spans;
   float *scales = memory + rows * bytes / 4, *sums = scales + rows * row_scales;
   TiledRows all{reinterpret_cast<int8_t*>(memory), scales, sums, reinterpret_cast<int32_t*>(sums + rows * spans),
                 bytes, spans, row_scales};
@@ -134,10 +138,10 @@ inline TiledRows tile_rows(const QuantisedRows& x, long first, long rows, const 
       for (long r = 0; r < count; r++) {
         long row = first + begin + r, at = s * count + r, from = row * x.inputs + s * span;
         int8_t* block = to.values + s * count * span * (order == PLAIN ? 1 : 2) + r * span * (order == PAIRS ? 2 : 1);
-        int32_t sum = x.wide ? write_span<2 * GROUP>(static_cast<const int16_t*>(x.values) + from, order, block, count * span)
+        int32_t sum = x.int16 ? write_span<2 * GROUP>(static_cast<const int16_t*>(x.values) + from, order, block, count * span)
                       : span == GROUP ? write_span<GROUP>(static_cast<const int8_t*>(x.values) + from, order, block, 0)
                                       : write_span<GROUP / 2>(static_cast<const int8_t*>(x.values) + from, order, block, 0);
-        if (s < row_scales) to.scales[at] = x.scales[x.wide ? row : (row * x.inputs + s * span) / GROUP];
+        if (s < row_scales) to.scales[at] = x.scales[x.int16 ? row : (row * x.inputs + s * span) / GROUP];
         to.sums[at] = static_cast<float>(sum);
         to.starts[at] = -weight_bias(w) * sum & (w.bits == 8 || BYTE_DOTS ? -1 : 0xffff);
       }

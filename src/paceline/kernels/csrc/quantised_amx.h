@@ -73,7 +73,7 @@ inline void amx_tile(const pl_weight& w, const uint8_t* panel, const TiledRows& 
               s[r][i] = INT16 ? combine_bytes(upper, upper + TILE * PANEL, x.starts[at + r])
                               : add_start(upper, x.starts[at + r]);
             }
-          add_span<INT16>(header, w.offsets, s, x.sums + at, x.scales + (INT16 ? 0 : at), total);
+          add_span<INT16>(header, w.offset_kind, s, x.sums + at, x.scales + (INT16 ? 0 : at), total);
         }
         if (from + spans < x.spans)
           store_totals<false>(total, nullptr, to);

@@ -42,7 +42,7 @@ from paceline.model.quantised.weights import LinearBase, QuantisedLinear
 SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
 _OURS = b"Written by Paceline: quantised forms "
-_MAGIC = _OURS + b"5\n"  # raise the version when the layout or the rounding changes
+_MAGIC = _OURS + b"6\n"  # raise the version when the layout or the rounding changes
 _MAX_BYTES = 8 << 30
 _DISK_SHARE = 10  # at most this fraction (a tenth) of the disk
 

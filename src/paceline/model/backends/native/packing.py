@@ -15,9 +15,9 @@ from paceline.core.memory import trim
 from paceline.kernels.library import (
     DTYPES,
     GATE,
-    OFFSETS_LEAST,
-    OFFSETS_MIDDLE,
     OFFSETS_NONE,
+    OFFSETS_SIGNED,
+    OFFSETS_UNSIGNED,
     PLAIN,
     SCALE_BFLOAT16,
     SCALE_FLOAT,
@@ -128,9 +128,9 @@ class PackedMatrix:
             torch.empty(rows, self.inputs, dtype=torch.int8),
             torch.empty(rows, groups),
             self.form.bits,
-            torch.empty(rows, groups) if self.form.offsets else None,
-            self.form.offsets == OFFSETS_LEAST,
-            not self.form.wide,
+            torch.empty(rows, groups) if self.form.offset_kind else None,
+            self.form.offset_kind == OFFSETS_UNSIGNED,
+            not self.form.int16_activations,
         )
         self._copy_quantised(weight, part, first, out=1)
         return weight
@@ -156,19 +156,19 @@ class PackedMatrix:
 
 
 class PackedFormat(NamedTuple):
-    """How quantised weights are packed; the fields are those of CWeight. ``repeat``: how many runs
-    of 32 inputs share a scale; 0: every 16 inputs have their own. ``offsets``: OFFSETS_NONE, or
-    the code whose value is the offset (the least or the middle one). ``wide``: activations have 16
-    bits, else 8."""
+    """How quantised weights are packed; the fields are those of CWeight. ``groups_per_scale``: how
+    many groups of 32 inputs share a scale; 0: every 16 inputs have their own. ``offset_kind``:
+    OFFSETS_NONE, or how codes with offsets are stored."""
 
     bits: int
-    repeat: int
+    groups_per_scale: int
     scale_kind: int
-    offsets: int
-    wide: bool
+    offset_kind: int
+    int16_activations: bool
 
     def groups(self, inputs: int) -> int:
-        return inputs // ROW_GROUP // self.repeat if self.repeat else 2 * inputs // ROW_GROUP
+        groups = inputs // ROW_GROUP
+        return groups // self.groups_per_scale if self.groups_per_scale else 2 * groups
 
     @classmethod
     def of(cls, weights: Sequence[QuantisedWeight]) -> PackedFormat | None:
@@ -180,10 +180,10 @@ class PackedFormat(NamedTuple):
         for code, dtype in ((SCALE_HALF, torch.half), (SCALE_BFLOAT16, torch.bfloat16)):
             if all(torch.equal(values.to(dtype).float(), values) for values in numbers):
                 kind = code
-        offsets = OFFSETS_NONE
+        offset_kind = OFFSETS_NONE
         if first.offsets is not None:
-            offsets = OFFSETS_LEAST if first.unsigned else OFFSETS_MIDDLE
-        return cls(first.bits, first.group // ROW_GROUP, kind, offsets, first.int16_activations)
+            offset_kind = OFFSETS_UNSIGNED if first.unsigned else OFFSETS_SIGNED
+        return cls(first.bits, first.group // ROW_GROUP, kind, offset_kind, first.int16_activations)
 
 
 def all_or_none_quantised(linears: Sequence[nn.Module]) -> bool:
