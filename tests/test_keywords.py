@@ -85,6 +85,9 @@ def test_what_one_writes_for_vllm() -> None:
         ({"speculative_config": {"method": "warp"}}, "num_speculative_tokens"),
         ({"max_model_len": 10**6, "draft": None}, "sees"),
         ({"threads": 1}, "OMP_NUM_THREADS"),
+        ({"max_num_batched_tokens": 2048}, "leave it out"),  # not: did you mean max_batch_size?
+        ({"data_parallel_size": 2}, "behind a router"),
+        ({"load_in_4bit": True}, 'use quantize="int4"'),
         ({"qwertz": 1}, "it knows model, draft"),
     ],
 )
