@@ -156,6 +156,6 @@ def test_a_client_that_does_not_read(target: LLM, monkeypatch: pytest.MonkeyPatc
             client.sendall(request("/v1/completions", body))
             wait_until(lambda: not service.client.idle)
             wait_until(lambda: service.client.idle)
-        cancelled = service.client.engine.loop.metrics.requests.labels("cancelled")._value
+        cancelled = service.client.engine.loop.metrics.named["requests"].labels("cancelled")._value
         wait_until(lambda count=cancelled: count.get() == 4)
         settled(server)
