@@ -42,7 +42,8 @@ LAYERS = (
     {"integrations"},
     {"lab/report"},
     {"lab"},
-    {"cli", "server", "distributed"},
+    {"server", "distributed"},
+    {"cli"},
 )
 # Alone in their layer: these do not know their neighbours.
 STRANGERS = [{"draft", "verify"}, {"control", "verify"}, {"engine", "train"}]

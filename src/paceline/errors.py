@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 
 class PacelineError(Exception):
     """Base class of all errors raised on purpose. The CLI prints the message on one line and exits
@@ -51,3 +54,17 @@ class WriteError(ConfigError, DataError):
     """A file cannot be written: the disk is full, or the location is not writable. An existing file
     is unchanged. (Derived from ConfigError and DataError, which were raised before this class
     existed.)"""
+
+
+def debugging() -> bool:
+    """Whether to show tracebacks and warnings of libraries (--debug)."""
+    return os.environ.get("PACELINE_DEBUG", "0") != "0"
+
+
+def error_line(error: Exception) -> str:
+    """The message of the line with which a failing command ends."""
+    if isinstance(error, PacelineError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # stdout is a file
+        return f"the output cannot be written: {error.strerror}; free some space and run it again"
+    return f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback"

@@ -13,7 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from paceline import ConfigError, Grammar, SamplingParams
-from paceline.cli.options import ModelOptions, expand, set_threads
+from paceline.cli.options import ModelOptions, expand
+from paceline.core.libraries import set_threads
 from paceline.core.memory import parse_bytes
 from paceline.request.options import SamplingOptions, parse_grammar, parse_logit_bias
 from paceline.settings import entry_of, setting
@@ -181,7 +182,7 @@ def test_more_threads_than_processors_are_not_used(
     """999 of them stall two processors for minutes."""
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    monkeypatch.setattr("paceline.cli.options.processors", lambda: 2)
+    monkeypatch.setattr("paceline.core.libraries.processors", lambda: 2)
     for threads in (None, 1, 2):
         set_threads(threads)
     assert capsys.readouterr().err == ""

@@ -1,5 +1,4 @@
-"""``paceline bench``, ``tune`` and ``profile``: measure the speed of decoding with different
-drafts, and what takes the time."""
+"""``paceline bench``, ``tune`` and ``profile``: how fast drafts are, and what takes the time."""
 
 from __future__ import annotations
 
@@ -16,10 +15,9 @@ from paceline.cli.output import (
     ReportOptions,
     RunOptions,
     budget_progress,
-    debugging,
 )
 from paceline.core.stages import info, stage
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, debugging
 from paceline.files import check_writable
 from paceline.lab.bench import BenchOptions, PromptOptions
 from paceline.lab.budget import Budget
@@ -295,8 +293,7 @@ def profile(
 
 
 def _engines(engine: ModelOptions) -> list[tuple[str, LLM]]:
-    """The engines to profile, by name: plain decoding and, if there is a draft, decoding with it,
-    sharing the weights."""
+    """The engines to profile: plain decoding and, if there is a draft, one with shared weights."""
     draft = engine.resolved_draft
     loaded = engine.open(draft)
     if draft is None:

@@ -27,7 +27,6 @@ from paceline.request.options import DistributionOptions, SamplingDefaults
 from paceline.settings import TableEntry, entries, under
 
 if TYPE_CHECKING:
-    from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.certify.certificate import Certificate
     from paceline.lab.certify.run import Certifier
     from paceline.lab.certify.server import ServerCertifier
@@ -41,8 +40,7 @@ _QUANTISED_NOTE = (
 
 
 def _certify_entry(entry: TableEntry) -> TableEntry:
-    """A sampling option with its neutral default: exactly what the user gives is certified, without
-    the model's own default settings."""
+    """A sampling option with its neutral default: exactly what the user gives is certified."""
     neutral: dict[str, Any] = {**SamplingDefaults().filled(), "temperature": 1.0}
     key = replace(entry.key, shown=None)
     if entry.name == "temperature":
@@ -63,8 +61,7 @@ def _certify_server(
     output: ReportOptions,
     budget: Budget,
 ) -> int:
-    """Certify a server; no model is loaded here. Raises ConfigError for options that do not apply
-    to a server."""
+    """Certify a server, without loading a model. Raises ConfigError for options of engines."""
     tables = PromptOptions, Effort, ReportOptions
     applicable = {entry.name for table in tables for entry in entries(table)}
     applicable |= {"url", "against", "model", "seconds"}
@@ -136,10 +133,12 @@ def certify(
     engine = ModelOptions(**pair)
     if engine.resolved_draft is None:
         raise typer.BadParameter("there is no draft to certify; leave out --draft none")
-    params, chosen = sampling.params(), _select_prompts(prompts, effort.num_prompts)
+    from paceline.lab.bench.prompts import evenly, tokens_needed
+
+    params, count = sampling.params(), effort.num_prompts
+    chosen = evenly(prompts.load(1 if prompts.prompts is None else count), count)
     batch = max(_MIN_BATCH, engine.max_batch_size or 0)
     base = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
-    from paceline.lab.bench.prompts import tokens_needed
     from paceline.lab.certify.run import Certifier
     from paceline.model.precision import is_few
 
@@ -156,10 +155,3 @@ def certify(
     given = {entry.name: getattr(params, entry.name) for entry in _DISTRIBUTION}
     run.emit({**certificate.record(), "sampling": given}, report)
     return interrupted.code or _code(certificate)
-
-
-def _select_prompts(options: PromptOptions, count: int) -> list[BenchPrompt]:
-    """``count`` prompts, spread evenly over the categories."""
-    from paceline.lab.bench.prompts import evenly
-
-    return evenly(options.load(1 if options.prompts is None else count), count)

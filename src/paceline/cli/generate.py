@@ -1,5 +1,4 @@
-"""``paceline generate`` continues prompts, ``paceline chat`` holds a conversation; both work at a
-terminal and in a pipe."""
+"""``paceline generate`` and ``paceline chat``, at a terminal or in a pipe."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class OutputOptions:
 def run(
     llm: LLM, prompts: list[str] | list[list[int]], params: SamplingParams, output: OutputOptions
 ) -> list[Completion]:
-    """Print completions. Text goes to stdout and statistics to stderr, so that a pipe gets only the
-    text."""
+    """Print completions: text on stdout and statistics on stderr, so a pipe gets only text."""
     if llm.draft_vocabulary is not None:
         note(f"draft vocabulary: {llm.draft_vocabulary}")
     if output.as_json:

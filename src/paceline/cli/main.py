@@ -19,10 +19,10 @@ from paceline.cli.datastore import app as datastore
 from paceline.cli.demo import demo
 from paceline.cli.generate import chat, generate
 from paceline.cli.models import check_drafter, doctor, export, pull, quantize, recommend, replay
-from paceline.cli.options import Command, hide_switch_types
-from paceline.cli.output import debugging, error_line
+from paceline.cli.options import Command, SwitchesWithoutType
 from paceline.cli.serve import serve
 from paceline.cli.train import app as train
+from paceline.errors import debugging, error_line
 from paceline.kernels.compile import are_kernels_here, origin
 
 _MIN_TABLE_COLUMNS = 60
@@ -34,13 +34,9 @@ def _fail(message: str, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
-class CommandGroup(TyperGroup):
+class CommandGroup(SwitchesWithoutType, TyperGroup):
     """A command group in which every failure ends with one line on stderr and an exit code: 1 for
     errors, 2 for wrong usage, 130 for Ctrl-C."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        hide_switch_types(self.get_params(ctx))
-        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

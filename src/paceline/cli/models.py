@@ -1,5 +1,4 @@
-"""Short commands: ``pull``, ``recommend``, ``doctor``, ``quantize``, ``export``, ``check-drafter``
-and ``replay``."""
+"""Short commands: pull, recommend, doctor, quantize, export, check-drafter and replay."""
 
 from __future__ import annotations
 

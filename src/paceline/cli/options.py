@@ -12,9 +12,8 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from paceline.cli.output import quiet_libraries
 from paceline.core.keywords import our_name
-from paceline.core.memory import processors
+from paceline.core.libraries import quiet_libraries, set_threads
 from paceline.core.stages import info, stage
 from paceline.draft.foreign import foreign_of
 from paceline.errors import ConfigError, PacelineError
@@ -58,14 +57,18 @@ _COMMON_OPTIONS = frozenset(
 )
 
 
-def hide_switch_types(params: Sequence[Any]) -> None:
-    """Remove the type that Typer shows after a switch, as if it took a value."""
-    for item in params:
-        if getattr(item, "is_flag", False):
-            item.metavar = ""
+class SwitchesWithoutType:
+    """Leaves out the type that Typer's help shows after a switch, as if it took a value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for item in params:
+            if getattr(item, "is_flag", False):
+                item.metavar = ""
+        return params
 
 
-class Command(TyperCommand):
+class Command(SwitchesWithoutType, TyperCommand):
     """A command that also accepts the option names of other commands and engines, such as --drafter
     for --draft or --tensor-parallel-size (core/keywords.py), and the model by position."""
 
@@ -91,10 +94,6 @@ class Command(TyperCommand):
             if name.startswith("--") and name != ours:
                 print(f"note: {name} is {ours} here", file=sys.stderr)
         return super().parse_args(ctx, words + args[end:])
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        hide_switch_types(self.get_params(ctx))
-        super().format_help(ctx, formatter)
 
     @staticmethod
     def _our_flag(name: str, flags: set[str]) -> str:
@@ -233,20 +232,6 @@ def _value(entry: TableEntry, given: Any) -> Any:
 # -- models ----------------------------------------------------------------------------------------
 
 
-def set_threads(threads: int | None) -> None:
-    """Use this many threads (None: torch's default), but at most one per processor, since more
-    would only wait for each other."""
-    if threads is None:
-        return
-    import torch
-
-    most = processors()
-    if threads > most:
-        line = f"note: this machine has {most} processors; using {most} threads, not {threads}"
-        print(line, file=sys.stderr)
-    torch.set_num_threads(min(threads, most))
-
-
 def select_model(given: str) -> str:
     """The model that the user named, or the default with a note that says which it is. At a
     terminal, a built-in model that is not there yet is pulled if the user agrees."""
@@ -329,8 +314,7 @@ class ModelOptions(EngineSettings, _PairNames):
 
     @property
     def length_and_rule(self) -> tuple[Any, str]:
-        """Draft length and rule: what the user gave, or the tuned settings (whose length holds for
-        their draft only), or "auto"."""
+        """Those given, else those tuned (the length for their draft only), else "auto"."""
         length, rule = self.draft_length, self.rule
         if self.config is not None:
             tuned = TunedSettings.read(self.config)

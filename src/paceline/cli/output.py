@@ -1,12 +1,8 @@
-"""Prints completions on a terminal, in a pipe or as JSON; and what commands that measure share:
-reports, Ctrl-C and time budgets."""
+"""Prints completions; what commands that measure share: reports, Ctrl-C and time budgets."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +16,6 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.core.stages import info, stage
-from paceline.errors import PacelineError
 from paceline.files.ownership import force
 from paceline.lab.budget import Budget
 from paceline.lab.report.document import Report, Table
@@ -33,29 +28,6 @@ if TYPE_CHECKING:
 _output, _budget = under("Output"), under("Budget")
 DRAFT_STYLE = "green"
 TARGET_STYLE = "bold"
-
-
-def debugging() -> bool:
-    """Whether to show tracebacks and warnings of libraries (--debug)."""
-    return os.environ.get("PACELINE_DEBUG", "0") != "0"
-
-
-def error_line(error: Exception) -> str:
-    """The message of the line with which a failing command ends."""
-    if isinstance(error, PacelineError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # stdout is a file
-        return f"the output cannot be written: {error.strerror}; free some space and run it again"
-    return f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback"
-
-
-def quiet_libraries() -> None:
-    """Suppress the progress bars and warnings of the libraries in use."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not debugging():
-        warnings.filterwarnings("ignore")
 
 
 @dataclass(frozen=True)
@@ -113,8 +85,7 @@ def print_json(record: dict[str, Any]) -> None:
 
 
 def summary(completion: Completion, drafts: bool = False) -> str:
-    """The line of statistics below a completion. ``drafts``: the LLM has a drafter, so the line
-    says why if nothing was drafted."""
+    """The line of statistics below a completion; with ``drafts``, also why nothing was drafted."""
     stats, count = completion.stats, len(completion.token_ids)
     unit = "token" if count == 1 else "tokens"
     parts = [
@@ -132,10 +103,6 @@ def summary(completion: Completion, drafts: bool = False) -> str:
         reasons = Counter(stats.not_drafted).most_common(1)
         parts += [f"no draft was tried: {reason}" for reason, _ in reasons]
     return " · ".join(parts)
-
-
-def shortened(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class Painter:
@@ -206,7 +173,8 @@ def stream_to(
             console.print()
             continue
         title = prompt_text(done, llm.tokenizer).strip().split("\n", 1)[0]
-        console.rule(Text(shortened(title), style="dim"), align="left")
+        title = title if len(title) <= 60 else f"{title[:57]}..."
+        console.rule(Text(title, style="dim"), align="left")
         show(painter(done.prompt).paint(done.token_ids, done.draft_mask, done.text))
     return completions
 

@@ -66,6 +66,8 @@ def serve(
         for warning in filter(None, notes):
             info(f"warning: {warning}")
         with _open(settings) as service:
+            for note in service.facts.notes:
+                info(f"note: {note}")
             set_up_logging(settings.log_level)
             run(service, api_keys, listener, telemetry)
 
@@ -93,6 +95,4 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
                 process.wait_until_loaded()  # the engine's error about the model comes first
                 raise
             process.wait_until_loaded()
-        for note in process.facts.notes:
-            info(f"note: {note}")
         yield Service(process, tokenizer, settings)

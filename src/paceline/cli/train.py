@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline import SamplingParams
-from paceline.cli.options import Command, expand, load_llm, set_threads
+from paceline.cli.options import Command, expand, load_llm
 from paceline.cli.output import WriteOptions, print_json
+from paceline.core.libraries import set_threads
 from paceline.core.stages import info, stage
 from paceline.files import LongRecord
 from paceline.settings import EngineSettings, LoadSettings, changed, setting
@@ -105,9 +106,8 @@ class AnswerWriter:
     def write(
         self, prompts: Sequence[NumberedPrompt], batch: int, kept: Iterable[str] = ()
     ) -> None:
-        """Answer the prompts in groups of several batches, each sorted by length. ``kept`` are the
-        lines of an earlier run, whose prompts are skipped. The next question of a conversation is
-        asked in the next group."""
+        """Answer the prompts in groups of several batches, sorted by length, except those of an
+        earlier run's lines (``kept``). A conversation's next question goes to the next group."""
         waiting = self._unanswered(prompts, kept)
         tokens, total, start = 0, len(waiting), time.monotonic()
         size = _BATCHES_PER_GROUP * batch
@@ -172,8 +172,7 @@ class AnswerWriter:
     def _unanswered(
         self, prompts: Sequence[NumberedPrompt], kept: Iterable[str]
     ) -> list[NumberedPrompt]:
-        """The prompts that have no answer among the ``kept`` lines; for conversations of which
-        answers are kept, the next prompt."""
+        """The prompts without an answer in ``kept``; of conversations, the next prompt."""
         pending: dict[int, NumberedPrompt | None] = {prompt.number: prompt for prompt in prompts}
         for record in map(json.loads, kept):
             prompt = pending.get(record["job"])
@@ -208,8 +207,7 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:
-    """Train to the last step; returns the folder of the result. After Ctrl-C, saves a checkpoint
-    and raises KeyboardInterrupt."""
+    """Train to the last step; returns the result's folder. Ctrl-C saves a checkpoint and raises."""
     from paceline.train.acceptance import total
 
     first, last = trainer.step, trainer.config.steps

@@ -8,6 +8,7 @@ import threading
 import traceback
 
 from paceline.core.children import exit_now, ignore_signals
+from paceline.errors import debugging, error_line
 from paceline.server import wire
 from paceline.server.loop import EngineLoop, Link
 
@@ -33,7 +34,6 @@ def main() -> None:
 
 def _load(message: wire.LoadModel, link: Link) -> EngineLoop:
     """Load the model. On failure, report it to the parent and end the process."""
-    from paceline.cli.output import debugging, error_line
     from paceline.server.local import load_llm
     from paceline.server.run import set_up_logging
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from paceline.cli import options
+from paceline.core.libraries import quiet_libraries, set_threads
 from paceline.server.loop import EngineLoop, Link
 from paceline.server.service import Service
 from paceline.server.wire import Facts
+from paceline.settings import explicit
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -18,16 +19,19 @@ if TYPE_CHECKING:
 
 def load_llm(settings: ServeConfig) -> LLM:
     """Load the model with the settings of a server. Raises what ``LLM`` raises."""
-    names = settings.model, settings.drafts, settings.config
-    return options.load_llm(settings, *names, lora=settings.adapters)
+    quiet_libraries()
+    set_threads(settings.threads)
+    from paceline import LLM
+
+    more: dict[str, Any] = {"config": settings.config, "lora": settings.adapters}
+    return LLM(settings.model, settings.drafts, **more, **explicit(vars(settings), "LLM"))
 
 
 _JOIN_SECONDS = 10.0  # how long ``close`` waits for the thread that reads the connection
 
 
 class EngineThread:
-    """An engine on a thread of this process. The messages cross a socket pair, as they do between
-    two processes."""
+    """An engine on a thread of this process; messages cross a socket pair as between processes."""
 
     def __init__(self, llm: LLM, alias_of: str | None = None) -> None:
         self.llm, self.facts = llm, Facts.of(llm)

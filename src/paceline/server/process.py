@@ -13,8 +13,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from paceline.cli.output import quiet_libraries
 from paceline.core import children
+from paceline.core.libraries import quiet_libraries
 from paceline.errors import EngineLostError, PacelineError
 from paceline.server import wire
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 class EngineProcess:
-    """An engine process, which starts to load at once. ``facts`` is set by ``wait_until_loaded``;
-    ``close`` ends the process."""
+    """An engine process, which loads at once; ``wait_until_loaded`` sets ``facts``."""
 
     facts: wire.Facts
 
@@ -42,8 +41,7 @@ class EngineProcess:
             self.connection.sendall(wire.encode_message(wire.LoadModel(config)))
 
     def wait_until_loaded(self) -> None:
-        """Wait for the engine's Hello. Raises PacelineError if loading fails, EngineLostError if
-        the process ends."""
+        """Raises PacelineError if loading fails, EngineLostError if the process ends."""
         body = wire.read_message(self.connection)
         if body is None:
             raise EngineLostError(f"the engine process {self.exit_reason()} while it was loading")
@@ -69,8 +67,7 @@ class EngineProcess:
 
 
 def load_tokenizer_alone(config: ServeConfig) -> PreTrainedTokenizerFast:
-    """Load the model's tokenizer without torch, which takes a tenth of the memory. Raises
-    ModelLoadError."""
+    """Load the tokenizer without torch, in a tenth of the memory. Raises ModelLoadError."""
     from paceline.model.gguf import gguf_file
     from paceline.model.names import resolve
 
