@@ -15,15 +15,12 @@ import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from paceline.server.client import Ticket
+from paceline.server.client import Ticket
 
 log = logging.getLogger("paceline.server")
 
@@ -36,8 +33,8 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass
 class Exchange:
-    """One HTTP request and its response. ``started_at`` is a time of time.time; ``status`` 499 says
-    that the client disconnected; ``ignored`` has the names of ignored fields, in order."""
+    """One HTTP request and its response. ``started_at`` is a time of time.time; ``status`` is that
+    with which a stream ended, 499 if the client left; ``ignored`` names ignored fields in order."""
 
     scope: Scope
     id: str
@@ -51,31 +48,16 @@ class Exchange:
 _exchange: ContextVar[Exchange | None] = ContextVar("paceline_exchange", default=None)
 
 
-def attach(ticket: Ticket) -> None:
-    """Attach a ticket to the HTTP request being answered, for its line in the log."""
-    exchange = _exchange.get()
-    if exchange is not None:
-        exchange.ticket = ticket
+def current_exchange() -> Exchange:
+    """The HTTP request being answered; a new record outside of requests."""
+    return _exchange.get() or Exchange({}, new_id("req_"))
 
 
 def report_ignored(name: str) -> None:
     """Report to the client that a field of its request is ignored."""
-    exchange = _exchange.get()
-    if exchange is not None and len(exchange.ignored) < _MAX_IGNORED:
-        exchange.ignored[re.sub(r"[^ -~]", "?", name)] = None  # made safe for a header
-
-
-def set_final_status(status: int) -> None:
-    """Log a stream with the status it ended with, in place of the one sent in its header."""
-    exchange = _exchange.get()
-    if exchange is not None:
-        exchange.status = status
-
-
-def request_id() -> str:
-    """The id of the HTTP request being answered."""
-    exchange = _exchange.get()
-    return exchange.id if exchange is not None else new_id("req_")
+    ignored = current_exchange().ignored
+    if len(ignored) < _MAX_IGNORED:
+        ignored[re.sub(r"[^ -~]", "?", name)] = None  # made safe for a header
 
 
 def new_id(prefix: str) -> str:

@@ -8,17 +8,15 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
+from paceline.core.params import SamplingParams
 from paceline.model.tokenizer import Tokenizer
-from paceline.server.client import EngineClient
+from paceline.server.api.protocol import Generation
+from paceline.server.client import EngineClient, EngineEndpoint, Ticket
+from paceline.server.config import ServeConfig
 from paceline.server.failures import APIError, check_text
-from paceline.server.requestlog import attach
-
-if TYPE_CHECKING:
-    from paceline.core.params import SamplingParams
-    from paceline.server.client import EngineEndpoint, Ticket
-    from paceline.server.config import ServeConfig
+from paceline.server.requestlog import current_exchange
 
 log = logging.getLogger("paceline.server")
 
@@ -49,8 +47,7 @@ class Service:
         return None
 
     def remaining(self, prompt_tokens: int, param: str) -> int:
-        """How many tokens may follow a prompt. If none may, raises APIError with OpenAI's text,
-        which clients look for."""
+        """How many tokens may follow; if none, raises OpenAI's text, which clients look for."""
         refused = self.facts.context_budget.refusal(prompt_tokens)
         if refused is None:
             return self.max_model_len - prompt_tokens
@@ -74,15 +71,13 @@ class Service:
         return math.ceil(time.time())
 
     async def submit(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        deadline: float | None,
-        streams: bool,
+        self, body: Generation, prompts: Sequence[list[int]], params: SamplingParams
     ) -> Ticket:
-        """``EngineClient.submit``, with the ticket attached to the request log."""
-        ticket = await self.client.submit(prompts, params, deadline, streams)
-        attach(ticket)
+        """``EngineClient.submit`` for the model or adapter that the request names; the ticket is
+        attached to the request log."""
+        params = replace(params, lora=self.check_model(body.model))
+        ticket = await self.client.submit(prompts, params, body.deadline, body.stream)
+        current_exchange().ticket = ticket
         if self.config.log_prompts:  # the engine has checked all ids, so they can be decoded
             for prompt in prompts:
                 log.info("prompt %s", json.dumps(self.tokenizer.decode(prompt)))

@@ -10,21 +10,18 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from paceline.request.completion import StreamEvent
+from paceline.server.client import Ticket
 from paceline.server.errors import openai_body
 from paceline.server.failures import APIError, as_api_error, client_gone
-from paceline.server.requestlog import set_final_status
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
-    from paceline.request.completion import StreamEvent
-    from paceline.server.client import Ticket
+from paceline.server.requestlog import current_exchange
 
 log = logging.getLogger("paceline.server")
 
@@ -34,8 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 class Answer(ABC):
     """Builds the answer to one request in the format of one API, either complete or in chunks.
-    ``named_events``: the API names each SSE event by the ``type`` of its chunk, and does not end
-    streams with ``[DONE]``."""
+    ``named_events``: SSE events are named by their chunk's ``type``, and no ``[DONE]`` is sent."""
 
     named_events: ClassVar[bool] = False
 
@@ -104,7 +100,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._ticket.cancel()
-            set_final_status(self._final_status)
+            current_exchange().status = self._final_status
 
     async def _bodies(self, answer: Answer) -> AsyncIterator[bytes]:
         final_status = self.status_code

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
@@ -33,38 +33,44 @@ from paceline.server.api.protocol import (
     StreamOptions,
 )
 from paceline.server.api.tokens import fill_in_middle_prompt
-from paceline.server.api.tools import Delta, TextParser, message_from_deltas, parse_event
+from paceline.server.api.tools import Delta, message_from_deltas, parse_event
 from paceline.server.client import Ticket
 from paceline.server.failures import APIError
 from paceline.server.service import Service
 from paceline.server.sse import Answer, Chunk, respond_with
 
+_Body = TypeVar("_Body", bound=Generation)
 
-class OpenAIAnswer(Answer):
+
+class OpenAIAnswer(Answer, Generic[_Body]):
     """An answer with ``choices``: ``n`` for each prompt, ordered by prompt."""
 
     def __init__(
         self,
         service: Service,
-        body: Generation,
+        body: _Body,
         ticket: Ticket,
         prompts: Sequence[list[int]],
-        visible: bool,
-        names: tuple[str, str],
+        kind: str,
+        prefix: str,
     ) -> None:
-        """``visible``: special tokens are part of the text. ``names``: the prefix of ``id``, and
-        ``object``."""
-        self._ticket, self._generation, self._n = ticket, body, ticket.params.n
+        """``kind`` is the field ``object``, ``prefix`` begins the field ``id``."""
+        self._ticket, self._body, self._n = ticket, body, ticket.params.n
         self._stream_options = body.stream_options or StreamOptions()
-        self._tokenizer, self._prompts, self._visible = service.tokenizer, prompts, visible
         self._speculation = body.speculation or Speculation()
         self._header = {
-            "id": f"{names[0]}-{body.request_id or uuid.uuid4().hex}",
-            "object": names[1],
+            "id": f"{prefix}-{body.request_id or uuid.uuid4().hex}",
+            "object": kind,
             "created": service.now(),
             "model": body.model or service.model,
         }
-        self._origins: dict[int, TokenOrigins] = {}
+        self._tokenizer = service.tokenizer
+        self._prompts = [prompt for prompt in prompts for _ in range(self._n)]  # by choice
+        visible = not ticket.params.skip_special_tokens
+        self._origins = [
+            TokenOrigins(self._tokenizer, prompt, visible)
+            for prompt in (self._prompts if self._speculation.tokens else ())
+        ]
         self._started: set[int] = set()  # choices that have been sent in part
         self._completions: dict[int, Completion] = {}  # by choice
         self._output_tokens = 0
@@ -80,20 +86,13 @@ class OpenAIAnswer(Answer):
     def _token_fields(self, index: int, event: StreamEvent) -> dict[str, Any]:
         """The fields ``tokens``, ``token_ids`` and ``receipt`` of a choice, if requested."""
         fields: dict[str, Any] = {}
-        if self._speculation.tokens:
-            if index not in self._origins:
-                prompt = self._prompt(index)
-                self._origins[index] = TokenOrigins(self._tokenizer, prompt, self._visible)
+        if self._origins:
             fields["tokens"] = self._origins[index].records(event)
-        if self._generation.return_token_ids:
+        if self._body.return_token_ids:
             fields["token_ids"] = event.token_ids
         if event.completion is not None and event.completion.receipt is not None:
             fields["receipt"] = event.completion.receipt
         return fields
-
-    def _prompt(self, index: int) -> list[int]:
-        """The token ids of a choice's prompt."""
-        return self._prompts[index // self._n]
 
     # -- the complete answer -------------------------------------------------------------------
 
@@ -187,9 +186,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 async def _submit(service: Service, body: CompletionRequest) -> tuple[Ticket, list[list[int]]]:
-    """Submit a request; returns its ticket and the token ids of its prompts. Raises APIError and
-    what ``Service.submit`` raises."""
-    adapter = service.check_model(body.model)
+    """Submit a request; also returns its prompts' ids. Raises what ``Service.submit`` raises."""
+    service.check_model(body.model)
     prompts = [await _encode(service, body, prompt) for prompt in body.prompt]
     remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
     limit = remaining if body.max_tokens is None else max(1, body.max_tokens)
@@ -197,20 +195,21 @@ async def _submit(service: Service, body: CompletionRequest) -> tuple[Ticket, li
     logprobs = 0 if body.logprobs is None and best_of > body.n else body.logprobs
     params = sampling_params(body, service.facts, limit, logprobs)
     prompt_logprobs = body.logprobs if body.echo else None
-    params = replace(params, n=best_of, prompt_logprobs=prompt_logprobs, lora=adapter)
-    return await service.submit(prompts, params, body.deadline, body.stream), prompts
+    params = replace(params, n=best_of, prompt_logprobs=prompt_logprobs)
+    return await service.submit(body, prompts, params), prompts
 
 
-class CompletionAnswer(OpenAIAnswer):
+class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
     """An answer of the completions API. With ``echo`` a text begins with its prompt."""
 
     def __init__(
         self, service: Service, body: CompletionRequest, ticket: Ticket, prompts: list[list[int]]
     ) -> None:
-        names, visible = ("cmpl", "text_completion"), not body.skip_special_tokens
-        super().__init__(service, body, ticket, prompts, visible, names)
-        self._body = body
-        self._columns: dict[int, LogprobColumns] = {}
+        super().__init__(service, body, ticket, prompts, "text_completion", "cmpl")
+        self._columns = [
+            LogprobColumns(self._tokenizer, () if body.echo else prompt)
+            for prompt in (() if body.logprobs is None else self._prompts)
+        ]
 
     def complete(self, events: Sequence[StreamEvent]) -> Chunk:
         answer = super().complete(list(map(self._without_extra_token, events)))
@@ -221,8 +220,7 @@ class CompletionAnswer(OpenAIAnswer):
     def _best_choices(
         self, choices: Sequence[dict[str, Any]], events: Sequence[StreamEvent]
     ) -> list[dict[str, Any]]:
-        """Of the ``best_of`` choices of each prompt, the ``n`` with the highest mean
-        log-probability per token."""
+        """Of a prompt's ``best_of`` choices the ``n`` with the highest mean log-probability."""
         logprobs = [[entry.logprob for entry in event.logprobs or ()] for event in events]
         means = [fmean(values or [0.0]) for values in logprobs]
         best: list[dict[str, Any]] = []
@@ -244,7 +242,7 @@ class CompletionAnswer(OpenAIAnswer):
         self._started.add(index)
         optional = self._token_fields(index, event)
         if first and self._body.return_token_ids:
-            optional["prompt_token_ids"] = self._prompt(index)
+            optional["prompt_token_ids"] = self._prompts[index]
         echoed = first and self._body.echo
         return {
             "index": index,
@@ -258,23 +256,20 @@ class CompletionAnswer(OpenAIAnswer):
         """The columns of the new tokens, after those of the prompt if it is echoed."""
         if self._body.logprobs is None or (event.logprobs is None and not echoed):
             return None
-        prompt = self._prompt(index)
         # With an echoed prompt all tokens are listed, including the one that ended the text.
         entries = (
             (event.logprobs or []) if self._body.echo else visible_logprobs(self._tokenizer, event)
         )
         if echoed:
-            entries = [TokenLogprob(prompt[0], 0.0), *(event.prompt_logprobs or ()), *entries]
-        if index not in self._columns:
-            self._columns[index] = LogprobColumns(self._tokenizer, () if echoed else prompt)
+            first = TokenLogprob(self._prompts[index][0], 0.0)
+            entries = [first, *(event.prompt_logprobs or ()), *entries]
         columns = self._columns[index].columns(entries)
         if echoed:  # the first token of a prompt has no log-probability
             columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
         return columns
 
     def _without_extra_token(self, event: StreamEvent) -> StreamEvent:
-        """The event, but with ``max_tokens`` 0 without the one token that the engine decodes in any
-        case."""
+        """The event; with ``max_tokens`` 0, without the token that the engine always decodes."""
         if self._body.max_tokens != 0:
             return event
         completion = event.completion
@@ -293,26 +288,22 @@ class CompletionAnswer(OpenAIAnswer):
         return str(self._tokenizer.decode(prompt, skip_special_tokens=skip))
 
 
-class ChatAnswer(OpenAIAnswer):
+class ChatAnswer(OpenAIAnswer[ChatRequest]):
     """An answer of the chat API: choices are messages or, in a stream, deltas of messages."""
 
     def __init__(self, chat: SubmittedChat) -> None:
-        body = chat.body
-        visible = bool(body.shown_tools) or not body.skip_special_tokens
-        kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        prompts, names = [chat.prompt], ("chatcmpl", kind)
-        super().__init__(chat.service, body, chat.ticket, prompts, visible, names)
-        self._chat, self._body = chat, body
-        self._parsers: dict[int, TextParser] = {}  # by choice
+        kind = "chat.completion.chunk" if chat.body.stream else "chat.completion"
+        super().__init__(chat.service, chat.body, chat.ticket, [chat.prompt], kind, "chatcmpl")
+        self._parsers = [chat.new_parser() for _ in self._prompts]
 
     def complete(self, events: Sequence[StreamEvent]) -> Chunk:
         answer = super().complete(events)
         if self._body.return_token_ids:
-            answer["prompt_token_ids"] = self._chat.prompt
+            answer["prompt_token_ids"] = self._prompts[0]
         return answer
 
     def _choice(self, index: int, event: StreamEvent) -> dict[str, Any]:
-        deltas, reason = parse_event(self._chat.new_parser(), event)
+        deltas, reason = parse_event(self._parsers[index], event)
         message, reason = self._as_function_call(message_from_deltas(deltas), reason)
         return {
             "index": index,
@@ -323,8 +314,7 @@ class ChatAnswer(OpenAIAnswer):
         }
 
     def _as_function_call(self, delta: Delta, reason: str | None) -> tuple[Delta, str | None]:
-        """Replace ``tool_calls`` by ``function_call`` if the request has the older field
-        ``functions``."""
+        """Rename ``tool_calls`` if the request has the older field ``functions``."""
         if self._body.functions and delta.get("tool_calls"):
             delta = {name: value for name, value in delta.items() if name != "tool_calls"} | {
                 "function_call": delta["tool_calls"][0]["function"]
@@ -342,8 +332,7 @@ class ChatAnswer(OpenAIAnswer):
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
         index = self._register(event)
-        parser = self._parsers.setdefault(index, self._chat.new_parser())
-        deltas, reason = parse_event(parser, event)
+        deltas, reason = parse_event(self._parsers[index], event)
         logprobs, token_fields = self._logprobs(event), self._token_fields(index, event)
         if not deltas and (token_fields or (logprobs and logprobs["content"])):
             deltas = [{}]
