@@ -128,6 +128,7 @@ def test_structured_output(server: Running) -> None:
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens: Field required"),
         ({"model": "other"}, 404, "not_found_error", "does not exist"),
         ({"beams": 4}, 400, "invalid_request_error", "'beams'"),
+        ({"n": 2}, 400, "invalid_request_error", "n must be 1 here"),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             400,
@@ -186,6 +187,10 @@ def test_what_has_no_effect_is_noted(server: Running) -> None:
         service_tier="auto",
     )
     assert answer.headers["x-paceline-ignored"] == "metadata, service_tier, thinking"
+    shown = say(server, return_token_ids=True, speculation={"stats": True, "tokens": True})
+    assert shown.headers["x-paceline-ignored"] == (
+        "return_token_ids, speculation.stats, speculation.tokens"
+    )
     search = {"type": "web_search_20250305", "name": "web_search"}
     beside = say(server, tools=[TOOL, search])
     assert beside.status == 200

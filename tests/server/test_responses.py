@@ -232,7 +232,7 @@ def test_tools_of_other_servers_beside_functions_are_left_out(server: Running) -
         ({"tools": [{"type": "web_search"}]}, "tools", "tools of type 'web_search' are not run"),
         ({"conversation": "x"}, "conversation", "conversations are not stored"),
         ({"background": True}, "background", "background responses are not supported"),
-        ({"n": 2}, None, "n must be 1 here"),
+        ({"n": 2}, "n", "n must be 1 here"),
     ],
 )
 def test_errors(server: Running, fields: dict[str, Any], param: str | None, words: str) -> None:

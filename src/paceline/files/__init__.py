@@ -185,9 +185,8 @@ def render_template(template: Path, **values: Any) -> str:
 
 @contextmanager
 def atomic_folder(path: str | Path, what: str, damaged: bool = False) -> Iterator[Path]:
-    """Yield a new folder to fill in the block; it becomes ``path`` if the block ends without error.
-    An existing folder is replaced if all its files match its manifest; ``damaged`` as in
-    ``check_folder``. Raises WriteError."""
+    """A new folder to fill, which becomes ``path`` if the block ends without error. It replaces a
+    folder that matches its manifest; ``damaged`` as in ``check_folder``. Raises WriteError."""
     aside = _Aside(path)
     clear_killed(aside.path)
     check_folder(path, what, damaged)

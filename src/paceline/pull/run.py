@@ -119,8 +119,7 @@ def _failure(entry: Pullable, output_text: str, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Pulled:
-    """A model in the cache folder; ``fetched``: this call downloaded it. ``size`` is that of the
-    weights in bytes."""
+    """A model in the cache folder; ``fetched``: just now. ``size``: of the weights in bytes."""
 
     entry: Pullable
     folder: Path
@@ -199,8 +198,7 @@ def _convert(gguf: str, folder: Path) -> None:
 
 
 def _finish(entry: Pullable, folder: Path, expected: str | None) -> None:
-    """Check the SHA-256 of the weights, then write the model card and the marker of a complete
-    folder. Raises ModelLoadError."""
+    """Check the weights' SHA-256; write model card and completion mark. Raises ModelLoadError."""
     weights = folder / "model.safetensors"
     digest = file_sha256(weights, "checking the weights")
     if expected not in (None, digest):

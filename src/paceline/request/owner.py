@@ -31,10 +31,6 @@ _IDLE_SECONDS = 1.0  # the engine's thread ends after this time without callers
 _EXIT_SECONDS = 10.0  # how long the interpreter's exit waits for the last step
 
 
-def _closed() -> PacelineError:
-    return PacelineError("this LLM has been closed; make another one")
-
-
 @dataclass
 class Waiter:
     """A caller that waits until ``done()`` is true. ``error``: why that will never be."""
@@ -66,7 +62,7 @@ class EngineOwner:
     def engine(self) -> Engine:
         """Raises PacelineError after ``close``."""
         if self._engine is None or self._closing:
-            raise _closed()
+            raise PacelineError("this LLM has been closed; make another one")
         return self._engine
 
     # -- commands of callers ---------------------------------------------------------------------
@@ -136,9 +132,8 @@ class EngineOwner:
         return advanced
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Return once ``done()`` is true. Runs steps on this thread, or waits for the engine's
-        thread if other callers wait as well. Raises EngineLostError if the engine cannot go on,
-        PacelineError after ``close``."""
+        """Return once ``done()`` is true. Runs steps here, or waits for the engine's thread if
+        other callers wait as well. Raises EngineLostError, and PacelineError after ``close``."""
         try:
             with self._engine_lock(wait=False) as locked:
                 while locked and self._thread is None and not done() and not self._waiters:

@@ -55,9 +55,8 @@ class Receipts:
         self._target, self._tokenizer = target, tokenizer
 
     def begin(self, params: SamplingParams) -> tuple[SamplingParams, dict[str, Any] | None]:
-        """The request's parameters, with a seed added if it samples without one, and the origin;
-        the origin is None if no receipt is asked for. Raises ConfigError if an answer of this LLM
-        could not be replayed."""
+        """The parameters, with a seed if they sample without one, and the origin (None if no
+        receipt is asked for). Raises ConfigError if an answer of this LLM could not be replayed."""
         if not params.receipt:
             return params, None
         if not params.greedy and params.seed is None:

@@ -160,9 +160,8 @@ class Request:
 
 
 def advance(engine: Engine, requests: Mapping[int, Request]) -> list[tuple[Request, Commit]]:
-    """Run one step of the engine and apply its commits to ``requests`` (by sequence id). Returns
-    the requests that advanced, with their commits. Raises EngineLostError if the engine cannot go
-    on; all requests have then ended."""
+    """Run one step and apply its commits to ``requests`` (by sequence id). Returns those that
+    advanced, with their commits. Raises EngineLostError, after ending all requests."""
     try:
         commits = engine.step()
     except EngineLostError as error:

@@ -102,7 +102,11 @@ class Detokeniser:
             return ""
         piece = self._stream.step(self._backend, self._unread)
         self._unread = []
-        return self._show(piece) if piece else ""
+        if not piece:
+            return ""
+        text, self._prompt_ending = self._without_prompt_ending(piece), ""
+        self._shown, self._waiting = self._waiting, []
+        return text
 
     def guess(self) -> str:
         """The waiting tokens' text if no byte follows; "" if they end inside a character."""
@@ -129,11 +133,6 @@ class Detokeniser:
         )
         return self._without_prompt_ending(whole[len(shown) :])
 
-    def _show(self, piece: str) -> str:
-        text, self._prompt_ending = self._without_prompt_ending(piece), ""
-        self._shown, self._waiting = self._waiting, []
-        return text
-
     def _without_prompt_ending(self, text: str) -> str:
         """``text`` without the end of the prompt's text that it begins with."""
         ending = self._prompt_ending
@@ -142,10 +141,9 @@ class Detokeniser:
 
 
 class TextStream:
-    """The text of one sequence, up to its first stop string. ``push`` (or ``consume``) its tokens,
-    ``take`` the text that may be shown, and ``finish``. All text together is the decoded prompt and
-    output without the decoded prompt. Text that may be the beginning of a stop string is held
-    back."""
+    """The text of one sequence, up to its first stop string; what may be the beginning of one is
+    held back. ``push`` (or ``consume``) its tokens, ``take`` the text that may be shown, and
+    ``finish``. All text together is the decoded prompt and output without the decoded prompt."""
 
     def __init__(
         self,
@@ -228,9 +226,8 @@ class TextStream:
 
 
 def first_stop(text: str, stops: Sequence[str], ignored: int = 0) -> tuple[int, int] | None:
-    """Start and end of the stop string that is complete first in ``text``, the longest if several
-    end there; None if there is none. Stop strings that end within the first ``ignored`` characters
-    do not count."""
+    """Start and end of the stop string that is complete first in ``text`` (the longest of those),
+    or None. Stop strings that end within the first ``ignored`` characters do not count."""
     ends = []
     for stop in stops:
         start = text.find(stop, max(0, ignored + 1 - len(stop)))

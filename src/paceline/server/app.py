@@ -36,9 +36,8 @@ def create_app(
     on_end: Callable[[Exchange], None] | None = None,
     local: bool = False,
 ) -> FastAPI:
-    """Create the application of a service. It starts and stops the engine. Without ``keys`` anybody
-    may use the API. ``local`` restricts host names (``check_host``). ``on_end`` is called after
-    each request."""
+    """Create the application, which starts and stops the engine. Without ``keys`` anybody may use
+    it. ``local`` restricts host names (``check_host``). ``on_end`` is called after each request."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

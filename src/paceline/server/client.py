@@ -16,10 +16,13 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
+from paceline.request.completion import Completion, StreamEvent
 from paceline.server import wire
+from paceline.server.config import ServeConfig
 from paceline.server.failures import (
     APIError,
     deadline_exceeded,
@@ -27,11 +30,6 @@ from paceline.server.failures import (
     queue_full,
     shutting_down,
 )
-
-if TYPE_CHECKING:
-    from paceline.core.params import SamplingParams
-    from paceline.request.completion import Completion, StreamEvent
-    from paceline.server.config import ServeConfig
 
 SCRAPE_SECONDS = 5.0
 # New requests are refused while more bytes than this wait for the engine to read them.
@@ -55,8 +53,7 @@ class EngineEndpoint(Protocol):
 
 @dataclass(frozen=True)
 class Load:
-    """Number of running and queued HTTP requests, of their sequences, and the most sequences that
-    the server accepts at a time."""
+    """Numbers of HTTP requests and of their sequences, and the most sequences accepted at once."""
 
     requests: int
     sequences: int
@@ -90,8 +87,7 @@ class Ticket:
         self._client.cancel(self.number)
 
     async def next(self) -> list[StreamEvent]:
-        """Wait for the events since the last call; [] once all sequences are complete. Raises the
-        APIError that ended the ticket."""
+        """Wait for new events; [] once all are complete. Raises the error that ended the ticket."""
         while self.unfinished and not self._events:
             if self.error is not None:
                 raise self.error
@@ -118,8 +114,7 @@ class Ticket:
 
 
 class EngineClient:
-    """Sends the requests of HTTP handlers to an engine and distributes its events. Handlers know of
-    the engine only what ``facts`` says."""
+    """Sends requests of HTTP handlers, which know only ``facts``, and distributes the events."""
 
     def __init__(self, engine: EngineEndpoint, config: ServeConfig) -> None:
         self.engine, self.facts, self.config = engine, engine.facts, config
@@ -163,9 +158,8 @@ class EngineClient:
         streams: bool = True,
     ) -> Ticket:
         """Queue ``params.n`` requests for each prompt. ``deadline`` is in seconds; the server's own
-        deadline holds besides. With ``streams`` there is an event per step, without it one per
-        completion. Raises APIError and ConfigError, also for what the engine refuses; later
-        failures are raised by the ticket."""
+        deadline holds besides. With ``streams`` there is an event per step, else per completion.
+        Raises APIError and ConfigError, also of the engine; the ticket raises later failures."""
         if self._draining or self._stopped:
             raise shutting_down("the server is shutting down; send the request elsewhere")
         number = next(self._numbers)
@@ -188,8 +182,7 @@ class EngineClient:
         return ticket
 
     def _check_capacity(self, count: int) -> None:
-        """Raise APIError if the queue has no room for ``count`` sequences now, ConfigError if it
-        never can have."""
+        """Raise APIError if there is no room for ``count`` sequences now, ConfigError if never."""
         load, batch = self.load, self.facts.max_batch_size
         if count > load.capacity:
             raise ConfigError(
@@ -313,8 +306,7 @@ class EngineClient:
         self._started = True
 
     def _send(self, message: wire.WireMessage) -> None:
-        """Send a message. Raises ConfigError if it cannot be encoded, APIError if the engine has
-        ended or does not read."""
+        """Send a message. Raises ConfigError if it cannot be encoded, APIError if nobody reads."""
         if self._writer is None or self._writer.is_closing():
             raise engine_lost()
         try:

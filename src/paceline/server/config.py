@@ -139,9 +139,8 @@ def configure(
     file: str | Path | None = None,
     choose: Callable[[str], str] = lambda name: name or EMBEDDED,
 ) -> ServeConfig:
-    """Merge the defaults, the file, and the flags that are not None, which take precedence.
-    ``choose`` gets the model's name ("" if none was given) and returns the model to serve. Raises
-    ConfigError."""
+    """Merge defaults, file, and flags that are not None; the last wins. ``choose`` gets the model's
+    name ("" if none was given) and returns the model to serve. Raises ConfigError."""
     values = {} if file is None else read_file(file)
     for entry in keys():
         value = flags.get(entry.name)
@@ -172,8 +171,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def _unknown_key(section: str, name: str) -> str:
-    """The message for an unknown key or, if ``section`` is "", an unknown section. It suggests the
-    most similar one."""
+    """The message for an unknown key or ("") section, with the most similar one."""
     candidates = {entry.name: f"[{entry.key.section}] {entry.name}" for entry in keys()}
     if not section:
         candidates |= {other: f"[{other}]" for other in SECTIONS}

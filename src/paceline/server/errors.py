@@ -1,5 +1,4 @@
-"""Error responses in the format of OpenAI, ``{"error": {message, type, param, code}}``, and of
-Anthropic."""
+"""Errors in the formats of OpenAI, ``{"error": {message, type, param, code}}``, and Anthropic."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from starlette.routing import Route
 from paceline.core.keywords import did_you_mean, our_name
 from paceline.server.failures import APIError, as_api_error
 from paceline.server.fields import REFUSED, known_fields
-from paceline.server.requestlog import request_id
+from paceline.server.requestlog import current_exchange
 
 # The least similarity (difflib) of a suggested name. It allows for typing errors, but does not
 # suggest another field for an unsupported one such as length_penalty.
@@ -70,7 +69,7 @@ def anthropic_body(error: APIError) -> dict[str, Any]:
     return {
         "type": "error",
         "error": {"type": kind, "message": message},
-        "request_id": request_id(),
+        "request_id": current_exchange().id,
     }
 
 

@@ -47,8 +47,7 @@ _HANGING_SECONDS = 10.0  # how long a forward may hang after the model was lost
 
 
 class Link:
-    """The engine's end of the connection; any thread may send. ``on_close`` is called once the
-    HTTP side has closed the connection."""
+    """The engine's end of the connection. ``on_close`` is called once the other end is closed."""
 
     def __init__(self, connection: socket.socket, on_close: Callable[[], None]) -> None:
         self._connection, self._on_close = connection, on_close

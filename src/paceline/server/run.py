@@ -19,20 +19,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import uvicorn
 
 from paceline.errors import EngineLostError, PacelineError
 from paceline.server.app import create_app
 from paceline.server.client import EngineClient
+from paceline.server.config import ServeConfig
 from paceline.server.requestlog import Exchange
 from paceline.server.security import Keys, is_loopback
 from paceline.server.service import Service
 from paceline.server.wire import Facts
-
-if TYPE_CHECKING:
-    from paceline.server.config import ServeConfig
 
 log = logging.getLogger("paceline.server")
 
@@ -189,8 +186,7 @@ class DrainingServer(uvicorn.Server):
         print(self._announcement, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start to drain. Unlike uvicorn's method, this one does not raise the signal again, so a
-        drained server exits with status 0."""
+        """Start to drain. uvicorn would raise the signal again; a drained server exits with 0."""
         if self._drain_until is not None:
             log.warning("received a second signal: ending at once")
             os._exit(128 + sig)

@@ -14,17 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import ConfigError
 from paceline.server.errors import error_response
 from paceline.server.failures import APIError
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 KEYS_VARIABLE = "PACELINE_API_KEYS"
 # Paths that need no API key: they reveal neither prompts nor answers.
@@ -66,8 +63,7 @@ class Keys:
         return any([hmac.compare_digest(digest_of_key, digest) for digest in self.digests])
 
     def check_key(self, scope: Scope) -> APIError | None:
-        """An error unless the request has a valid key or its path is open. Stores the owner of the
-        key in the scope."""
+        """An error unless the key is valid or the path open. The owner goes into the scope."""
         if scope["path"] in OPEN_PATHS:
             return None
         key = key_of(scope)
@@ -206,8 +202,7 @@ class Gate:
         await self._app(scope, receive_body_first, send)
 
     async def _read_body(self, request: Request) -> bytes:
-        """Read the body. Raises APIError if it is too large, ClientDisconnect if the client has
-        gone."""
+        """Raises APIError if the body is too large, ClientDisconnect if the client has gone."""
         # The HTTP parser has checked that this is a number.
         declared = int(request.headers.get("content-length") or 0)
         # Closing the connection while the client sends would reset it, and the client would not

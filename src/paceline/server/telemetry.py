@@ -87,14 +87,12 @@ class Telemetry:
             shared["error.type"] = str(exchange.status)
         self._duration.record(exchange.seconds, shared)
         for completion in exchange.ticket.completions if exchange.ticket else ():
-            first, later_tokens = (
-                completion.stats.time_to_first_token,
-                len(completion.token_ids) - 1,
-            )
+            stats, later_tokens = completion.stats, len(completion.token_ids) - 1
+            first = stats.time_to_first_token
             self._first.record(first, shared)
             if later_tokens > 0:
-                last = completion.stats.arrivals[-1][0]
-                self._per_token.record((last - first) / later_tokens, shared)
+                seconds = (stats.arrivals[-1][0] - first) / later_tokens
+                self._per_token.record(seconds, shared)
         self._export_span(exchange, f"{operation} {self._model}", shared)
 
     def _export_span(self, exchange: Exchange, name: str, shared: dict[str, Any]) -> None:

@@ -158,8 +158,7 @@ REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(
 
 
 def encode_message(message: WireMessage) -> bytes:
-    """The bytes of a message, including its length. Raises UnicodeEncodeError or OverflowError for
-    values that cannot be encoded."""
+    """A message with its length, as bytes. Raises UnicodeEncodeError or OverflowError."""
     buffer = bytearray(_HEADER.size)
     _ENCODER.encode_into(message, buffer, _HEADER.size)
     _HEADER.pack_into(buffer, 0, len(buffer) - _HEADER.size)

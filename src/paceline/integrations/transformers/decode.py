@@ -46,8 +46,7 @@ from paceline.request.completion import CompletionStats
 
 @dataclass
 class SharedEngine:
-    """The engine of one model, which one call uses at a time, and the ``key`` of the draft, options
-    and weights that it was built for."""
+    """A model's engine, for one call at a time, and the ``key`` of what it was built for."""
 
     lock: Any = field(default_factory=threading.RLock)
     busy: bool = False
@@ -135,8 +134,7 @@ def _tokenizer(model: Any, draft: DraftSpec | Drafter, given: Any) -> Any:
 
 
 def _target(model: Any, backend: str) -> CausalModel:
-    """The model for an engine: new modules that share the weights. Raises ConfigError if these are
-    not all on one device."""
+    """New modules that share the weights. Raises ConfigError if these are on several devices."""
     check_backend(backend)
     kind = type(model).__name__
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
@@ -221,8 +219,7 @@ def generate(
 
 
 def _caller_arguments() -> dict[str, Any]:
-    """The local variables of ``model.generate``, since transformers 5.17 to 5.23 do not pass the
-    streamer on."""
+    """Local variables of ``model.generate``: transformers 5.17 to 5.23 keep the streamer there."""
     frame = sys._getframe(2)
     return dict(frame.f_locals) if frame.f_code.co_name == "generate" else {}
 
@@ -281,9 +278,8 @@ def _columns(
     first: int = 0,
     running: Collection[SequenceState] = (),
 ) -> list[tuple[int, ...]]:
-    """The generated tokens as columns with one token per row: from column ``first`` to the last
-    column that all ``running`` rows have. Rows that have ended are padded. Raises ConfigError if
-    there is no padding token."""
+    """The generated tokens as columns, one token per row, from ``first`` to the last that all
+    ``running`` rows have. Ended rows are padded; raises ConfigError without a padding token."""
     last = min((row.generated for row in running), default=max(row.generated for row in rows))
     texts = (row.tokens[row.prompt_length + first :] for row in rows)
     columns: list[Any] = list(islice(zip_longest(*texts, fillvalue=pad), last - first))

@@ -54,8 +54,7 @@ class Terms:
 def read_terms(
     config: Any, processors: Sequence[Any], criteria: Sequence[Any], length: int
 ) -> Terms:
-    """Translate the prepared lists of a call whose prompts are padded to ``length``. Raises
-    ConfigError."""
+    """Translate the lists of a call with prompts padded to ``length``. Raises ConfigError."""
     _check_config(config)
     stop_ids, max_length, other_criteria = _read_criteria(criteria)
     max_tokens = min(max_length, config.max_length) - length

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from paceline.request.validation import text_of
 from paceline.server.api import blocks
-from paceline.server.api.chat import SubmittedChat, render_request
+from paceline.server.api.chat import SubmittedChat, parse_arguments, render_request
 from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.api.tools import new_tool_call
 from paceline.server.errors import anthropic_body
@@ -136,8 +136,7 @@ class MessagesRequest(CountRequest):
 
 
 def _messages_of_turn(turn: Turn, number: int) -> Iterator[blocks.MessageFields]:
-    """The chat messages of turn ``number``: one for each tool result, then one for all other
-    blocks. Raises APIError."""
+    """The chat messages of a turn: one per tool result, then one of all else. Raises APIError."""
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return
@@ -219,8 +218,7 @@ class MessagesAnswer(blocks.BlocksAnswer):
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
 
     def _matched_stop(self) -> str | None:
-        """The stop string that ended the text. The text was cut before it, but it is still part of
-        the tokens."""
+        """The stop string that ended the text, which is cut before it; the tokens still have it."""
         stops, completion = self._chat.body.stop, self._completion
         if not stops or completion is None:
             return None
@@ -270,14 +268,6 @@ class MessagesAnswer(blocks.BlocksAnswer):
 
     def _end_block(self, block: dict[str, Any], truncated: bool) -> Iterator[Chunk]:
         if not self._is_text(block):
-            block["input"], self._input = _parse_input(self._input), ""
+            value, self._input = parse_arguments(self._input), ""
+            block["input"] = value if isinstance(value, dict) else {}  # {}: it was cut off
         yield self._block_event("content_block_stop")
-
-
-def _parse_input(text: str) -> dict[str, Any]:
-    """The input of a tool use; {} if it was cut off or is not an object."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ValidationError
 from paceline.request.completion import Completion, StreamEvent
 from paceline.server.api.chat import SubmittedChat
 from paceline.server.api.choices import token_records
-from paceline.server.api.protocol import ChatRequest, Generation
+from paceline.server.api.protocol import ChatRequest, Generation, Speculation
 from paceline.server.api.tools import parse_event
 from paceline.server.errors import validation_error
 from paceline.server.failures import APIError
@@ -34,8 +34,7 @@ def errors_at(where: str) -> Iterator[None]:
 
 
 class BlocksAnswer(Answer):
-    """An answer with one completion. ``_blocks`` has the blocks started so far; the last one may
-    still be open."""
+    """An answer with one completion. ``_blocks`` were started; the last one may still be open."""
 
     named_events: ClassVar[bool] = True
 
@@ -165,6 +164,17 @@ def to_chat_request(
 ) -> ChatRequest:
     """Convert a request of another API: the fields that it shares with chat requests, and
     ``fields``. Errors about messages name ``conversation_field``. Raises APIError."""
+    if request.n != 1:
+        problem = "n must be 1 here; /v1/chat/completions supports several answers"
+        raise APIError(problem, param="n", code="invalid_value")
+    speculation = request.speculation or Speculation()
+    additions = {
+        "return_token_ids": request.return_token_ids,
+        "speculation.stats": speculation.stats,
+        "speculation.tokens": speculation.tokens,
+    }
+    for name in (name for name, wanted in additions.items() if wanted):
+        report_ignored(name)
     common = request.model_dump(
         include=set(Generation.model_fields), exclude_unset=True, by_alias=True
     )

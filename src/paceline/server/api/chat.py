@@ -10,9 +10,9 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.params import Grammar, SamplingParams, shown
 from paceline.errors import PromptError
@@ -28,21 +28,18 @@ from paceline.server.api.protocol import (
     Tool,
 )
 from paceline.server.api.tools import ForcedCallParser, TextParser, ToolCallParser, forced_grammar
+from paceline.server.client import Ticket
 from paceline.server.failures import APIError, check_text
 from paceline.server.requestlog import report_ignored
+from paceline.server.service import Service
 from paceline.server.wire import Facts
-
-if TYPE_CHECKING:
-    from paceline.server.client import Ticket
-    from paceline.server.service import Service
-
 
 PREDICTED_LENGTH = 16  # draft tokens per step for a request with a predicted output
 _MAX_DIGITS = 12  # of a token id
 # Request fields that are fields of SamplingParams by the same name.
 _SAME_NAMED = (
     *("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
-    *("ignore_eos", "priority", "n", "receipt"),
+    *("ignore_eos", "priority", "n", "receipt", "include_stop_str_in_output"),
 )
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _GRAMMAR_FIELDS = ("response_format", "structured_outputs", *_GUIDED)
@@ -59,9 +56,8 @@ class SubmittedChat:
 
     @classmethod
     async def submit(cls, service: Service, body: ChatRequest) -> SubmittedChat:
-        """Render the prompt and submit the request to the engine. Raises APIError and what
-        ``Service.submit`` raises."""
-        adapter = service.check_model(body.model)
+        """Render the prompt and submit it. Raises APIError and what ``Service.submit`` raises."""
+        service.check_model(body.model)
         prompt = await asyncio.to_thread(render_request, service.tokenizer, body)
         remaining = service.remaining(len(prompt), "messages")
         limit = body.max_completion_tokens or body.max_tokens or remaining
@@ -73,9 +69,7 @@ class SubmittedChat:
             expected = await service.encode(body.prediction.content, False, "prediction")
             length = PREDICTED_LENGTH if params.draft_length is None else params.draft_length
             params = replace(params, prediction=tuple(expected), draft_length=length)
-        params = replace(params, lora=adapter)
-        ticket = await service.submit([prompt], params, body.deadline, body.stream)
-        return cls(service, body, prompt, ticket)
+        return cls(service, body, prompt, await service.submit(body, [prompt], params))
 
     def new_parser(self) -> TextParser:
         """A parser for the text of one choice."""
@@ -154,8 +148,7 @@ def _template_of(tokenizer: Tokenizer) -> str:
 
 
 def _check_variables(tokenizer: Tokenizer, variables: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the variables. Raises APIError for one that is the name of a parameter of
-    ``apply_chat_template``."""
+    """A copy of the variables. Raises APIError for parameters of ``apply_chat_template``."""
     reserved = signature(tokenizer.apply_chat_template).parameters
     for name in variables:
         if name in reserved or name in ("messages", "self"):
@@ -179,7 +172,7 @@ def _template_message(
         fields["reasoning_content"] = message.reasoning_content
     calls = message.tool_calls or []
     functions = [
-        {"name": call.function.name, "arguments": _parse_arguments(call.function.arguments)}
+        {"name": call.function.name, "arguments": parse_arguments(call.function.arguments)}
         for call in calls
     ]
     if with_tools:
@@ -197,8 +190,8 @@ def _template_message(
     return fields
 
 
-def _parse_arguments(text: str) -> Any:
-    """The arguments as templates expect them: an object, or the text if it is not JSON."""
+def parse_arguments(text: str) -> Any:
+    """The arguments of a call as an object, or as text if they are not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -246,7 +239,6 @@ def sampling_params(
         seed=None if request.seed in (None, -1) else request.seed % 2**63,
         max_tokens=max_tokens,
         logprobs=0 if logprobs is None and speculation.tokens else logprobs,
-        include_stop_str_in_output=request.include_stop_str_in_output,
         drafter=_drafter(speculation.drafter, facts.drafters),
         draft_length=speculation.draft_length,
         skip_special_tokens=request.skip_special_tokens and not keep_special_tokens,
@@ -256,16 +248,11 @@ def sampling_params(
 
 
 def sampling_settings(request: Generation, defaults: SamplingDefaults) -> dict[str, Any]:
-    """The temperature, truncation and repetition penalty of a request, completed by the defaults.
-    Raises ConfigError."""
-    requested = SamplingDefaults(
-        request.temperature,
-        request.top_p or (None if request.top_p is None else 1.0),
-        1 if request.top_p == 0 else request.top_k,
-        request.min_p,
-        request.repetition_penalty,
-    )
-    return requested.over(defaults).filled()
+    """Temperature, truncation and repetition penalty, or their defaults. Raises ConfigError."""
+    requested = {item.name: getattr(request, item.name) for item in fields(SamplingDefaults)}
+    if request.top_p == 0:  # greedy
+        requested |= {"top_p": 1.0, "top_k": 1}
+    return SamplingDefaults(**requested).over(defaults).filled()
 
 
 def _parse_logit_bias(logit_bias: dict[str, float]) -> dict[int, float]:
@@ -310,7 +297,11 @@ def _text_grammar(request: Generation) -> Grammar | None:
     json_objects = [structured.json_object, form is not None and form.type == "json_object"]
     grammars = [
         *(Grammar.json() for wanted in json_objects if wanted),
-        *(_json_grammar(schema) for schema in schemas if schema is not None),
+        *(
+            Grammar("json", schema if isinstance(schema, str) else json.dumps(schema))
+            for schema in schemas
+            if schema is not None
+        ),
         *(Grammar("regex", regex) for regex in regexes if regex is not None),
         *(Grammar("lark", lark) for lark in larks if lark is not None),
     ]
@@ -321,7 +312,3 @@ def _text_grammar(request: Generation) -> Grammar | None:
             param="structured_outputs",
         )
     return grammars[0] if grammars else None
-
-
-def _json_grammar(schema: dict[str, Any] | str) -> Grammar:
-    return Grammar("json", schema if isinstance(schema, str) else json.dumps(schema))

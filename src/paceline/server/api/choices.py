@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paceline.core.params import TokenLogprob
 from paceline.model.tokenizer import Tokenizer
+from paceline.request.completion import StreamEvent
 from paceline.request.text import Detokeniser, Spelling
-
-if TYPE_CHECKING:
-    from paceline.core.params import TokenLogprob
-    from paceline.request.completion import StreamEvent
 
 
 def count_predicted_tokens(
@@ -46,8 +44,7 @@ def visible_logprobs(tokenizer: Tokenizer, event: StreamEvent) -> list[TokenLogp
 
 
 def token_records(tokenizer: Tokenizer, event: StreamEvent) -> list[dict[str, Any]]:
-    """Those tokens of the event that are part of the text, with their alternatives, in the format
-    of chat completions."""
+    """The tokens of the event's text, with alternatives, in the format of chat completions."""
 
     def record(token: int, logprob: float) -> dict[str, Any]:
         token_bytes = Spelling.of(tokenizer).bytes_of(token)
@@ -81,8 +78,7 @@ class TokenOrigins:
         self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=not visible)
 
     def records(self, event: StreamEvent) -> list[dict[str, Any]]:
-        """The records of the next event's tokens. ``draft_position`` is the token's index in the
-        draft of the step."""
+        """The records of the next event's tokens. ``draft_position`` counts in the step's draft."""
         records: list[dict[str, Any]] = []
         position, reason = 0, finish_reason(event)
         for index, (token, drafted) in enumerate(
@@ -136,8 +132,7 @@ class LogprobColumns:
         }
 
     def _name(self, token: int) -> str:
-        """The text of a token; as in OpenAI's API, tokens that are not whole characters have the
-        prefix ``bytes:``."""
+        """A token's text; as in OpenAI's API, incomplete characters have the prefix ``bytes:``."""
         token_bytes = Spelling.of(self._tokenizer).bytes_of(token)
         name = _decode(token_bytes)
         return name if name.encode() == token_bytes else f"bytes:{name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -96,8 +96,6 @@ class ResponsesRequest(Generation):
 
     @model_validator(mode="after")
     def _check_fields(self) -> ResponsesRequest:
-        if self.n != 1:
-            raise ValueError("n must be 1 here; /v1/chat/completions supports several answers")
         # The response repeats these fields. The input is checked when it becomes messages.
         if not is_unicode(json.dumps(self.model_dump(exclude={"input"}), ensure_ascii=False)):
             raise ValueError("a text has half a surrogate pair, which is no character")
@@ -160,68 +158,53 @@ class ResponsesRequest(Generation):
 def messages_from_items(
     items: str | list[OutputItem], find_item: Callable[[str], OutputItem | None]
 ) -> list[blocks.MessageFields]:
-    """Convert the items of an input to messages. ``find_item`` returns the stored item for an item
-    reference. Raises APIError."""
+    """Convert input items to messages; ``find_item`` resolves references. Raises APIError."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[blocks.MessageFields] = []
     for number, item in enumerate(items):
         with blocks.errors_at(f"input.{number}"):
-            kind = item.get("type", "message")
-            if kind == "item_reference":
+            if item.get("type") == "item_reference":
                 item_id = str(item.get("id"))
                 stored = find_item(item_id)
                 if stored is None:
                     raise ValueError(
                         f"there is no stored item {item_id[:80]!r}; send the item itself"
                     )
-                item, kind = stored, stored["type"]
-            add_item = _CONVERTERS.get(kind) if isinstance(kind, str) else None
-            if add_item is None:
-                raise ValueError(f"items of type {str(kind)[:40]!r} are not supported")
-            add_item(item, messages)
+                item = stored
+            _add_item(item, messages)
     return messages
 
 
 def _assistant_message(messages: list[blocks.MessageFields]) -> blocks.MessageFields:
-    """The last message if it is the assistant's, else a new one: the items of one answer become
-    one message."""
+    """The assistant's last message, or a new one: an answer's items become one message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
-def _add_message(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
-    role, text = item["role"], text_of(item["content"])
-    if role == "assistant":
-        message = _assistant_message(messages)
-        if not message.get("tool_calls"):
-            message["content"] = (message["content"] or "") + (text or "")
-            return
-    messages.append({"role": role, "content": text})
-
-
-def _add_call(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
-    identifier = str(item.get("call_id") or item.get("id") or "")
-    name = qualified_name(item.get("namespace"), item["name"])
-    call = new_tool_call(name, item.get("arguments") or "{}", identifier)
-    _assistant_message(messages).setdefault("tool_calls", []).append(call)
-
-
-def _add_call_output(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
-    content = text_of(item["output"])
-    messages.append({"role": "tool", "content": content, "tool_call_id": item["call_id"]})
-
-
-def _add_reasoning(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
-    reasoning = text_of(item.get("content")) or text_of(item.get("summary"))
-    if reasoning:
-        messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
-
-
-_CONVERTERS: Mapping[str, Callable[[OutputItem, list[blocks.MessageFields]], None]] = {
-    "message": _add_message,
-    "function_call": _add_call,
-    "function_call_output": _add_call_output,
-    "reasoning": _add_reasoning,
-}
+def _add_item(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
+    """Add an item of an input to the messages. Raises KeyError and ValueError."""
+    match item.get("type", "message"):
+        case "message":
+            role, text = item["role"], text_of(item["content"])
+            last = _assistant_message(messages) if role == "assistant" else {"tool_calls": ()}
+            if "tool_calls" in last:
+                messages.append({"role": role, "content": text})
+            else:
+                last["content"] = (last["content"] or "") + (text or "")
+        case "function_call":
+            identifier = str(item.get("call_id") or item.get("id") or "")
+            name = qualified_name(item.get("namespace"), item["name"])
+            call = new_tool_call(name, item.get("arguments") or "{}", identifier)
+            _assistant_message(messages).setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            result = {"content": text_of(item["output"]), "tool_call_id": item["call_id"]}
+            messages.append({"role": "tool", **result})
+        case "reasoning":
+            reasoning = text_of(item.get("content")) or text_of(item.get("summary"))
+            if reasoning:
+                message = {"role": "assistant", "content": "", "reasoning_content": reasoning}
+                messages.append(message)
+        case kind:
+            raise ValueError(f"items of type {str(kind)[:40]!r} are not supported")

@@ -1,5 +1,4 @@
-"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, compatible with vLLM; and prompts for
-filling in the middle (FIM)."""
+"""vLLM's ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``; fill-in-the-middle prompts."""
 
 from __future__ import annotations
 

@@ -16,21 +16,19 @@ import json
 import re
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.params import Grammar
+from paceline.request.completion import StreamEvent
+from paceline.request.text import longest_overlap
 from paceline.server.api.protocol import ChatRequest, Tool
-
-if TYPE_CHECKING:
-    from paceline.request.completion import StreamEvent
 
 Call = dict[str, Any]
 Delta = dict[str, Any]
 
 
 class TextParser:
-    """Turns the growing text of one choice into deltas in the format of OpenAI's chunks. This one
-    is for answers without tool calls."""
+    """Turns the growing text of a choice into OpenAI's deltas. This one expects no tool calls."""
 
     def feed(self, text: str) -> list[Delta]:
         return [{"content": text}] if text else []
@@ -155,18 +153,9 @@ _PARTIAL_JSON_START = re.compile(r"(?:\{\s*|\[\s*(?:\{\s*)?)?")
 _HEAD_LIMIT = 256  # most characters from a tag to the first quote of the JSON
 
 
-def _partial_tag_length(text: str) -> int:
-    """The length of the longest suffix of ``text`` that is the beginning of a tag."""
-    for length in range(min(len(text), max(map(len, _TAGS)) - 1), 0, -1):
-        if any(tag.startswith(text[-length:]) for tag in _TAGS):
-            return length
-    return 0
-
-
 class ToolCallParser(TextParser):
     """Parses an answer of text, tool calls, or both. Text around calls, and text that only looks
-    like a call, is content; whitespace next to calls is dropped. ``parallel``: more than one call
-    may be returned."""
+    like a call, is content; whitespace next to calls is dropped. ``parallel``: several calls."""
 
     def __init__(self, tools: Sequence[Tool], parallel: bool) -> None:
         self._names = {tool.function.name for tool in tools}
@@ -212,7 +201,7 @@ class ToolCallParser(TextParser):
         while True:
             match = _TAG.search(self._buffer)
             if match is None:
-                self._add_content(len(self._buffer) - _partial_tag_length(self._buffer))
+                self._add_content(len(self._buffer) - longest_overlap(self._buffer, tuple(_TAGS)))
                 yield
             elif match[0] == "```" and self._in_code:
                 self._in_code = False
@@ -306,18 +295,17 @@ def forced_grammar(request: ChatRequest) -> Grammar | None:
     schema: dict[str, Any] = {
         "$defs": {name: _rebased(f.parameters, f"#/$defs/{name}") for name, f in functions}
     }
-    calls = [_call_schema(name) for name, _ in functions]
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, _ in functions
+    ]
     schema |= calls[0] if len(calls) == 1 else {"anyOf": calls}
     return Grammar("json", json.dumps(schema))
-
-
-def _call_schema(name: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
 
 
 def _rebased(schema: Any, path: str) -> Any:
@@ -334,28 +322,24 @@ def _rebased(schema: Any, path: str) -> Any:
 
 
 def parse_tool_calls(text: str, names: Set[str]) -> list[Call]:
-    """The calls in a JSON text, which is an object or a list; [] unless all call one of
-    ``names``."""
+    """The calls in JSON text, an object or a list; [] unless all of them call one of ``names``."""
     try:
         parsed = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return []
-    items = parsed if isinstance(parsed, list) else [parsed]
-    calls = [_as_call(item, names) for item in items]
-    valid = [call for call in calls if call is not None]
-    return valid if len(valid) == len(calls) else []
+    calls = []
+    for item in parsed if isinstance(parsed, list) else [parsed]:
+        name = item.get("name") if isinstance(item, dict) else None
+        if not isinstance(name, str) or name not in names:
+            return []
+        arguments = item.get("arguments", item.get("parameters", {}))
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        calls.append(new_tool_call(name, text))
+    return calls
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
-
-
-def _as_call(item: Any, names: Set[str]) -> Call | None:
-    name = item.get("name") if isinstance(item, dict) else None
-    if not isinstance(name, str) or name not in names:
-        return None
-    arguments = item.get("arguments", item.get("parameters", {}))
-    return new_tool_call(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 def new_tool_call(name: str, arguments: str, identifier: str | None = None) -> Call:
