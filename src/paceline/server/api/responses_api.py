@@ -188,7 +188,9 @@ def _add_item(item: OutputItem, messages: list[blocks.MessageFields]) -> None:
     match item.get("type", "message"):
         case "message":
             role, text = item["role"], text_of(item["content"])
-            last = _assistant_message(messages) if role == "assistant" else {"tool_calls": ()}
+            last: blocks.MessageFields = {"tool_calls": ()}
+            if role == "assistant":
+                last = _assistant_message(messages)
             if "tool_calls" in last:
                 messages.append({"role": role, "content": text})
             else:
