@@ -1,28 +1,29 @@
-"""Every drafter beside plain decoding, cell by cell, each from a fresh state.
+"""Compares every drafter with plain decoding, cell by cell, each from a fresh state.
 
-A cell is a batch size and a way to sample: `greedy`, `sampled` (temperature 1, no seeds) or
-`seeded`. Several requests are seeded where `sampled` is asked for: unseeded answers differ in
-length, and a batch takes as long as its longest. For each cell, plain decoding and the drafters are
-built anew over one loaded target (a controller, drafter and cache without any history) and decode
-the same prompts, a batch at a time, in turns of a tenth of a second, each on a clock of its own,
+A cell is a batch size and a sampling mode: `greedy`, `sampled` (temperature 1, no seeds) or
+`seeded`. With several requests, `sampled` is measured as `seeded`: unseeded answers differ in
+length, and a batch takes as long as its longest. For each cell, new engines are built over one
+loaded target (controller, drafter and cache without any history), with and without drafts. They
+decode the same prompts, a batch at a time, in turns of a tenth of a second, each on its own clock,
 prefill included. Three passes:
 
-- `first`: the first requests of a process, `--num-prompts` of them, spread over the sets
+- `first`: the first `--num-prompts` requests, spread over the sets
 - `later`: `--later` other prompts, after all of those (24 answers of 96 tokens: 2,300 tokens)
 - `again`: the first `--again` prompts once more
 
-With `--fixed` every drafter also decodes at chosen lengths, and the adaptive one is held against
-the best of them and plain decoding. `--form` is how the target's weights are held, one a process;
-`--model FOLDER --weights NAME` measures another checkpoint of the same shape under that name.
+With `--fixed` every drafter also decodes at fixed draft lengths, and the adaptive length is
+compared with the best of them and plain decoding. `--form` is the precision of the target's
+weights, one per process; `--model FOLDER --weights NAME` measures another checkpoint of the same
+shape under that name.
 
     python benchmarks/drafters.py --quick
     python benchmarks/drafters.py --pair smollm2 --form int8 --json runs/cells.jsonl --seconds 200
     python benchmarks/drafters.py --pair smollm2 --cells 'b1/*' --drafters quantized --fixed 0,2,4,8
     python benchmarks/drafters.py --json runs/cells.jsonl --report table.md
 
-Each finished cell is a line of `--json`; the next call leaves out what is there (`--rounds` times).
-Without anything to measure it reports what the file holds. The last line of the output is JSON: the
-speeds by plain decoding's.
+Each finished cell is a line of `--json`; the next call skips cells that are there (`--rounds`
+times). If nothing is left to measure, it reports the cells of the file. The last line of the output
+is JSON: the speeds relative to plain decoding.
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ FORMS = {"bf16": ("bfloat16", None), "float32": ("float32", None)} | {
     bits: ("bfloat16", bits) for bits in ("int8", "int4")
 }
 MODES = ("greedy", "sampled", "seeded")
-REAL_ROWS = ("ngram", "suffix", "recycling", "eagle3", "quantized", "auto")  # by default
-USELESS = "useless"  # a drafter of random weights, if it is asked for
-WARM_UP = 4  # tokens that plain decoding writes before anything counts: kernels, lazy imports
+REAL_ROWS = ("ngram", "suffix", "recycling", "eagle3", "quantized", "auto")  # the default
+USELESS = "useless"  # a draft model with random weights; only on request
+WARM_UP = 4  # tokens that plain decoding generates first: kernels, lazy imports
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What all engines do in turn."""
+    """A batch size and a sampling mode, which are measured with all engines in turns."""
 
     batch: int
     mode: str
@@ -90,7 +91,7 @@ class Cell:
         return f"b{self.batch}/{self.mode}"
 
     def params(self, index: int, tokens: int) -> SamplingParams:
-        """Of the prompt number ``index``; the engines say where a request ends."""
+        """The parameters of prompt ``index``; each engine knows its own end tokens."""
         return SamplingParams(
             temperature=0.0 if self.mode == "greedy" else 1.0,
             seed=index if self.mode == "seeded" else None,
@@ -101,7 +102,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Prompt:
-    """``index`` is its number among all that are measured."""
+    """A prompt of one of the sets; ``index``: its number among all prompts."""
 
     index: int
     set: str
@@ -112,7 +113,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line; --quick only changes defaults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="tiny, few prompts of it: some minutes")
+    add("--quick", action="store_true", help="the tiny pair and few prompts: some minutes")
     add("--pair", "--pairs", default="tiny", help=f"tiny, inflated, {real.NAME}, or a folder")
     add(
         "--model",
@@ -120,18 +121,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         dest="target",
         help=f"folder, of the shape of {real.TARGET} or paceline/tiny",
     )
-    add("--weights", default="pulled", help="what to call the target's weights in the tables")
+    add("--weights", default="pulled", help="name of the target's weights in the tables")
     add("--presets", default="target,draft", help="sizes of the inflated pair")
     real.add_weights(parser)
-    add("--eagle", help="folder, or none to leave it out; of the small pairs")
-    add("--form", default="bf16", choices=FORMS, help="how the target's weights are held")
+    add("--eagle", help="EAGLE head of the small pairs: folder, or none to omit it")
+    add("--form", default="bf16", choices=FORMS, help="precision of the target's weights")
     add("--device", default="auto")
-    add("--drafters", "--only", help="names of rows, comma-separated; default: all there are")
-    add("--spec", action="append", default=[], metavar="NAME=SPEC", help="one more drafter")
-    add("--fixed", type=numbers, default=[], help="chosen lengths beside the adaptive one, 0,2,4")
+    add("--drafters", "--only", help="names of rows, comma-separated; default: all available")
+    add("--spec", action="append", default=[], metavar="NAME=SPEC", help="add a drafter")
+    add("--fixed", type=numbers, default=[], help="fixed draft lengths to measure as well, 0,2,4")
     add("--concurrency", "--batches", dest="batches", type=numbers, default=[1])
     add("--modes", default="greedy,sampled")
-    add("--cells", default="*", help="only those that match, such as 'b1/*' or 'b*/greedy'")
+    add("--cells", default="*", help="only matching cells, such as 'b1/*' or 'b*/greedy'")
     add("--sets", "--suites", help="comma-separated; default: see README.md")
     add("--prompts-dir", default=str(FOLDER))
     add(
@@ -139,19 +140,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--prompts",
         dest="prompts",
         type=int,
-        help="at first; default 24, quick: 10",
+        help="of the first pass; default 24, quick: 10",
     )
-    add("--later", type=int, help="other prompts behind them; default 8, quick: 0")
-    add("--again", type=int, help="of the first pass once more; default 8, quick: 5")
+    add("--later", type=int, help="other prompts after them; default 8, quick: 0")
+    add("--again", type=int, help="repeated prompts of the first pass; default 8, quick: 5")
     add("--max-tokens", "--tokens", dest="tokens", type=int, help="default 96, quick: 48")
-    add("--rounds", type=int, default=1, help="how often a cell is measured, calls included")
-    add("--seconds", type=float, help="begin no cell that would end later than that")
-    add("--wait", type=float, default=60.0, help="seconds to wait for a quiet machine, a cell")
-    add("--json", help="file, a line a cell; what is in it is not measured again")
-    add("--report", help=".md or .html file for the tables of all that --json holds")
+    add(
+        "--rounds", type=int, default=1, help="how often a cell is measured, earlier calls included"
+    )
+    add("--seconds", type=float, help="start no cell that would end later")
+    add(
+        "--wait",
+        type=float,
+        default=60.0,
+        help="most seconds to wait for a quiet machine before a cell",
+    )
+    add("--json", help="file with a line per cell; its cells are not measured again")
+    add("--report", help=".md or .html file for the tables of all cells in --json")
     args = parser.parse_args(arguments)
-    usual = (10, 0, 5, 48) if args.quick else (24, 8, 8, 96)
-    for name, value in zip(("prompts", "later", "again", "tokens"), usual, strict=True):
+    defaults = (10, 0, 5, 48) if args.quick else (24, 8, 8, 96)
+    for name, value in zip(("prompts", "later", "again", "tokens"), defaults, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.modes = args.modes.split(",")
@@ -161,7 +169,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if args.perturb:
         args.weights = "perturbed" if args.weights == "pulled" else args.weights
         if not is_real:
-            parser.error(f"--perturb is of {real.NAME}")
+            parser.error(f"--perturb needs --pair {real.NAME}")
     if unknown := set(args.modes) - {*MODES}:
         parser.error(f"no mode {', '.join(sorted(unknown))}; there are {', '.join(MODES)}")
     if min([*args.batches, args.prompts, args.tokens, args.rounds]) < 1:
@@ -173,8 +181,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def chosen(args: argparse.Namespace, weights: Weights) -> dict[str, str]:
-    """Specs by row; those whose weights are missing are left out with one line."""
+def chosen_specs(args: argparse.Namespace, weights: Weights) -> dict[str, str]:
+    """Draft specs by row. Rows whose weights are missing are left out with a message."""
     specs = specs_of(weights) | dict(text.split("=", 1) for text in args.spec)
     if args.drafters:
         names = [*args.drafters.split(","), *(text.partition("=")[0] for text in args.spec)]
@@ -183,19 +191,19 @@ def chosen(args: argparse.Namespace, weights: Weights) -> dict[str, str]:
             raise SystemExit(f"error: no drafter {unknown[0]!r}; there are {known}")
         specs = {name: specs.get(name, USELESS) for name in names}
     for name in [name for name, spec in specs.items() if not spec]:
-        print(f"left out {name}: its weights are not here", file=sys.stderr)
+        print(f"left out {name}: its weights are missing", file=sys.stderr)
         del specs[name]
     return specs
 
 
 class Bench:
-    """Measures one form of one target; every cell is a record."""
+    """Measures one target in one precision; every cell is a record."""
 
     def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
         self.args = args
         self.began = time.perf_counter()
         self.weights = weights_of(args)
-        self.specs = chosen(args, self.weights)
+        self.specs = chosen_specs(args, self.weights)
         args.sets = at_hand(args.prompts_dir, args.sets)
         self.settings = {
             key: getattr(args, key)
@@ -207,7 +215,7 @@ class Bench:
             "native": os.environ.get("PACELINE_NATIVE", "auto"),
         }
         self.records = read_records(args.json)
-        self.scratch, self._longest = scratch, 0.0
+        self.scratch, self._longest = scratch, 0.0  # seconds of the longest cell
 
     def info(self, line: str) -> None:
         print(f"[{time.perf_counter() - self.began:5.0f} s] {line}", file=sys.stderr, flush=True)
@@ -227,7 +235,7 @@ class Bench:
         )
 
     def work(self) -> None:
-        """Measures what the file does not hold yet. Ends when the time would be up."""
+        """Measure the cells that are not in the file yet, as far as time allows."""
         todo = [c for c in self.cells() for _ in range(self.args.rounds - self.done(c))]
         if not todo or not self.specs:
             return
@@ -248,35 +256,34 @@ class Bench:
             start = time.perf_counter()
             spent = start - self.began + self._longest
             if self.args.seconds is not None and spent > self.args.seconds:
-                self.info("the time is up")
+                self.info("no time is left for another cell")
                 return
             self.measure(cell)
             self._longest = max(self._longest, time.perf_counter() - start)
 
     def prompts(self, cell: Cell) -> dict[str, list[Prompt]]:
-        """{pass: prompts}, one of each set in turn; whole batches of them."""
+        """{pass: prompts}, in whole batches, one prompt of each set in turn."""
         first, later = (
             -(-count // cell.batch) * cell.batch for count in (self.args.prompts, self.args.later)
         )
-        of_set = -(-(first + later) // len(self.args.sets))
+        per_set = -(-(first + later) // len(self.args.sets))
         limit = self.base.target.max_positions - self.args.tokens - 32
         where, is_real = (self.args.prompts_dir, self.args.sets), self.args.pair == real.NAME
         suites = load_suites(*where, self.base, limit, chat=is_real)
-        spread = [(name, ids) for name, some in suites.items() for ids in evenly(some, of_set)]
-        chosen = interleave(spread, itemgetter(0))
-        everything = [
-            Prompt(number, *pair)
-            for number, pair in enumerate(islice(cycle(chosen), first + later))
+        spread = [
+            (name, ids) for name, prompts in suites.items() for ids in evenly(prompts, per_set)
         ]
+        in_turn = cycle(interleave(spread, itemgetter(0)))
+        prompts = [Prompt(n, *pair) for n, pair in enumerate(islice(in_turn, first + later))]
         again = -(-min(self.args.again, first) // cell.batch) * cell.batch
         return {
-            "first": everything[:first],
-            "later": everything[first:],
-            "again": everything[:again],
+            "first": prompts[:first],
+            "later": prompts[first:],
+            "again": prompts[:again],
         }
 
     def engines(self, cell: Cell) -> Iterator[WaveEngine]:
-        """Plain decoding and LLMs without any history."""
+        """Plain decoding and every drafter, as LLMs without any history."""
         named: dict[str, tuple[str | None, int | str]] = {PLAIN: (None, 0)}
         for row, spec in self.specs.items():
             named[row] = (spec, "auto")
@@ -289,7 +296,7 @@ class Bench:
                     draft,
                     max_batch_size=cell.batch,
                     draft_length=length,
-                    prefix_sharing=False,  # a later pass reads its prompts again
+                    prefix_sharing=False,  # every pass prefills its prompts
                     seed=0,
                 )
             except PacelineError as error:
@@ -298,23 +305,23 @@ class Bench:
             yield WaveEngine(name, llm, self.ends)
 
     def measure(self, cell: Cell) -> None:
-        """One round of a cell: all its passes, appended to the records."""
+        """Measure all passes of a cell once, and append the record."""
         start = time.perf_counter()
         passes = self.prompts(cell)
-        everyone = list(self.engines(cell))
+        engines = list(self.engines(cell))
         self._warm_up(cell, passes["first"][: cell.batch])
         startup = time.perf_counter() - start
         wait_until_quiet(self.args.wait, self.info)
         gc.collect()
         others = OtherLoad()
         waves = [
-            self._wave(name, cell, everyone, prompts[n : n + cell.batch], n // cell.batch)
+            self._wave(name, cell, engines, prompts[n : n + cell.batch], n // cell.batch)
             for name, prompts in passes.items()
             for n in range(0, len(prompts), cell.batch)
         ]
         cores = others.cores()
-        for one in everyone:
-            one.llm.close()
+        for engine in engines:
+            engine.llm.close()
         record = {
             "cell": cell.key,
             "settings": self.settings,
@@ -334,24 +341,24 @@ class Bench:
         plain.close()
 
     def _wave(
-        self, name: str, cell: Cell, everyone: list[WaveEngine], wave: list[Prompt], number: int
+        self, name: str, cell: Cell, engines: list[WaveEngine], wave: list[Prompt], number: int
     ) -> dict[str, Any]:
-        """What all do with some prompts at once, in an order that rotates."""
-        order = rotated(everyone, number)
+        """The counts of all engines for a batch of prompts; the order of the engines rotates."""
+        order = rotated(engines, number)
         params = [cell.params(prompt.index, self.args.tokens) for prompt in wave]
         drives = together(order, [prompt.ids for prompt in wave], params)
-        by_name = {one.name: drive for one, drive in zip(order, drives, strict=True)}
+        by_name = {engine.name: drive for engine, drive in zip(order, drives, strict=True)}
         return {
             "pass": name,
             "sets": [prompt.set for prompt in wave],
-            "by": {one.name: _counts(by_name[one.name], by_name[PLAIN]) for one in everyone},
+            "by": {e.name: _counts(by_name[e.name], by_name[PLAIN]) for e in engines},
         }
 
 
 def _counts(drive: Drive, plain: Drive) -> dict[str, Any]:
-    """What one engine did with a wave, in wall seconds, prefill included. ``steps`` of the target,
-    of all sequences; ``drafting``: those that drafted anything; ``same``: how many of its texts are
-    those of plain decoding."""
+    """The counts of one engine for a batch, and its wall seconds, prefill included. ``steps``: of
+    the target, over all sequences; ``drafting``: those with a draft; ``same``: texts that equal
+    plain decoding's."""
     counts = drive.counts
     return {
         "tokens": drive.tokens,
@@ -375,7 +382,7 @@ def main() -> None:
             records = bench.records
             bench.work()
     except KeyboardInterrupt:
-        print("interrupted: the figures below are of the cells that ended", file=sys.stderr)
+        print("interrupted: the figures below are those of the finished cells", file=sys.stderr)
         status = 130
     except (inflate.InflateError, PacelineError) as error:
         raise SystemExit(f"error: {error}") from None

@@ -1,7 +1,7 @@
-"""Shared by the benchmarks: rounds in turn, waiting for a quiet machine, files of records.
+"""Shared by the benchmarks: runs in turns, waiting for a quiet machine, files of records.
 
 Figures are medians over rounds in which all engines take turns, so that a machine that slows down
-slows all of them; the engine that begins changes from round to round.
+slows all of them. A different engine is first in each round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-Element = TypeVar("Element")
+from paceline.lab.bench.runner import rotated as rotated
+
 Name = TypeVar("Name", bound=Hashable)
 _STAT = Path("/proc/stat")
 QUIET = 0.15  # cores that others may keep busy
@@ -26,12 +27,6 @@ def numbers(text: str) -> list[int]:
 
 
 # -- turns ---------------------------------------------------------------------------------------
-
-
-def rotated(items: Sequence[Element], turn: int) -> list[Element]:
-    """The items in rotated order: another one is first in every turn."""
-    shift = turn % len(items)
-    return [*items[shift:], *items[:shift]]
 
 
 def alternate(
@@ -56,7 +51,7 @@ def median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _busy() -> float | None:
-    """CPU seconds of all processes since the machine started; None if the system does not tell."""
+    """CPU seconds of all processes since the machine started; None if the system has no count."""
     try:
         fields = _STAT.read_text().split("\n", 1)[0].split()[1:]
         user, nice, system, _idle, _wait, *interrupts = (int(field) for field in fields)
@@ -72,7 +67,7 @@ class OtherLoad:
         self._began = time.perf_counter(), time.process_time(), _busy()
 
     def cores(self) -> float | None:
-        """Cores kept busy by others, on average; None if the system does not tell."""
+        """The mean number of cores that others kept busy; None if the system has no count."""
         start, spent, before = self._began
         now, all_now = time.perf_counter(), _busy()
         if before is None or all_now is None or now <= start:
@@ -82,16 +77,16 @@ class OtherLoad:
 
 def wait_until_quiet(most: float, info: Callable[[str], None], window: float = 1.0) -> None:
     """Return when other processes were idle for ``window`` seconds, or after ``most`` seconds."""
-    until, said = time.perf_counter() + most, False
+    until, reported = time.perf_counter() + most, False
     while time.perf_counter() < until:
         others = OtherLoad()
         time.sleep(window)
         cores = others.cores()
         if cores is None or cores <= QUIET:
             return
-        if not said:
+        if not reported:
             info(f"waiting for a quiet machine: others keep {cores:.1f} cores busy")
-            said = True
+            reported = True
 
 
 # -- records -------------------------------------------------------------------------------------

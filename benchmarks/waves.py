@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WaveEngine:
-    """An LLM under a name. ``ends`` are tokens that end a request before its limit."""
+    """An LLM and its name. ``ends``: tokens that end a request before its token limit."""
 
     name: str
     llm: LLM
@@ -28,15 +28,14 @@ def together(
     params: Sequence[SamplingParams],
     turn: float = 0.1,
 ) -> list[Drive]:
-    """All of ``prompts`` at once by every engine; they take turns of ``turn`` seconds.
+    """Let every engine decode all ``prompts`` as one batch, in turns of ``turn`` seconds.
 
-    Each has a clock of its own. So the machine's moods meet all of them alike: where runs one after
-    another differ by 10 % for no reason, these differ by 1 %. Returns how each went, closed.
+    Each engine has its own clock, and disturbances of the machine affect all of them equally:
+    consecutive runs differ by 10 % for no reason, these by 1 %. Returns the closed drives.
     """
-    requests = [*zip(prompts, params, strict=True)]
+    requests = list(zip(prompts, params, strict=True))
     drives = [
-        Drive(one.llm.engine, [sequence(ids, how, one.ends) for ids, how in requests])
-        for one in engines
+        Drive(e.llm.engine, [sequence(ids, how, e.ends) for ids, how in requests]) for e in engines
     ]
     try:
         while any(drive.busy for drive in drives):

@@ -280,9 +280,9 @@ def test_bad_arguments_are_refused(
     assert "no mode loud; there are greedy, sampled, seeded" in capsys.readouterr().err
     args = drafters.parse(["--pair", pair[0], "--drafters", "fast"])
     with pytest.raises(SystemExit, match="no drafter 'fast'; there are ngram"):
-        drafters.chosen(args, Weights(pair[0]))
+        drafters.chosen_specs(args, Weights(pair[0]))
     assert drafters.parse([]).prompts == 24 and drafters.parse(["--quick"]).prompts == 10
     assert drafters.parse([]).sets == [*ALL_SUITES]
-    rows = drafters.chosen(drafters.parse(["--quick"]), Weights(pair[0]))
+    rows = drafters.chosen_specs(drafters.parse(["--quick"]), Weights(pair[0]))
     assert "eagle3" not in rows
-    assert "left out eagle3: its weights are not here" in capsys.readouterr().err
+    assert "left out eagle3: its weights are missing" in capsys.readouterr().err

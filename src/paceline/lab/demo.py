@@ -39,8 +39,7 @@ _MIN_CONTEXT = 2048  # tokens of context that the real questions need
 class Measurement:
     """One prompt, decoded greedily by the target alone and with its draft.
 
-    After a near tie the answers may differ in length, so the speedup compares tokens per second.
-    """
+    After a near tie the answers may differ in length, so the speedup compares tokens per second."""
 
     name: str
     plain: StepSums

@@ -1,8 +1,7 @@
 """The laws on one drafter, over a small target: what ``paceline check-drafter`` runs.
 
 A drafter may propose anything, but what it proposes must be well-formed, drawn from the
-distribution that it names, and independent of what it has forgotten.
-"""
+distribution that it names, and independent of what it has forgotten."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""A client of any server that speaks OpenAI's protocol: whole answers and streams as JSON."""
+"""A client of any server with OpenAI's protocol: answers and streams as JSON, and their parser."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPResponse
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -109,3 +111,65 @@ def _failing() -> Iterator[None]:
         raise ServerTimeoutError("no answer in time") from None
     except (OSError, HTTPException, ValueError, TypeError) as error:
         raise ServerFailedError(f"{type(error).__name__}: {error}") from None
+
+
+class AnswerToken(NamedTuple):
+    """A token as the server spells it, its logprob (NaN if not given), and the logprobs of the
+    likeliest tokens at the same position."""
+
+    text: str
+    logprob: float
+    likeliest: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class AnswerChoice:
+    """One choice of a completion or of a chunk of a stream. ``tokens`` and ``ids`` are empty if the
+    server gives no logprobs or no token ids. ``prompt_tokens`` and ``completion_tokens`` (of all
+    choices): the usage counts, None if the server gives none."""
+
+    text: str
+    reason: str | None
+    tokens: tuple[AnswerToken, ...] = ()
+    ids: tuple[int, ...] = ()
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    @classmethod
+    def of(cls, choice: Mapping[str, Any], answer: Mapping[str, Any]) -> AnswerChoice:
+        """Parse a choice of an answer in OpenAI's format of /v1/completions, or in that of chat
+        completions, which llama.cpp uses for both."""
+        logprobs, usage = choice.get("logprobs") or {}, answer.get("usage") or {}
+        keys = ("tokens", "token_logprobs", "top_logprobs")
+        names, values, tops = (logprobs.get(key) or () for key in keys)
+        if "content" in logprobs:
+            rows = logprobs["content"] or ()
+            names, values = ([row[key] for row in rows] for key in ("token", "logprob"))
+            listed = (row.get("top_logprobs") or () for row in rows)
+            tops = [{top["token"]: top["logprob"] for top in row} for row in listed]
+        padded = (chain(column, repeat(None)) for column in (values, tops))
+        tokens = (
+            AnswerToken(token, math.nan if value is None else float(value), dict(top or {}))
+            for token, value, top in zip(names, *padded, strict=False)
+        )
+        ids = (int(token) for token in choice.get("token_ids") or ())
+        counts = (usage.get(key) for key in ("prompt_tokens", "completion_tokens"))
+        return cls(
+            str(choice.get("text") or ""),
+            choice.get("finish_reason"),
+            tuple(tokens),
+            tuple(ids),
+            *(count if isinstance(count, int) else None for count in counts),
+        )
+
+    @property
+    def token_texts(self) -> list[str]:
+        return [token.text for token in self.tokens]
+
+
+def choices_of(answer: Mapping[str, Any]) -> list[AnswerChoice]:
+    """The choices of a completion. Raises ServerFailedError if there are none."""
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise ServerFailedError("an answer has no choices")
+    return [AnswerChoice.of(choice, answer) for choice in choices]

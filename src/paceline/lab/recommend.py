@@ -3,8 +3,7 @@
 A Llama of the model's width, with random weights and at most ``_PARAMETERS`` parameters, is
 measured in 16, 8 and 4 bits, as targets are at start-up. Its forward times are scaled by the bytes
 that the model reads. The engine's overhead is measured on the embedded toy model; the memory is
-that of the doctor.
-"""
+that of the doctor."""
 
 from __future__ import annotations
 

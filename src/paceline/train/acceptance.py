@@ -2,8 +2,7 @@
 
 The text is known, so one forward that drafts at every position shows what the target would accept
 there. Decoding starts a draft only where the last step ended; ``simulate_decoding`` follows these
-positions.
-"""
+positions."""
 
 from __future__ import annotations
 

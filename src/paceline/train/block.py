@@ -3,8 +3,7 @@
 Blocks start at every ``stride``-th position. A block attends to the target's features of the text
 before it and to itself. Each of its rows learns the target's distribution, later rows with less
 weight. DSpark's bias reads the text's own tokens; its confidence head learns which share of the
-draft distribution the target accepts.
-"""
+draft distribution the target accepts."""
 
 from __future__ import annotations
 
@@ -76,8 +75,6 @@ class BlockTrainer(HeadTrainer):
             if head.markov_head is not None:
                 head.markov_head.markov_w2.weight.zero_()
         return head
-
-    # -- loss ----------------------------------------------------------------------------------
 
     def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
         config, drafts = self.config, self.head.config.drafts

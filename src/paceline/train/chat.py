@@ -1,8 +1,7 @@
 """Conversations in training data: their layouts, and what a chat template makes of them.
 
 To find an answer in a rendered conversation, the turns before it are rendered with a generation
-prompt: the answer begins where that text ends.
-"""
+prompt: the answer begins where that text ends."""
 
 from __future__ import annotations
 
@@ -53,9 +52,6 @@ class Conversation:
         roles = [message["role"] for message in self.messages]
         unanswered = [] if roles[-1] == "system" else [len(roles)]
         return [k for k in self.answers + unanswered if k and roles[k - 1] != "assistant"]
-
-
-# -- formats of records ----------------------------------------------------------------------------
 
 
 def parse_turns(text: str) -> ChatMessages:
@@ -165,9 +161,6 @@ def _conversation_of_turns(record: dict[str, Any], tools: list[Any] | None) -> C
     items = _items(turns, "turns")
     read = _said if "from" in items[0] else _message
     return Conversation([read(item, turn) for turn, item in enumerate(items, 1)], tools)
-
-
-# -- rendering -------------------------------------------------------------------------------------
 
 
 class ChatWriter:

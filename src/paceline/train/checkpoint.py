@@ -1,7 +1,6 @@
 """Checkpoints of a training run: one file with checksums, which is replaced atomically.
 
-The previous checkpoint is kept as well until the run has ended.
-"""
+The previous checkpoint is kept as well until the run has ended."""
 
 from __future__ import annotations
 

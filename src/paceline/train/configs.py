@@ -1,8 +1,7 @@
 """The configurations of all trainings. They determine the result of a run, except for rounding.
 
 ``paceline train`` takes its options from the fields, and its help texts from the docstrings.
-Nothing here imports torch, so that ``--help`` is fast.
-"""
+Nothing here imports torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A record has ``messages``, ``conversations`` or ``turns``, which are rendered by
 template; ``text``, possibly in turns (``parse_turns``); or ``ids``, of which the first ``prompt``
 are the prompt. Drafts are trained on documents from their first token on, in batches of similar
 length. A window from the middle of a text would not do: the target has not read what comes before
-it, so its features would differ from those in decoding.
-"""
+it, so its features would differ from those in decoding."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A sampled token is accepted with probability sum_x min(p(x), q(x)) = 1 - TV(p, q). The forward KL
 divergence (Hinton et al. 2015) bounds the total variation distance TV and learns fast from new
-weights; TV itself is best for the last steps (DistillSpec, Zhou et al. 2023, arXiv 2310.08461).
-"""
+weights; TV itself is best for the last steps (DistillSpec, Zhou et al. 2023, arXiv 2310.08461)."""
 
 from __future__ import annotations
 
@@ -57,8 +56,6 @@ class DraftTrainer(Trainer):
         self.learner = self.model = self.new_model().train()
         self._student = self.compile_if_asked(self.model)
         self.read_data(min(context, max_context(self.model, context)))
-
-    # -- set-up ----------------------------------------------------------------------------
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         """The target's tokenizer. Raises VocabularyMismatchError."""
@@ -118,22 +115,14 @@ class DraftTrainer(Trainer):
             save_model(self.model, self.tokenizer, folder)
         return self.out / "model"
 
-    # -- the loop --------------------------------------------------------------------------
-
-    def _masks(self, seq_len: int) -> MaskedRows | None:
-        """The mask tokens of this step, for parallel drafting."""
-        if not self.config.parallel:
-            return None
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
-        mask, count = self.model.config.pard_token, self.config.draft_length
-        return MaskedRows.of(mask, seq_len, count, generator=generator)
-
     def loss(self, windows: Windows) -> torch.Tensor:
         ids, loss_mask = windows.ids.to(self.device), windows.loss_mask[:, 1:].to(self.device)
         inputs = ids[:, :-1].contiguous()
-        masks = self._masks(inputs.shape[1])
         student_inputs, positions = {"input_ids": inputs}, torch.arange(inputs.shape[1])
-        if masks is not None:
+        if self.config.parallel:
+            generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
+            sizes = inputs.shape[1], self.config.draft_length
+            masks = MaskedRows.of(self.model.config.pard_token, *sizes, generator=generator)
             student_inputs, positions = masks.inputs(inputs), masks.positions
         rows = loss_mask[:, positions].flatten().nonzero()[:, 0]
         logits = self._student(**student_inputs, use_cache=False).logits.flatten(0, 1)[rows]

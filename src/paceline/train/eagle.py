@@ -5,8 +5,7 @@ of which reads its own hidden states of the step before. It learns token distrib
 features. EAGLE-1 (Li et al. 2024, arXiv 2401.15077): the head predicts the next feature (smooth L1
 loss) and, through the target's lm_head, the next token's distribution. P-EAGLE (arXiv 2602.01469):
 an EAGLE-3 head whose later steps read a mask token and a learnt feature, so that they can run in
-one pass.
-"""
+one pass."""
 
 from __future__ import annotations
 
@@ -130,8 +129,6 @@ class EagleTrainer(HeadTrainer):
                 shares += importance * weight * counts / max(1, len(part))
         best = np.argsort(-shares, kind="stable")[:count]
         return sorted(int(index) for index in best)
-
-    # -- loss ----------------------------------------------------------------------------------
 
     def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
         config, head = self.config, self.head

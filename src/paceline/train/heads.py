@@ -72,8 +72,6 @@ class HeadTrainer(Trainer):
             origin = f"{config.model} {self.feature_layers}"
             self._cache = FeatureCache(*location, self.shape.hidden_size, origin)
 
-    # -- defined by each kind of head ----------------------------------------------------------
-
     @property
     @abstractmethod
     def feature_layers(self) -> tuple[int, ...]:
@@ -123,8 +121,6 @@ class HeadTrainer(Trainer):
             "rope_theta": float(rope.get("rope_theta", 10000.0)),
             "rms_norm_eps": getattr(shape, "rms_norm_eps", 1e-6),
         }
-
-    # -- the target ----------------------------------------------------------------------------
 
     @property
     def num_layers(self) -> int:
@@ -194,8 +190,6 @@ class HeadTrainer(Trainer):
             return source[rows][:, chosen]
 
         return teacher_probs(flat, logits_of, self.config.argmax_weight), row_of
-
-    # -- the loop ------------------------------------------------------------------------------
 
     def loss(self, windows: Windows) -> torch.Tensor:
         # Packed sequences are not cached, as they do not occur again.

@@ -1,8 +1,7 @@
 """Training Medusa heads (Cai et al. 2024, arXiv 2401.10774, section 3.2).
 
 Head k, from the features at position t, learns the target's distribution of token t + 2 + k. The
-target is frozen (Medusa-1), so its text does not change.
-"""
+target is frozen (Medusa-1), so its text does not change."""
 
 from __future__ import annotations
 
@@ -71,8 +70,6 @@ class MedusaTrainer(HeadTrainer):
     def adamw_names(self) -> tuple[str, ...]:
         return (f".{self.config.medusa_layers}.weight",)  # the vocabulary layers
 
-    # -- loss ----------------------------------------------------------------------------------
-
     def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
         config = self.config
         starts, loss_mask = DraftStarts.of(target_out.loss_mask), target_out.loss_mask.flatten()
@@ -83,8 +80,6 @@ class MedusaTrainer(HeadTrainer):
             logits = self.head.logits(k, features, self.lm_head)
             result = result + weight * loss_at_offset(starts, k, loss_mask, logits, probs, row_of)
         return result
-
-    # -- drafting ------------------------------------------------------------------------------
 
     def levels(
         self, target_out: TargetOutputs, starts: DraftStarts, length: int

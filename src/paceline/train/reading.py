@@ -96,8 +96,7 @@ class FeatureCache:
 
     Instead of logits the final hidden states (width ``hidden``) are stored, from which the lm_head
     computes them again. All values are rounded to 8 bits, with a scale for every 64 values. A piece
-    of 256 tokens of a model of width 4096 takes 4.3 MB with three feature layers.
-    """
+    of 256 tokens of a model of width 4096 takes 4.3 MB with three feature layers."""
 
     folder: Path
     run_target: Callable[[Windows], TargetOutputs]

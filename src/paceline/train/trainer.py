@@ -169,8 +169,6 @@ class Trainer(ABC):
             self.optimizer.load_state_dict(*saved["optimizers"])
             self.step, self.history = saved["step"], saved["history"]
 
-    # -- defined by each kind of training ----------------------------------------------------------
-
     def check(self) -> None:  # noqa: B027
         """Raise ConfigError for invalid combinations of options, before any file is read."""
 
@@ -223,8 +221,6 @@ class Trainer(ABC):
         compiled once for dynamic shapes. On a CPU this needs a C++ compiler."""
         return torch.compile(module, dynamic=True) if self.compiled else module
 
-    # -- checkpoints -------------------------------------------------------------------------------
-
     def _read_checkpoint(self) -> dict[str, Any] | None:
         saved, self.note = read_state(self.checkpoint)
         if saved is None:
@@ -247,8 +243,6 @@ class Trainer(ABC):
             "history": self.history,
         }
         write_state(self.checkpoint, state)
-
-    # -- the loop ----------------------------------------------------------------------------------
 
     def is_packed_step(self, step: int) -> bool:
         """Whether the documents of a step are packed into long sequences."""
@@ -301,8 +295,6 @@ class Trainer(ABC):
             folder = self.write_result()
             previous(self.checkpoint).unlink(missing_ok=True)
             return folder
-
-    # -- held-out acceptance -----------------------------------------------------------------------
 
     @torch.no_grad()
     def measure(self) -> dict[str, AcceptanceCounts]:

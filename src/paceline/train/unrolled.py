@@ -70,8 +70,7 @@ class DraftAttention:
     their rows of earlier calls.
 
     On a CPU, matrix products and a softmax in the head's dtype are several times as fast as torch's
-    fused attention.
-    """
+    fused attention."""
 
     def __init__(
         self,

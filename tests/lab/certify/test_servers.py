@@ -15,7 +15,8 @@ from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.server import ServerCertifier, lacks_of
-from paceline.lab.certify.session import AnswerChoice, AnswerToken, compare_greedy, connect, name_of
+from paceline.lab.certify.session import compare_greedy, connect, name_of
+from paceline.lab.openai_client import AnswerChoice, AnswerToken
 from support.diagonal import diagonal
 from support.planted_server import FAULTS, PlantedServer, served
 

@@ -125,7 +125,7 @@ def test_padding_rows_that_nothing_has_trained(chatml: Folder) -> None:
     finding = only(examine(str(padded(chatml, torch.zeros(32)))), "vocabulary-padded")
     assert finding.severity is Severity.WARNING
     assert "1,064 rows for 1,000 ids: rows 1000 to 1063 are padding" in finding.text
-    assert "their logits are 0 whatever the text" in finding.text
+    assert "their logits are 0 for every text" in finding.text
     assert "resize_token_embeddings" in finding.cure
 
 

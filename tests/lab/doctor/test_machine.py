@@ -53,7 +53,7 @@ def test_large_weights_on_a_processor() -> None:
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, free: int, given: int | None = None) -> tuple[str, str]:
-    """100 MiB of weights, 1 KiB of cache a token, 8 sequences of 1,024 tokens."""
+    """100 MiB of weights, 1 KiB of cache per token, 8 sequences of 1,024 tokens."""
     monkeypatch.setattr(machine, "free_memory", lambda device: free)
     setting = Setting(EngineOptions(kv_cache_memory=given), CPU, torch.bfloat16)
     finding = check_memory(setting, Needs(100 << 20, 1 << 10), 1024)
@@ -88,7 +88,7 @@ def test_the_cache_of_a_token_is_that_of_the_engine(kind: str) -> None:
     model = CausalModel.load(TARGET, dtype="bfloat16", device="cpu", backend="reference")
     expected = bytes_per_token(model.cache_shapes, cache_dtype(kind, model.dtype))
     finding = only(examine(TARGET, dtype="bfloat16", kv_cache_dtype=kind), "memory-fits").text
-    assert f"{size(expected)} of cache a token" in finding
+    assert f"{size(expected)} of cache per token" in finding
 
 
 def test_free_memory_is_less_than_all() -> None:

@@ -41,7 +41,7 @@ def test_a_wish_for_texts(copy: Copy) -> None:
     finding = only(
         examine(TARGET, f"model:{copy('tiny-draft')},vocab=string"), "vocabulary-differs"
     )
-    assert "nothing, but vocab is set" in finding.text and "re-tokenised" in finding.text
+    assert "nothing, but the option vocab is set" in finding.text and "re-tokenised" in finding.text
     with pytest.raises(ConfigError, match="vocab is 'words'"):
         examine(TARGET, "model:paceline/tiny-draft,vocab=words")
 

@@ -1,4 +1,4 @@
-"""A head that comes back from SGLang's layout drafts as before; with layers one off, worse."""
+"""A head exported in SGLang's layout drafts as before if its feature layers are renumbered."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def tokens_per_step(llm: LLM, draft: str) -> float:
     )
 
 
-def test_layers_there_and_back(tmp_path: Path) -> None:
+def test_layers_are_converted_in_both_directions(tmp_path: Path) -> None:
     llm = LLM("paceline/tiny", draft="none", dtype="float32", draft_length=0)
     head = "eagle3:paceline/tiny-eagle3,nodes=0"
     export("sglang", "paceline/tiny", head, draft_length=4, out=tmp_path)
     ours = tokens_per_step(llm, head)
-    as_they_stand = f"eagle3:{tmp_path / 'head'},nodes=0"  # outputs taken for inputs
-    assert tokens_per_step(llm, f"{as_they_stand},feature_layers=2x6x11") == ours
-    assert tokens_per_step(llm, as_they_stand) < ours
+    unconverted = f"eagle3:{tmp_path / 'head'},nodes=0"  # output numbers read as inputs
+    assert tokens_per_step(llm, f"{unconverted},feature_layers=2x6x11") == ours
+    assert tokens_per_step(llm, unconverted) < ours

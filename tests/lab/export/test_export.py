@@ -59,32 +59,32 @@ def test_a_full_disk_is_no_reason_for_another_draft(
         exported("vllm", "auto", out=tmp_path / "x")
 
 
-def test_a_default_that_is_not_known_becomes_the_runner_up(tmp_path: Path) -> None:
+def test_an_unsupported_default_is_replaced_by_the_next_best(tmp_path: Path) -> None:
     made = exported("vllm", "auto")
     assert made.config["method"] == "eagle3"
     first = made.approximations[0]
     assert first.what == "--draft auto" and "--draft eagle3:" in first.instead
     assert "lost" in first.cost
     with pytest.raises(ConfigError, match="no equivalent of --draft quantized"):
-        exported("vllm", "quantized:int4")  # it was asked for
+        exported("vllm", "quantized:int4")  # the user named it
 
 
-# -- heads, and how layers are counted -------------------------------------------------------------
+# -- heads, and how their feature layers are numbered ---------------------------------------------
 
 
-def test_vllm_drafts_in_one_pass_with_such_a_head(tmp_path: Path) -> None:
+def test_vllm_runs_a_head_that_drafts_in_one_pass(tmp_path: Path) -> None:
     made = exported("vllm", SPECS["eagle3, one pass"], tmp_path)
     assert made.config["method"] == "eagle3" and made.config["parallel_drafting"] is True
-    assert "a draft of one pass" not in approximated(made)
+    assert "a draft in one pass" not in approximated(made)
     assert config_of(tmp_path)["speculators_model_type"] == "peagle"
     assert load_eagle(str(tmp_path / "head"), TINY).config.mask_token == 0
     assert "parallel_drafting" not in exported("vllm").config
-    with pytest.raises(ConfigError, match="vLLM alone runs"):
+    with pytest.raises(ConfigError, match="only vLLM runs"):
         exported("sglang", SPECS["eagle3, one pass"])
 
 
 @pytest.mark.parametrize("draft", [HEAD, f"{HEAD},feature_layers=3x7x10"])
-def test_vllm_counts_inputs(tmp_path: Path, draft: str) -> None:
+def test_vllm_numbers_layers_by_inputs(tmp_path: Path, draft: str) -> None:
     made = exported("vllm", draft, tmp_path)
     wanted = [3, 7, 10] if "layers" in draft else INPUTS
     config = config_of(tmp_path)
@@ -95,7 +95,7 @@ def test_vllm_counts_inputs(tmp_path: Path, draft: str) -> None:
     assert load_eagle(str(tmp_path / "head"), TINY).config.feature_layers == tuple(wanted)
 
 
-def test_sglang_counts_outputs_and_looks_in_one_place(tmp_path: Path) -> None:
+def test_sglang_numbers_layers_by_outputs_under_eagle_config(tmp_path: Path) -> None:
     exported("sglang", out=tmp_path)
     config = config_of(tmp_path)
     assert LAYERS not in config
@@ -104,14 +104,14 @@ def test_sglang_counts_outputs_and_looks_in_one_place(tmp_path: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
 
 
-def test_tensorrt_llm_counts_outputs(tmp_path: Path) -> None:
+def test_tensorrt_llm_numbers_layers_by_outputs(tmp_path: Path) -> None:
     made = exported("tensorrt-llm", out=tmp_path)
     spec = made.config["speculative_config"]
     assert spec["eagle3_layers_to_capture"] == [number - 1 for number in INPUTS]
     assert json.loads((tmp_path / "tensorrt_llm.yaml").read_text()) == made.config
 
 
-def test_llama_cpp_counts_inputs(tmp_path: Path) -> None:
+def test_llama_cpp_numbers_layers_by_inputs(tmp_path: Path) -> None:
     made = exported("llama.cpp", out=tmp_path)
     assert config_of(tmp_path)[LAYERS] == INPUTS
     assert any("--target-model-dir" in step and "head.gguf" in step for step in made.steps)
@@ -119,7 +119,7 @@ def test_llama_cpp_counts_inputs(tmp_path: Path) -> None:
     assert made.command[-7:] == [str(tmp_path / "head.gguf"), *limits]
 
 
-def test_the_embedding_is_no_layer_s_output() -> None:
+def test_the_embedding_cannot_be_numbered_by_outputs() -> None:
     with pytest.raises(ConfigError, match="layer 0"):
         outputs_of([0, 3, 5])
 
@@ -134,13 +134,13 @@ def test_the_weights_of_a_head_are_the_same(tmp_path: Path, to: str) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_medusa_heads_in_the_file_that_vllm_opens(tmp_path: Path) -> None:
+def test_medusa_heads_are_written_to_the_file_that_vllm_reads(tmp_path: Path) -> None:
     heads = MedusaHeads(MedusaConfig(256, 4096, heads=3))
     save_medusa(heads, tmp_path / "own")
     made = exported("vllm", f"medusa:{tmp_path / 'own'}", tmp_path / "out")
     files = {file.name for file in (tmp_path / "out" / "head").iterdir()}
     assert files == {MANIFEST, "config.json", "model.safetensors"}
-    assert made.config["num_speculative_tokens"] == 3  # of four that were asked for
+    assert made.config["num_speculative_tokens"] == 3  # although four were requested
     again = load_medusa(str(tmp_path / "out" / "head"), TINY).state_dict()
     assert all(torch.equal(again[name], value) for name, value in heads.state_dict().items())
 
@@ -148,8 +148,13 @@ def test_medusa_heads_in_the_file_that_vllm_opens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "draft", "changes", "named"),
     [
-        ("vllm", "dflash", {"from_anchor": True}, "a row at the anchor that drafts"),
-        ("vllm", "dspark", {"from_anchor": True, "confidence": True}, "no bias by the token"),
+        ("vllm", "dflash", {"from_anchor": True}, "an anchor row that drafts"),
+        (
+            "vllm",
+            "dspark",
+            {"from_anchor": True, "confidence": True},
+            "no bias for the previous token",
+        ),
         ("vllm", "dspark", {"markov_rank": 4, "markov_type": "gated"}, "a gated bias"),
         ("sglang", "dflash", {"draft_vocab_size": 512, "has_lm_head": True}, "a draft vocabulary"),
     ],
@@ -166,7 +171,7 @@ def test_block_drafters_that_an_engine_cannot_run(
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
-def test_rows_that_see_none_behind_them_are_said(to: str, tmp_path: Path) -> None:
+def test_causal_blocks_are_recorded(to: str, tmp_path: Path) -> None:
     """JetSpec's, in the only option that both engines read."""
     config = replace(load_block("paceline/tiny-dflash", TINY, "dflash").config, causal=True)
     save_block(BlockHead(config), tmp_path / "head")
@@ -177,7 +182,7 @@ def test_rows_that_see_none_behind_them_are_said(to: str, tmp_path: Path) -> Non
 # -- commands and configurations -------------------------------------------------------------------
 
 
-def test_vllm_words() -> None:
+def test_vllm_command_of_a_draft_model() -> None:
     made = exported("vllm", "paceline/tiny-draft", rule="block", max_batch_size=3)
     assert made.config == {
         "method": "draft_model",
@@ -193,7 +198,7 @@ def test_vllm_words() -> None:
     assert not made.approximations
 
 
-def test_vllm_look_ups() -> None:
+def test_vllm_options_of_lookup_drafters() -> None:
     config = exported("vllm", "ngram:min=2,max=3,candidates=1").config
     assert config == {
         "method": "ngram",
@@ -245,7 +250,7 @@ def test_what_is_approximated_is_named_with_its_cost() -> None:
     made = exported("vllm", f"{HEAD},nodes=16", draft_length="auto", rule="coupled")
     assert approximated(made) == "adaptive draft length; trees of 16 nodes; rule 'coupled'"
     assert all(item.cost and item.instead for item in made.approximations)
-    assert "trees" in approximated(exported("vllm"))  # what such a head draws where nothing is said
+    assert "trees" in approximated(exported("vllm"))  # the default of an EAGLE-3 head
     assert "trees" not in approximated(exported("sglang"))
 
 
@@ -254,7 +259,7 @@ def test_what_is_approximated_is_named_with_its_cost() -> None:
     [
         ("vllm", "recycling", "recycling"),
         ("vllm", "hybrid:ngram+eagle3:paceline/tiny-eagle3", "hybrid"),
-        ("vllm", "medusa:paceline/tiny-medusa", "vocabulary layer"),
+        ("vllm", "medusa:paceline/tiny-medusa", "output layer"),
         ("sglang", "suffix", "suffix"),
         ("tensorrt-llm", "eagle:paceline/tiny-eagle", "eagle:"),
         ("llama.cpp", "medusa:paceline/tiny-medusa", "medusa"),
@@ -267,12 +272,12 @@ def test_what_has_no_equivalent_is_refused_by_name(to: str, draft: str, named: s
     assert "\n" not in str(caught.value) and "; " in str(caught.value)
 
 
-def test_an_engine_that_is_not_known() -> None:
+def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(ConfigError, match="vllm, sglang"):
         exported("vlm")
 
 
-def test_what_makes_no_export() -> None:
+def test_plain_decoding_cannot_be_exported() -> None:
     for draft, more, named in (
         ("none", {}, "no draft"),
         ("ngram", {"draft_length": 0}, "plain decoding"),

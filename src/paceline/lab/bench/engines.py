@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.core.params import SamplingParams
 from paceline.drafters import DRAFTERS
@@ -25,7 +25,12 @@ from paceline.lab.bench.runner import (
     TimedAnswer,
     TimedRun,
 )
-from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
+from paceline.lab.openai_client import (
+    AnswerChoice,
+    OpenAIClient,
+    RequestRefusedError,
+    ServerFailedError,
+)
 from paceline.llm import LLM
 
 PLAIN = "plain"
@@ -177,15 +182,8 @@ _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # raised by p
 _FAILURES = (RequestRefusedError, ServerFailedError, *_MALFORMED)
 
 
-class Delivery(NamedTuple):
-    """One event of a stream, ``seconds`` after the request was sent. ``ids``: the token ids, if the
-    server gives them; ``completion_tokens`` and ``prompt_tokens``: its usage, in the last event."""
-
-    seconds: float
-    text: str
-    ids: tuple[int, ...]
-    completion_tokens: int | None
-    prompt_tokens: int | None
+# An event of a stream, with the seconds since the request was sent. The last one has the usage.
+Delivery = tuple[float, AnswerChoice]
 
 
 @dataclass
@@ -234,12 +232,8 @@ class ServedEngine(BenchEngine):
             body |= _REQUEST_OPTIONS[option]
         start = time.perf_counter()
         for event in self.client.stream("completions", body):
-            usage = event.get("usage") or {}
-            (choice, *_) = event.get("choices") or [{}]
-            new = tuple(int(token) for token in choice.get("token_ids") or ())
-            counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
-            text = str(choice.get("text") or "")
-            deliveries.append(Delivery(time.perf_counter() - start, text, new, *counts))
+            seconds, (choice, *_) = time.perf_counter() - start, event.get("choices") or [{}]
+            deliveries.append((seconds, AnswerChoice.of(choice, event)))
         return deliveries
 
     def _ids_of(self, text: str) -> tuple[int, ...]:
@@ -248,10 +242,12 @@ class ServedEngine(BenchEngine):
     def _answer(self, request: BenchRequest, deliveries: Sequence[Delivery]) -> TimedAnswer:
         """Tokens and arrival times of an answer. Token ids and counts come from the server if it
         gives them, otherwise from tokenizing the text."""
-        parts, vocabulary = [d for d in deliveries if d.text or d.ids], self.llm.target.vocab_size
+        arrivals = [seconds for seconds, part in deliveries if part.text or part.ids]
+        parts = [part for _, part in deliveries if part.text or part.ids]
+        vocabulary = self.llm.target.vocab_size
         token_ids = tuple(token for part in parts for token in part.ids)
         tokens = token_ids or self._ids_of("".join(part.text for part in parts))
-        counts = [d.completion_tokens for d in deliveries if d.completion_tokens is not None]
+        counts = [n for _, d in deliveries if (n := d.completion_tokens) is not None]
         count = len(token_ids) or (counts or [len(tokens)])[-1]
         if not parts or not count:
             raise BaselineFailedError(f"{self.name} answered without a token; see its log")
@@ -263,10 +259,10 @@ class ServedEngine(BenchEngine):
         weights = [len(part.ids) if token_ids else 1 for part in parts]
         if not token_ids and count != len(parts):
             weights = [max(1, len(self._ids_of(part.text))) for part in parts]
-        tokens_of = zip(parts, apportion(count, weights), strict=True)
-        prompt_counts = [d.prompt_tokens for d in deliveries if d.prompt_tokens is not None]
+        timed = zip(arrivals, apportion(count, weights), strict=True)
+        prompt_counts = [n for _, d in deliveries if (n := d.prompt_tokens) is not None]
         self._note_differences(request, count, prompt_counts)
-        return TimedAnswer(tokens, tuple((part.seconds, n) for part, n in tokens_of if n), count)
+        return TimedAnswer(tokens, tuple((seconds, n) for seconds, n in timed if n), count)
 
     def _note_differences(
         self, request: BenchRequest, count: int, prompt_counts: Sequence[int]
@@ -292,7 +288,7 @@ class ServedEngine(BenchEngine):
         for option in _REQUEST_OPTIONS:
             self.accepted.add(option)
             with suppress(*_FAILURES):
-                if any(delivery.text for delivery in self._deliveries(request)):
+                if any(part.text for _, part in self._deliveries(request)):
                     continue
             self.accepted.discard(option)
         refused = {name: how for name, how in ASPECTS.items() if name not in self.accepted}

@@ -38,8 +38,7 @@ class Row:
     the mean over jobs of tokens per second divided by plain decoding's mean. ``inter_token_*``:
     percentiles over tokens of the gap before a delivery divided by the tokens delivered together.
     ``stall_p99``: percentile of the undivided gaps. ``phases``: seconds per step, over the steps
-    without prefill.
-    """
+    without prefill."""
 
     method: str
     category: str

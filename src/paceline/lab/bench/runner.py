@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from paceline.core.params import SamplingParams
 from paceline.drafters import parse_draft
 from paceline.engine.driver import DraftCounts, StepSums
-from paceline.lab.bench.prompts import interleave
+from paceline.lab.bench.prompts import Element, interleave
 from paceline.lab.budget import Budget, Spending
 
 Length = int | Literal["auto"]
@@ -66,8 +66,7 @@ class TimedRun:
     """One timed run over some requests, with the answers in their order. Times in seconds.
 
     ``counts``: draft counts of all requests. ``reports_drafted``: whether they include the drafted
-    tokens, which servers do not report. ``decoding``: sums over the steps without prefill.
-    """
+    tokens, which servers do not report. ``decoding``: sums over the steps without prefill."""
 
     answers: Sequence[TimedAnswer]
     seconds: float
@@ -99,6 +98,12 @@ def merged(runs: Sequence[TimedRun]) -> TimedRun:
         decoding=sum((run.decoding for run in runs), StepSums()),
         reports_drafted=all(run.reports_drafted for run in runs),
     )
+
+
+def rotated(items: Sequence[Element], turn: int) -> list[Element]:
+    """The items in rotated order: another one is first in every turn."""
+    shift = turn % len(items)
+    return [*items[shift:], *items[:shift]]
 
 
 class BenchEngine(Protocol):
@@ -183,10 +188,9 @@ def take_turns(
         for index, job in enumerate(todo):
             if not budget.fits(kind, len(job.requests)):
                 break
-            shift = (number + index) % len(engines)
             runs: dict[str, TimedRun] = {}
             with budget.task(kind, len(job.requests)):
-                for engine in [*engines[shift:], *engines[:shift]]:
+                for engine in rotated(engines, number + index):
                     advance(f"{job.category}: {engine.name}")
                     runs[engine.name] = engine.run(job.requests)
             record.append(JobResult(job, number, {e.name: runs[e.name] for e in engines}))

@@ -116,8 +116,7 @@ class Certificate:
     ``facts``: further entries of the JSON. ``tables``: the results. ``alpha``: family-wise error
     rate of the distribution tests. ``lacks``: evidence that is missing for a certificate.
     ``notes``: what was left out, and why. ``completed``: a line on what was done in which time;
-    ``certified``: what the verdict CERTIFIED says in this case.
-    """
+    ``certified``: what the verdict CERTIFIED says in this case."""
 
     title: str
     alpha: float

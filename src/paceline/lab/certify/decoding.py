@@ -166,8 +166,7 @@ class Difference:
     ``scores``: their logits, for sampled text divided by the temperature and with the seed's Gumbel
     noise; None if one text has ended. ``gap``: the difference of the scores. ``step``: the rounding
     step of the logits' dtype. ``spread``: how far other batch shapes moved the likeliest logits, on
-    the same scale. ``on_edge``: one of the tokens is at the edge of the truncated distribution.
-    """
+    the same scale. ``on_edge``: one of the tokens is at the edge of the truncated distribution."""
 
     at: int
     left: int

@@ -65,8 +65,7 @@ class SmallStep:
     ``target``: float64 [k] distributions after each token string up to the depth of the tree.
     ``q``: float64 [nodes, k] draft distributions, one per node; they do not depend on the tokens of
     the node's ancestors, because a rule must be lossless for any q. A POINT tree has ``tokens``
-    instead. ``device``: where the verifier decides.
-    """
+    instead. ``device``: where the verifier decides."""
 
     parents: tuple[int, ...]
     draw: Draw

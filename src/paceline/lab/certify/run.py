@@ -146,8 +146,7 @@ def certify(
     called before each task. ``seconds`` limits the time.
 
     Raises ConfigError for an engine without a drafter, and PromptError for prompts that are missing
-    or do not fit.
-    """
+    or do not fit."""
     certifier = Certifier(llm, prompts, params, effort, budget=Budget(seconds))
     certifier.run(advance)
     return certifier.certificate()

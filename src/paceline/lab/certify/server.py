@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from paceline.lab.certify.certificate import (
@@ -25,15 +26,18 @@ from paceline.lab.certify.session import (
     BINS,
     TIE,
     TOP_LOGPROBS,
-    AnswerChoice,
     EffortSpentError,
     Part,
     ServerSession,
     compare_greedy,
     name_of,
-    usage_of,
 )
-from paceline.lab.openai_client import RequestRefusedError, ServerFailedError, ServerTimeoutError
+from paceline.lab.openai_client import (
+    AnswerChoice,
+    RequestRefusedError,
+    ServerFailedError,
+    ServerTimeoutError,
+)
 from paceline.lab.report.document import Column
 
 _MAX_FAILURES = 3  # requests of a part that may fail before the part is given up
@@ -88,13 +92,14 @@ def check_streams(session: ServerSession, part: Part, prompt: str) -> Iterator[s
     body = {"prompt": prompt, "temperature": 0, "max_tokens": session.max_tokens, "logprobs": 1}
     whole, usage = session.greedy(prompt), {"stream_options": {"include_usage": True}}
     chunks = list(session.stream("completions", {**body, **usage}))
-    deltas = [AnswerChoice.of(choice) for chunk in chunks for choice in chunk.get("choices") or ()]
+    # The last chunk has the usage, but perhaps no choice.
+    deltas = [AnswerChoice.of(c, chunk) for chunk in chunks for c in chunk.get("choices") or ({},)]
     reasons = [delta.reason for delta in deltas if delta.reason is not None]
     tokens = tuple(token for delta in deltas for token in delta.tokens)
     text = "".join(delta.text for delta in deltas)
     streamed = AnswerChoice(text, None, tokens)
     part.checked += 1
-    counts = [n for c in chunks if (n := usage_of(c, "completion_tokens")) is not None]
+    counts = [n for delta in deltas if (n := delta.completion_tokens) is not None]
     if len(reasons) != 1:
         yield f"{len(reasons)} chunks with a finish_reason, not one"
     uncertain = reasons[-1:] == ["stop"]  # some servers count the end token, which has no text
@@ -194,29 +199,14 @@ def check_limits(session: ServerSession, part: Part, prompt: str) -> Iterator[st
 
 
 _SCHEMA_TYPES = {"name": str, "count": int}
-_SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
-    "required": ["name", "count"],
-    "additionalProperties": False,
-}
-_FORMS: dict[str, dict[str, Any]] = {
-    "json_schema": {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "thing", "schema": _SCHEMA, "strict": True},
-        }
-    },
-    "tool call": {
-        "tools": [{"type": "function", "function": {"name": "look_up", "parameters": _SCHEMA}}],
-        # There is only one tool. More servers support this than naming it.
-        "tool_choice": "required",
-    },
-}
+_FORMS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("forms.json").read_text(encoding="utf-8")
+)
 
 
 def check_structure(session: ServerSession, part: Part, prompt: str) -> Iterator[str]:
-    """Answers and tool arguments match their JSON schema, whole and streamed."""
+    """Answers and tool arguments match the JSON schema of ``forms.json``, whole and streamed. There
+    is one tool, and a call is "required": more servers support this than naming the tool."""
     form = list(_FORMS)[part.rounds % len(_FORMS)]
     messages = [{"role": "user", "content": prompt}]
     body = {"messages": messages, "temperature": 0, "max_tokens": 120, **_FORMS[form]}

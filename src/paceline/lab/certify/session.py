@@ -1,5 +1,4 @@
-"""Requests to the server under test: sending them within the effort, parsing completions, and
-comparing two greedy answers."""
+"""Requests to the server under test: sends them within the effort, and compares greedy answers."""
 
 from __future__ import annotations
 
@@ -7,8 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.errors import ConfigError, PromptError
 from paceline.lab.budget import Budget
@@ -16,7 +14,13 @@ from paceline.lab.certify.certificate import DistributionTest
 from paceline.lab.certify.chisquare import goodness_of_fit
 from paceline.lab.certify.decoding import first_difference
 from paceline.lab.certify.effort import MAX_SERVER_TOKENS, Effort
-from paceline.lab.openai_client import OpenAIClient, RequestRefusedError, ServerFailedError
+from paceline.lab.openai_client import (
+    AnswerChoice,
+    OpenAIClient,
+    RequestRefusedError,
+    ServerFailedError,
+    choices_of,
+)
 
 # In nats: logprobs that differ by no more are a near tie. Two logits of a bf16 model may each be
 # off by a rounding step, which is 0.125 for logits from 16 on.
@@ -61,67 +65,6 @@ def connect(
 def name_of(server: OpenAIClient) -> str:
     off = ", speculation off" if "speculation" in server.fields else ""
     return f"{server.fields['model']} at {server.url.removesuffix('/v1')}{off}"
-
-
-class AnswerToken(NamedTuple):
-    """A token as the server spells it, its logprob (NaN if not given), and the logprobs of the
-    likeliest tokens at the same position."""
-
-    text: str
-    logprob: float
-    likeliest: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class AnswerChoice:
-    """One choice of a completion. ``tokens`` is empty if the server gives no logprobs.
-    ``prompt_tokens`` and ``completion_tokens`` (of all choices): the server's usage counts, None if
-    it gives none."""
-
-    text: str
-    reason: str | None
-    tokens: tuple[AnswerToken, ...] = ()
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-    @classmethod
-    def of(cls, choice: Mapping[str, Any]) -> AnswerChoice:
-        """Parse OpenAI's format of /v1/completions, or that of chat completions, which llama.cpp
-        uses for both."""
-        logprobs = choice.get("logprobs") or {}
-        keys = ("tokens", "token_logprobs", "top_logprobs")
-        names, values, tops = (logprobs.get(key) or () for key in keys)
-        if "content" in logprobs:
-            rows = logprobs["content"] or ()
-            names, values = ([row[key] for row in rows] for key in ("token", "logprob"))
-            listed = (row.get("top_logprobs") or () for row in rows)
-            tops = [{top["token"]: top["logprob"] for top in row} for row in listed]
-        padded = (chain(column, repeat(None)) for column in (values, tops))
-        tokens = (
-            AnswerToken(token, math.nan if value is None else float(value), dict(top or {}))
-            for token, value, top in zip(names, *padded, strict=False)
-        )
-        return cls(str(choice.get("text") or ""), choice.get("finish_reason"), tuple(tokens))
-
-    @property
-    def token_texts(self) -> list[str]:
-        return [token.text for token in self.tokens]
-
-
-def choices_of(answer: Mapping[str, Any]) -> list[AnswerChoice]:
-    """The choices of a completion. Raises ServerFailedError if there are none."""
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices:
-        raise ServerFailedError("an answer has no choices")
-    counts = usage_of(answer, "prompt_tokens"), usage_of(answer, "completion_tokens")
-    parsed = map(AnswerChoice.of, choices)
-    return [AnswerChoice(one.text, one.reason, one.tokens, *counts) for one in parsed]
-
-
-def usage_of(answer: Mapping[str, Any], key: str) -> int | None:
-    """A count of the answer's ``usage``; None if the server does not give it."""
-    count = (answer.get("usage") or {}).get(key)
-    return count if isinstance(count, int) else None
 
 
 class EffortSpentError(Exception):

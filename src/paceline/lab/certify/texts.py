@@ -40,8 +40,7 @@ class TextCertifier:
     ``single_settings``: the draft length of each setting in which texts are decoded one by one,
     None for adaptive. ``batch_setting``: the name of the setting in which texts share a batch with
     other requests. ``evidence``: the results. ``crashed``: parts that raised an exception and are
-    not continued. ``num_texts``, ``num_prefixes``: how many are wanted.
-    """
+    not continued. ``num_texts``, ``num_prefixes``: how many are wanted."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""Whether the files are all there, whether their numbers look like trained ones, and what
-tokenizers and chat templates make of text."""
+"""Checks of a model's files: completeness, trained weights, tokenizers and chat templates."""
 
 from __future__ import annotations
 
@@ -20,9 +19,10 @@ from paceline.lab.doctor.findings import NOTE, WARNING, Finding, finding, refusa
 from paceline.lab.doctor.models import Model, ModelFiles, check_tensors
 from paceline.model.tokenizer import differences
 
-_TENSORS, _VALUES = 8, 4096  # sampled of each kind, and of each of these
-_CLOSE = 0.05  # to the spread of initialisation, of which so many values tell about 1 %
-_LOOKED_AT = 64  # rows
+_TENSORS, _VALUES = 8, 4096  # sampled: tensors of each kind, and values of each tensor
+# Tolerance for the standard deviation of initial weights. That of 4096 values is known to 1 %.
+_TOLERANCE = 0.05
+_SAMPLED_ROWS = 64
 
 
 def check_files(files: ModelFiles) -> Iterator[Finding]:
@@ -50,91 +50,94 @@ def check_weights(model: Model) -> Iterator[Finding]:
 
 
 def check_values(files: ModelFiles) -> Iterator[Finding]:
-    """Values that no training leaves behind, in a sample of the tensors: NaN and infinity, and
-    where norms are all exactly one (Gemma: zero), matrices of zeros or as ``_is_fresh``."""
-    whole = {} if files.remote else files.tensors
-    floats = {k: t for k, t in whole.items() if t.is_floating_point() and t.itemsize > 1}
+    """Check a sample of the tensors for NaN and infinity, and for untrained weights: matrices that
+    are all zero or ``_is_initial`` while all norms are one (Gemma: zero)."""
+    stored = {} if files.remote else files.tensors
+    floats = {k: t for k, t in stored.items() if t.is_floating_point() and t.itemsize > 1}
     matrices = [key for key, tensor in floats.items() if tensor.dim() == 2 and tensor.numel()]
     norms = [key for key in floats if key.endswith("norm.weight")]
     others = [key for key in floats if key not in {*matrices, *norms}]
     samples: dict[str, torch.Tensor] = {}
     for key in (key for kind in (matrices, norms, others) for key in evenly(kind, _TENSORS)):
         values = floats[key].flatten()
-        first = max(0, values.numel() - _VALUES) // 2  # in the middle, where no padding row is
+        first = max(0, values.numel() - _VALUES) // 2  # from the middle, which has no padding rows
         samples[key] = values[first : first + _VALUES].float()
         if not bool(samples[key].isfinite().all()):
             yield finding("weights-not-finite", name=key)
             return
     matrices = evenly(matrices, _TENSORS)
-    begun = [key for key in matrices if bool(samples[key].any())]
-    if matrices and not begun:
+    nonzero = [key for key in matrices if bool(samples[key].any())]
+    if matrices and not nonzero:
         yield finding("weights-untrained", f"all {len(matrices)} sampled matrices are zero")
     elif (
-        begun
+        nonzero
         and all(set(samples[key].tolist()) in ({0.0}, {1.0}) for key in evenly(norms, _TENSORS))
-        and all(_is_fresh(samples[key], floats[key].shape[1], files) for key in begun)
+        and all(_is_initial(samples[key], floats[key].shape[1], files) for key in nonzero)
     ):
-        spreads = [float(samples[key].std()) for key in begun]
-        ones = "norms are as they began, and " if norms else ""
-        bounds = f"({min(spreads):.3g} to {max(spreads):.3g})"
-        text = f"{ones}{len(spreads)} sampled matrices have the spread of fresh ones {bounds}"
-        yield finding("weights-untrained", text)
+        spreads = [float(samples[key].std()) for key in nonzero]
+        also_norms = "norms have their initial values, and " if norms else ""
+        yield finding(
+            "weights-untrained",
+            f"{also_norms}{len(spreads)} sampled matrices have the standard deviation of initial "
+            f"weights ({min(spreads):.3g} to {max(spreads):.3g})",
+        )
 
 
-def _is_fresh(values: torch.Tensor, inputs: int, files: ModelFiles) -> bool:
-    """Whether they have the standard deviation of the config (``initializer_range``), of that over
-    sqrt(2 layers) (GPT-2), or of ``torch.nn.Linear``, 1 / sqrt(3 inputs)."""
+def _is_initial(values: torch.Tensor, inputs: int, files: ModelFiles) -> bool:
+    """Whether the values have the standard deviation of initial weights: the config's
+    ``initializer_range``, that divided by sqrt(2 layers) (GPT-2), or 1 / sqrt(3 inputs)
+    (``torch.nn.Linear``)."""
     spread, config = float(files.config.get("initializer_range") or 0.02), files.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
     usual = spread, spread / math.sqrt(2 * layers), (3 * inputs) ** -0.5
-    # Of few values the spread is not known well: three standard errors.
-    tolerance = max(_CLOSE, 3 / math.sqrt(2 * values.numel()))
+    # Three standard errors, which is more for few values.
+    tolerance = max(_TOLERANCE, 3 / math.sqrt(2 * values.numel()))
     return min(abs(float(values.std()) / one - 1) for one in usual) <= tolerance
 
 
 def _check_padding(model: Model) -> Iterator[Finding]:
-    """Rows of logits against the ids that the tokenizer knows."""
+    """Compare the rows of logits with the tokenizer's ids."""
     if model.tokenizer is None:
         return
-    known = model.tokenizer.get_vocab().values()
-    top, rows = max(known, default=-1) + 1, model.vocab_size
-    if top > rows:
-        yield finding("vocabulary-overflows", last=top - 1, rows=rows)
-    if top >= rows:
+    ids = max(model.tokenizer.get_vocab().values(), default=-1) + 1
+    rows = model.vocab_size
+    if ids > rows:
+        yield finding("vocabulary-overflows", last=ids - 1, rows=rows)
+    if ids >= rows:
         return
-    # Those of a draft are never drafted, whatever they hold.
-    raw = model.about == "target" and _are_zero(model, range(top, rows))
-    values: Any = {"rows": rows, "ids": top, "last": rows - 1, "severity": WARNING if raw else None}
-    values["raw"] = ", all zero, so their logits are 0 whatever the text" if raw else ""
-    yield finding("vocabulary-padded", **values)
+    # Padding rows of a draft model are never drafted, so their values do not matter.
+    untrained = model.about == "target" and _are_zero(model, range(ids, rows))
+    note = ", all zero, so their logits are 0 for every text" if untrained else ""
+    severity = WARNING if untrained else None
+    code = "vocabulary-padded"
+    yield finding(code, severity=severity, rows=rows, ids=ids, last=rows - 1, raw=note)
 
 
 def _are_zero(model: Model, rows: Sequence[int]) -> bool:
-    """Whether these rows make no logits: of the file's own head, else of the embedding that it is
-    tied to."""
-    table = _table(model, "output")
-    table = _table(model, "input") if table is None else table
+    """Whether these rows of the head, or of the embedding that it is tied to, are all zero."""
+    tables = [_table(model, end) for end in ("output", "input")]
+    table = next((table for table in tables if table is not None), None)
     if table is None or max(rows) >= table.shape[0]:
         return False
-    return not bool(table[list(rows[:: max(1, len(rows) // _LOOKED_AT)])].any())
+    return not bool(table[list(rows[:: max(1, len(rows) // _SAMPLED_ROWS)])].any())
 
 
 def _check_tied(model: Model) -> Iterator[Finding]:
-    """A head in the file beside an embedding that it repeats, or that config.json ties it to."""
+    """Check a head that the file stores although it equals, or is tied to, the embedding."""
     head, embedding = (_table(model, end) for end in ("output", "input"))
     if head is None or embedding is None or head is embedding or head.shape != embedding.shape:
         return
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    some = slice(None, None, max(1, len(head) // _LOOKED_AT))
-    if torch.equal(head[some], embedding[some]):
+    sample = slice(None, None, max(1, len(head) // _SAMPLED_ROWS))
+    if torch.equal(head[sample], embedding[sample]):
         yield finding("tied-head-repeated", numbers=head.numel(), tied=tied)
     elif tied:
         yield finding("tied-head-differs", numbers=head.numel())
 
 
 def _table(model: Model, end: str) -> torch.Tensor | None:
-    """The matrix of the embedding ("input") or the head, by the name that the architecture has for
-    it; None if the files do not have it, or not its values."""
+    """The matrix of the embedding ("input") or the head ("output"); None if the files do not hold
+    it, or if it is quantised or not downloaded."""
     if model.quantisation is not None or model.files.remote:
         return None
     part: Any = getattr(model.skeleton, f"get_{end}_embeddings")()
@@ -144,16 +147,18 @@ def _table(model: Model, end: str) -> torch.Tensor | None:
 
 
 _ROLES = ("bos_token", "eos_token", "pad_token")
-_WAYS = {
-    "intersection": "the draft speaks in the tokens that both have",
+_TRANSLATIONS = {
+    "intersection": "only tokens that both have are drafted",
     "string": "drafts are re-tokenised as text",
 }
-# What templates write around turns: <|im_start|>, <start_of_turn>, <s>, and DeepSeek's wide bars.
-_MARK = re.compile(r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\s]{1,40}\uff5c>|<\w{1,24}_of_\w{1,24}>|</?s>")
+# Turn markers of chat templates: <|im_start|>, <start_of_turn>, <s>, and DeepSeek's wide bars.
+_MARKER = re.compile(
+    r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\s]{1,40}\uff5c>|<\w{1,24}_of_\w{1,24}>|</?s>"
+)
 
 
 def check_chat(model: Model) -> Iterator[Finding]:
-    """The template of a target, tried on a question and an answer."""
+    """Try a target's chat template on a question and an answer."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return
@@ -168,19 +173,19 @@ def check_chat(model: Model) -> Iterator[Finding]:
             str(tokenizer.apply_chat_template(chat, add_generation_prompt=opens, tokenize=False))
             for chat, opens in chats
         )
-    except Exception as error:  # of any kind: the template's own, or jinja's
+    except Exception as error:  # the template's own error, or one of jinja
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         yield finding("chat-template-refuses", why=reason)
         return
-    yield from _marks(tokenizer, whole)
+    yield from _check_markers(tokenizer, whole)
     before, parts, after = whole.partition(answer)
     if not parts:
         return
     opening = before[len(bare) :].strip() if before.startswith(bare) else ""
     if asked == bare and opening:
         yield finding("chat-template-no-prompt", opening=opening)
-    # What the template writes behind an answer must end generation. Some write a closing tag
-    # first: any end token will do.
+    # A token that the template writes after an answer must end generation. Some templates write a
+    # closing tag first, so one of these tokens is enough.
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     written = [i for i in tokenizer.encode(after, add_special_tokens=False) if i in special]
     ends = _ends(model).values()
@@ -190,12 +195,12 @@ def check_chat(model: Model) -> Iterator[Finding]:
         yield finding("turn-end-ignored", token=token, id=written[0], ends=listed)
 
 
-def _marks(tokenizer: PreTrainedTokenizerFast, text: str) -> Iterator[Finding]:
-    marks = dict.fromkeys(_MARK.findall(text))
-    foreign = [mark for mark in marks if mark not in tokenizer.get_added_vocab()]
-    if foreign:
-        pieces = len(tokenizer.encode(foreign[0], add_special_tokens=False))
-        yield finding("chat-template-foreign", marks=", ".join(foreign), pieces=pieces)
+def _check_markers(tokenizer: PreTrainedTokenizerFast, text: str) -> Iterator[Finding]:
+    markers = dict.fromkeys(_MARKER.findall(text))
+    unknown = [marker for marker in markers if marker not in tokenizer.get_added_vocab()]
+    if unknown:
+        pieces = len(tokenizer.encode(unknown[0], add_special_tokens=False))
+        yield finding("chat-template-foreign", marks=", ".join(unknown), pieces=pieces)
 
 
 def check_ends(model: Model) -> Iterator[Finding]:
@@ -217,14 +222,14 @@ def check_ends(model: Model) -> Iterator[Finding]:
 
 
 def _ends(model: Model) -> dict[str, set[int]]:
-    """By their source; without those that name none."""
+    """The end tokens by their source, without sources that name none."""
     first = json_object(model.files.folder / "generation_config.json").get("eos_token_id")
     others = (getattr(part, "eos_token_id", None) for part in (model.config, model.tokenizer))
     names = ("generation_config.json", "config.json", "the tokenizer")
     ends = zip(names, (first, *others), strict=True)
     listed = {source: v if isinstance(v, (list, tuple)) else [v] for source, v in ends}
     ids = {source: {i for i in values if type(i) is int} for source, values in listed.items()}
-    return {source: some for source, some in ids.items() if some}
+    return {source: tokens for source, tokens in ids.items() if tokens}
 
 
 def _named(tokenizer: PreTrainedTokenizerFast, ids: set[int]) -> str:
@@ -236,7 +241,8 @@ def _named(tokenizer: PreTrainedTokenizerFast, ids: set[int]) -> str:
 
 
 def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Finding]:
-    """What the engine would make of the pair. ``method``: the draft spec's ``vocab`` option."""
+    """Compare the tokenizers of a target and a draft as the engine does. ``method``: the draft
+    spec's ``vocab`` option."""
     tokenizer, other = target.tokenizer, draft.tokenizer or target.tokenizer
     if tokenizer is None or other is None:
         return
@@ -251,8 +257,8 @@ def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Findi
             rows = f"{target.vocab_size:,} against the draft's {draft.vocab_size:,}"
             yield finding("vocabulary-padded", f"rows of logits differ: {rows}", about="pair")
     else:
-        what, how = differences(tokenizer, other), _WAYS[match.method]
-        what = what or "nothing, but vocab is set"
+        what, how = differences(tokenizer, other), _TRANSLATIONS[match.method]
+        what = what or "nothing, but the option vocab is set"
         yield finding("vocabulary-differs", parts=what, share=match.share, how=how)
     if draft.tokenizer is None:
         return
@@ -262,7 +268,7 @@ def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Findi
         yield finding("segmentation-differs", parts=" and ".join(parts))
     roles = [role for role in _ROLES if getattr(tokenizer, role) != getattr(other, role)]
     if roles:
-        # Nothing is padded here, but another padding token hints at another tuning.
+        # The engine does not pad, but another padding token is a sign of another fine-tuning.
         severity = NOTE if roles == ["pad_token"] else None
         pairs = (f"{r} {getattr(tokenizer, r)!r} against {getattr(other, r)!r}" for r in roles)
         yield finding("special-tokens-differ", pairs=", ".join(pairs), severity=severity)
@@ -272,11 +278,11 @@ def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Findi
 
 
 def _pipeline(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """What decides how text is cut up, but for the vocabulary."""
+    """What determines how text is split into tokens, except for the vocabulary."""
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
     merges = whole.get("model", {}).get("merges") or []
     return {
-        # Written as "a b" or as ["a", "b"].
+        # Stored as "a b" or as ["a", "b"].
         "merges": [m if isinstance(m, str) else " ".join(m) for m in merges],
         "normalizer": whole.get("normalizer"),
         "pre-tokenizer": whole.get("pre_tokenizer"),

@@ -1,4 +1,4 @@
-"""All checks on a target and its drafts, from their small files and headers alone."""
+"""Runs all checks on a target and its drafts, using only their small files and headers."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import BITS
 from paceline.parallel.processes import check_shareable
 
-_SMALLER, _SMALL_ENOUGH = 4, 10  # how many times smaller than the target: at least, and better
-_DEEP, _DEEPISH = 1 / 2, 1 / 4  # of the target's layers
+# How many times smaller than the target a draft should be: below the first is a warning, below the
+# second a note.
+_MIN_RATIO, _GOOD_RATIO = 4, 10
+_MAX_DEPTH, _GOOD_DEPTH = 1 / 2, 1 / 4  # of a draft, as a share of the target's layers
 # Vocabulary tables of a head. They are small, and their values are checked.
 _TABLES = ("d2t", "t2d", "token_map")
 
@@ -58,8 +60,7 @@ def examine(
 
     ``lora``: folders of adapters by name. ``settings``: engine options, as keywords of ``LLM``.
     Downloads the small files of a hub model that is not on this machine. Raises ModelLoadError (no
-    such folder, no config.json) and ConfigError (an unknown option of a draft, an unusable device).
-    """
+    such folder, no config.json) and ConfigError (unknown option of a draft, unusable device)."""
     texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
     specs = [spec for text in texts for spec in parse_draft(text).members()]
     options = EngineOptions(**settings)
@@ -72,7 +73,7 @@ def examine(
     findings = findings_of("target", checked)
     if model is None:
         return by_severity(findings)
-    needs, beside = Needs.of_model(model, setting, setting.cache_dtype), setting
+    needs, draft_setting = Needs.of_model(model, setting, setting.cache_dtype), setting
     if setting.device.type == "cuda":  # on a CPU all ranks share the same memory
         needs = needs.shared(options.tensor_parallel)
     if options.offload is not None:
@@ -80,8 +81,10 @@ def examine(
         plan = plan_offload(target, options.dtype, options.device, *away)
         findings.append(machine.check_offload(plan, options.offload))
         needs = replace(needs, weights=plan.peak_bytes, loading=0)
-        kernels = machine.has_kernels(setting.device, options.backend)  # for a 4-bit draft of it
-        beside = replace(setting, kernels=kernels)
+        kernels = machine.has_kernels(
+            setting.device, options.backend
+        )  # they run its 4-bit copy as a draft
+        draft_setting = replace(setting, kernels=kernels)
     for name, folder in (lora or {}).items():
         count, rank = adapter_size(name, folder)
         # With the kernels a packed copy of the adapter is kept beside the original.
@@ -89,11 +92,11 @@ def examine(
         needs = replace(needs, weights=needs.weights + size)
         values: Any = {"size": machine.size(size), "count": count, "rank": rank}
         findings.append(finding("adapter-memory", about="target", name=name, **values))
-    noticed, needs = check_drafts(drafts, model, beside, needs)
-    findings += [*noticed, *machine.check_dtype(setting, needs.weights)]
-    packed = any(one.code.startswith("quantised") for one in findings)
+    draft_findings, needs = check_drafts(drafts, model, draft_setting, needs)
+    findings += [*draft_findings, *machine.check_dtype(setting, needs.weights)]
+    quantised = any(item.code.startswith("quantised") for item in findings)
     memory = machine.check_memory(setting, needs, model.max_positions)
-    return by_severity([*findings, machine.check_kernels(setting, packed), memory])
+    return by_severity([*findings, machine.check_kernels(setting, quantised), memory])
 
 
 def _check_model(
@@ -124,7 +127,8 @@ def check_drafts(
     setting: Setting,
     needs: Needs,
 ) -> tuple[list[Finding], Needs]:
-    """Of all, and ``needs`` with theirs; ``auto`` is what it is composed of."""
+    """Findings about all drafts, and ``needs`` plus those of the drafts. "auto" stands for the
+    drafters that it is composed of."""
     findings: list[Finding] = []
     if any(isinstance(spec, Auto) for spec, _ in drafts):
         free = free_memory(setting.device) - needs.weights
@@ -143,7 +147,8 @@ def check_drafts(
 
 
 def compose_auto(target: Model, setting: Setting, free: int) -> Composition:
-    """What ``auto`` is, without what does not load; ``free``: bytes beside the target."""
+    """The drafters that "auto" stands for, without those that do not load. ``free``: bytes of
+    memory left by the target."""
     refused = "" if setting.kernels else "which do not run it here"
     bits, weights = machine.held_bits(target, setting), machine.weight_bytes(target, setting)
     rounded = machine.rounded_bytes(target, "int4", setting)
@@ -163,7 +168,7 @@ def _check_draft(
     if files is None:
         yield from _without_files(spec, target, setting)
         return
-    # By another kind's file name there may be nothing in the folder.
+    # The folder may hold weights under the file name of another kind of draft.
     empty = not (files.tensors or files.pickled or files.damaged or files.remote)
     if empty or isinstance(spec, DraftModel):
         what, kind = weights_kind((read_files(files.name) if empty else files).tensors)
@@ -193,15 +198,14 @@ def _without_files(spec: DraftSpec, target: Model, setting: Setting) -> _Checked
     else:
         more = machine.rounded_bytes(target, examined.target_in, setting)
         whole = machine.weight_bytes(target, setting)
-        sizes = f"{machine.size(more)} beside the target's {machine.size(whole)}"
-        ratio = (more + whole) / whole
-        beside = f"; its matrices take {sizes}, together {ratio:.2f} times the target"
-        yield from (finding(code, text + beside, cure) for code, text, cure in examined.notes)
+        sizes = f"{machine.size(more)} in addition to the target's {machine.size(whole)}"
+        memory = f"; its matrices take {sizes}, together {(more + whole) / whole:.2f} times as much"
+        yield from (finding(code, text + memory, cure) for code, text, cure in examined.notes)
         yield Needs(more)
 
 
 def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Setting) -> _Checked:
-    """By the code that loads heads, without their weights."""
+    """Check a head with the code that loads heads, without its weights."""
     yield from check_files(files)
     if not files.whole:
         return
@@ -244,9 +248,9 @@ def _size(target: Model, draft: Model) -> Iterator[Finding]:
     ratio, depth = target.parameters / max(1, draft.parameters), draft.num_layers
     than = "larger" if ratio < 1 else f"{ratio:,.1f} times smaller"
     counts = f"{millions(draft.parameters)} against {millions(target.parameters)} parameters"
-    code = "draft-too-large" if ratio < _SMALL_ENOUGH else "draft-small"
-    severity = NOTE if _SMALLER <= ratio < _SMALL_ENOUGH else None
+    code = "draft-too-large" if ratio < _GOOD_RATIO else "draft-small"
+    severity = NOTE if _MIN_RATIO <= ratio < _GOOD_RATIO else None
     yield finding(code, f"the draft is {than} than the target: {counts}", severity=severity)
-    if depth > _DEEPISH * target.num_layers:
-        severity = None if depth > _DEEP * target.num_layers else NOTE
+    if depth > _GOOD_DEPTH * target.num_layers:
+        severity = None if depth > _MAX_DEPTH * target.num_layers else NOTE
         yield finding("draft-deep", draft=depth, target=target.num_layers, severity=severity)

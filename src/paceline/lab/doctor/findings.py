@@ -36,7 +36,7 @@ class Kind:
     cure: str = ""
 
 
-def _read(text: str) -> Iterator[tuple[str, Kind]]:
+def _parse_tables(text: str) -> Iterator[tuple[str, Kind]]:
     """Parse the tables: rows of problems, and shorter rows of kinds that are in order (OK)."""
     for line in text.splitlines():
         if line.startswith("| `"):
@@ -47,7 +47,7 @@ def _read(text: str) -> Iterator[tuple[str, Kind]]:
 
 
 KINDS: Mapping[str, Kind] = dict(
-    _read(Path(__file__).with_name("kinds.md").read_text(encoding="utf-8"))
+    _parse_tables(Path(__file__).with_name("kinds.md").read_text(encoding="utf-8"))
 )
 
 

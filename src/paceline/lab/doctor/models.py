@@ -1,5 +1,5 @@
-"""What a model's folder says of itself: architecture, tokenizer, and whether its tensors are those
-that its config asks for. Weights are mapped into memory, and read only where they are sampled."""
+"""Reads a model's folder: architecture, tokenizer, and whether its tensors match its config.
+Weights are mapped into memory, and only samples of them are read."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _TIE = (
     'If the model ties its embeddings, write "tie_word_embeddings": true into config.json; '
     "otherwise copy the weights again."
 )
-# By their names on the hub; of all others only the number of bytes matters.
+# Dtypes by their names on the hub. Of the others only the size matters.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _DTYPES |= {"BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32}
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A folder, or what of it could be fetched. ``tensors`` by their names in the files; on the
-    meta device if the weights are on the hub (``remote``). ``absent``: files that an index names
-    and the folder lacks. ``damaged``: what is wrong with which file. ``pickled``: weights that
-    cannot be looked into. ``mapped``: real paths of those that are."""
+    """A model's folder, or the files of it that could be fetched. ``tensors``: by name; on the
+    meta device if the weights are on the hub (``remote``). ``absent``: missing files that an index
+    names. ``damaged``: a message for each damaged file. ``pickled``: weight files that cannot be
+    inspected. ``mapped``: real paths of the files that are mapped into memory."""
 
     name: str
     folder: Path
@@ -57,7 +57,7 @@ class ModelFiles:
     pickled: list[str] = field(default_factory=list)
     mapped: list[str] = field(default_factory=list)
     remote: bool = False
-    gguf: GgufFile | None = None  # then ``folder`` is that file, and ``tensors`` are not named
+    gguf: GgufFile | None = None  # then ``folder`` is that file, and ``tensors`` is empty
 
     @property
     def parameters(self) -> int:
@@ -76,10 +76,10 @@ class ModelFiles:
 
 
 def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
-    """Look into a built-in, a local folder or a hub name; checksums are checked. ``weights``: file
-    names that count, by default model.safetensors or the shards of an index. Raises ModelLoadError
-    if there is no such folder or no readable config.json in it, and UnsupportedModelError on a GGUF
-    file of a kind that is not read."""
+    """Read a built-in model, a local folder or a hub model, and verify checksums. ``weights``: the
+    possible names of the weight file, by default model.safetensors or the shards of an index.
+    Raises ModelLoadError if there is no such folder or no readable config.json in it, and
+    UnsupportedModelError for an unsupported kind of GGUF file."""
     path = located(name)
     if (gguf := gguf_file(path)) is not None:
         file = read_gguf(gguf)
@@ -100,7 +100,9 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
                     names = opened.keys()
                     files.tensors.update({key: opened.get_tensor(key) for key in names})
             except ModelLoadError as error:
-                files.damaged.append(str(error).partition("; ")[0])  # kinds.md has a cure
+                files.damaged.append(
+                    str(error).partition("; ")[0]
+                )  # without its cure: kinds.md has one
     if is_path(path) or files.tensors or files.absent or files.damaged or files.pickled:
         return files
     return replace(files, tensors=_remote_tensors(name), remote=True)
@@ -123,12 +125,12 @@ def _weights(files: ModelFiles, wanted: tuple[str, ...]) -> list[Path]:
 
 
 def _fetch(name: str) -> Path:
-    """The snapshot of a hub model that is on this machine, or its small files. ModelLoadError."""
+    """The local snapshot of a hub model, or else its small files. Raises ModelLoadError."""
     from huggingface_hub import snapshot_download
 
     check_hub_name(name)
     try:
-        with suppress(OSError, ValueError):  # those that are not downloaded
+        with suppress(OSError, ValueError):  # it is not downloaded
             return Path(snapshot_download(name, local_files_only=True))
         return Path(snapshot_download(name, allow_patterns=list(SMALL)))
     except (OSError, ValueError) as error:
@@ -136,7 +138,7 @@ def _fetch(name: str) -> Path:
 
 
 def _remote_tensors(name: str) -> dict[str, torch.Tensor]:
-    """By the headers on the hub; empty if there are none to be read."""
+    """Tensors without data, from the headers on the hub; empty if these cannot be read."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
@@ -153,7 +155,7 @@ def _remote_tensors(name: str) -> dict[str, torch.Tensor]:
 @dataclass(frozen=True, kw_only=True)
 class Model(TargetShape):
     """A causal language model that is not loaded. ``about``: "target" or "draft". ``whole_config``
-    is transformers', ``config`` that of the text part. ``tokenizer`` is None if there is none."""
+    is that of transformers, ``config`` that of the text part."""
 
     about: str
     files: ModelFiles
@@ -167,24 +169,24 @@ class Model(TargetShape):
 
     @property
     def quantisation(self) -> Mapping[str, Any] | None:
-        """What config.json says of packed weights, None if they are plain numbers."""
+        """The quantization_config of config.json; None for unquantised weights."""
         options = self.files.config.get("quantization_config")
         return options if options is None or isinstance(options, Mapping) else {}
 
     @property
     def parameters(self) -> int:
-        """Of the files, or of the skeleton where the files do not tell."""
+        """The number of parameters in the files, or of the skeleton if these are incomplete."""
         if self.files.whole and self.quantisation is None:
             return self.files.parameters
         return sum(p.numel() for p in self.skeleton.parameters())
 
     def cache_bytes(self, dtype: torch.dtype) -> int:
-        """Keys and values of one token over all layers, in a cache of this dtype."""
+        """Bytes of one token's keys and values over all layers, in a cache of this dtype."""
         config = self.config
         heads = config.num_attention_heads
         shared = getattr(config, "num_key_value_heads", None) or heads
         keys = values = getattr(config, "head_dim", None) or self.hidden_size // heads
-        if getattr(config, "kv_lora_rank", None):  # latent attention: as transformers unpacks it
+        if getattr(config, "kv_lora_rank", None):  # latent attention, as transformers expands it
             keys, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
             shared = heads
         layers = self.num_layers - loading.layers_without_keys(self.whole_config)
@@ -192,11 +194,11 @@ class Model(TargetShape):
 
     @property
     def recurrent_layers(self) -> list[str]:
-        """The kinds of the layers that have a state."""
+        """The kinds of the layers that have a recurrent state."""
         return loading.recurrent_layers(self.whole_config)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Of a state of all its recurrent layers, in a model of this dtype."""
+        """Bytes of a state of all recurrent layers, in a model of this dtype."""
         if not self.recurrent_layers:
             return 0
         module = skeleton_of(self.whole_config).to(dtype)
@@ -209,7 +211,8 @@ class Model(TargetShape):
 
 
 def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]]:
-    """The model of a folder; None, with the reason among the findings, if it is refused."""
+    """The model of a folder, and findings about it. If it is refused, the model is None and the
+    last finding gives the reason."""
     findings: list[Finding] = []
     foreign = bool(files.config.get("auto_map"))
     try:
@@ -235,7 +238,7 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
     sizes = (text_config.hidden_size, text_config.vocab_size, text_config.num_hidden_layers)
     configs = {"whole_config": config, "config": text_config}
     model = Model(*sizes, positions, about=about, files=files, tokenizer=tokenizer, **configs)
-    if model.quantisation is None:  # machine.py tells of those
+    if model.quantisation is None:  # these are described by machine.py
         shape: Any = {"layers": model.num_layers, "width": model.hidden_size}
         shape |= {"kind": config.model_type, "parameters": millions(model.parameters)}
         findings.append(finding("architecture-supported", **shape))
@@ -243,12 +246,12 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
 
 
 def millions(count: float) -> str:
-    """A number of parameters as people say it: 10.5M, 7.2B."""
+    """A number of parameters in millions or billions: 10.5M, 7.2B."""
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
 def skeleton_of(config: Any) -> Any:
-    """The module that transformers builds of a config, without weights."""
+    """The module that transformers builds from a config, without weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -258,7 +261,7 @@ def skeleton_of(config: Any) -> Any:
 
 
 def check_tensors(model: Model) -> Iterator[Finding]:
-    """Whether the files hold what the config asks for, by name and shape, as transformers does."""
+    """Compare names and shapes of the tensors with the config, as transformers does."""
     if not model.files.whole or model.quantisation is not None:
         return
     kind: Any = loading.causal_class(model.whole_config)
@@ -276,22 +279,22 @@ def check_tensors(model: Model) -> Iterator[Finding]:
     wrong = sorted(info["mismatched_keys"])
     further = mtp_names(model.files.tensors, model.num_layers)
     if further:
-        # By rule, as the library joins the names of experts.
+        # Their names are matched by pattern, because transformers merges the names of experts.
         extra = [key for key in extra if not mtp_name(key, model.num_layers)]
         yield finding("mtp-layer", count=len(further))
     if missing:
         cure = _TIE if missing == ["lm_head.weight"] else None
-        yield finding("tensors-missing", cure=cure, names=_some(missing))
+        yield finding("tensors-missing", cure=cure, names=_listed(missing))
     if wrong:
-        names, shapes, due = zip(*wrong, strict=True)
-        first, shape = _some(names), list(shapes[0])
-        yield finding("tensors-misshapen", names=first, held=shape, due=list(due[0]))
-    if extra and "vision_config" not in model.files.config:  # whose tower is not read
-        yield finding("tensors-extra", names=_some(extra))
+        names, shapes, expected = zip(*wrong, strict=True)
+        held, due = list(shapes[0]), list(expected[0])
+        yield finding("tensors-misshapen", names=_listed(names), held=held, due=due)
+    if extra and "vision_config" not in model.files.config:  # whose vision tower is not loaded
+        yield finding("tensors-extra", names=_listed(extra))
     if not (missing or wrong):
         count = len(module.state_dict()) - len(module.all_tied_weights_keys or {})
         yield finding("weights-complete", count=count)
 
 
-def _some(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -11,10 +11,10 @@ from paceline.drafters import Auto, NGram, NoDraft, parse_draft
 from paceline.errors import ConfigError, WriteError
 from paceline.files import replace_in
 from paceline.lab.export.dialects import DIALECTS as DIALECTS
-from paceline.lab.export.speculation import Export, note_usual
+from paceline.lab.export.speculation import Export, note_missing_features
 from paceline.settings.tuned import TunedSettings
 
-_LOST = "the other drafts of it are lost; what this one gains alone: `paceline bench --draft` it"
+_LOST = "its other drafts are lost; `paceline bench --draft` shows what this one gains alone"
 
 
 @forgiving("export")
@@ -36,15 +36,16 @@ def export(
     files, converted heads included; None writes none. If the draft is "auto" or comes from
     ``config`` and the engine does not support it, the next best supported draft is exported.
 
-    Raises ConfigError if the engine has no equivalent, ModelLoadError and WriteError.
-    """
+    Raises ConfigError if the engine has no equivalent, ModelLoadError and WriteError."""
     if to not in DIALECTS:
         raise ConfigError(f"cannot export to {to!r}; use one of {', '.join(DIALECTS)}")
     tuned = None if config is None else TunedSettings.read(config)
     measured = tuned.draft if tuned is not None and draft in (None, tuned.draft.spec) else None
     spec = parse_draft(draft if measured is None else measured.spec)
     specs = [spec]
-    if measured is not None or isinstance(spec, Auto):  # not named by the user: runners-up will do
+    if measured is not None or isinstance(
+        spec, Auto
+    ):  # not named by the user, so the next best may be exported
         specs += [*(made_for(model) or ())[:1], *spec.members(), NGram()]
     if isinstance(spec, NoDraft):
         raise ConfigError("there is no draft to export; give one with --draft or --config")
@@ -68,8 +69,8 @@ def export(
             if chosen is specs[-1] or isinstance(error, WriteError):
                 raise
     if made.draft is not spec:
-        made.approximate(f"--draft {spec}", f"the runner-up, --draft {made.draft}", _LOST)
-    note_usual(made, dialect.trees, dialect.rules, dialect.parallel)
+        made.approximate(f"--draft {spec}", f"the next best, --draft {made.draft}", _LOST)
+    note_missing_features(made, dialect.trees, dialect.rules, dialect.parallel)
     if made.out is not None:
         _write(made, made.out)
     return made

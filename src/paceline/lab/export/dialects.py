@@ -1,5 +1,5 @@
-"""How other engines are told of a speculation: a function fills the command, the configuration and
-the files of an export. Raises ConfigError for drafts that the engine has nothing like."""
+"""The other engines. For each, a function fills in the command, the configuration and the files of
+an export. It raises ConfigError for drafts without an equivalent in the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.model.gguf import gguf_file
 
 @dataclass(frozen=True)
 class Dialect:
-    """An engine: the version whose names were checked, and what it knows of ours."""
+    """An engine: the version whose options were checked, and which of our features it has."""
 
     version: str
     fill: Callable[[Export], None]
@@ -26,18 +26,18 @@ class Dialect:
     rules: tuple[str, ...] = ("token",)
 
 
-# Methods of vLLM that draft greedily unless told otherwise.
+# Methods of vLLM that draft greedily by default.
 _SAMPLED = ("draft_model", "eagle3", "dflash", "dspark")
 
 
 def _vllm(export: Export) -> None:
-    """--speculative-config with JSON; heads in the layout of speculators."""
+    """--speculative-config in JSON; heads in the layout of speculators."""
     config = _vllm_method(export)
     config.setdefault("num_speculative_tokens", export.length)
     if export.rule == "block" and config["method"] in (*_SAMPLED, "eagle"):
         config |= {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}
     elif config["method"] in _SAMPLED:
-        config["draft_sample_method"] = "probabilistic"  # the default drafts greedily
+        config["draft_sample_method"] = "probabilistic"
     export.config = config
     export.command = ["vllm", "serve", export.target_path, "--max-num-seqs", str(export.batch)]
     export.command += ["--speculative-config", json.dumps(config)]
@@ -68,7 +68,7 @@ def _vllm_method(export: Export) -> dict[str, Any]:
     if isinstance(draft, NGram):
         if draft.candidates > 1 or draft.source != "both":
             what = f"{draft.candidates} candidates from {draft.source}"
-            instead = "one, the earliest match, from prompt and answer"
+            instead = "only the earliest match, from prompt and answer"
             export.approximate(what, instead, FEWER_MATCHES)
         limits = {"prompt_lookup_min": draft.min, "prompt_lookup_max": draft.max}
         return {"method": "ngram", **limits}
@@ -76,8 +76,8 @@ def _vllm_method(export: Export) -> dict[str, Any]:
 
 
 def _sglang(export: Export) -> None:
-    """Flags; trees by steps, top-k and tokens, chains of block drafters; heads in their authors'
-    layout, whose layers are counted by outputs (EAGLE's stand under eagle_config)."""
+    """Flags; trees by steps, top-k and tokens, chains of block drafters; heads in the published
+    layout, with feature layers numbered by outputs (for EAGLE under eagle_config)."""
     draft, (levels, nodes, width) = export.draft, export.tree()
     flags: dict[str, str] = {}
     if isinstance(draft, (Eagle, DraftModel)):
@@ -88,11 +88,11 @@ def _sglang(export: Export) -> None:
         flags |= {"algorithm": algorithm, "draft-model-path": model}
         flags |= {"num-steps": str(levels), "eagle-topk": str(width)}
         if draft.branching:
-            instead = f"the {nodes} likeliest of a tree grown at every step"
-            cost = "mostly as many tokens a step or more; bench nodes=N here for the same"
+            instead = f"the {nodes} likeliest nodes of a dynamic tree"
+            cost = "usually at least as many tokens per step; nodes=N here grows the same tree"
             export.approximate("a static tree", instead, cost)
         if width == 1:
-            # Else sampled drafts are taken by the target's own draw: lossless, accepted less.
+            # Otherwise SGLang accepts a draft only if the target samples it: fewer are accepted.
             switch = "block-verification" if export.rule == "block" else "rejection-sampling"
             flags[f"use-{switch}"] = ""
     elif isinstance(draft, (DFlash, DSpark)):
@@ -107,11 +107,11 @@ def _sglang(export: Export) -> None:
         depth = str(max(draft.max + export.length, 2))
         flags |= {"algorithm": "NGRAM", "ngram-max-trie-depth": depth}
         what = f"matches of {draft.min} to {draft.max} tokens in the request"
-        cost = "drafts depend on what other requests said; acceptance is another one"
+        cost = "drafts depend on other requests' texts, so acceptance differs"
         export.approximate(what, "a trie over all requests", cost)
     else:
         raise export.refuse("export eagle, eagle3, dflash, dspark, a draft model or ngram")
-    flags["num-draft-tokens"] = str(nodes + 1)  # with the root
+    flags["num-draft-tokens"] = str(nodes + 1)  # including the root
     export.command = ["python", "-m", "sglang.launch_server", "--model-path", export.target_path]
     export.command += ["--max-running-requests", str(export.batch)]
     for name, value in flags.items():
@@ -120,7 +120,7 @@ def _sglang(export: Export) -> None:
 
 
 def _tensorrt_llm(export: Export) -> None:
-    """YAML with speculative_config; layers counted by outputs."""
+    """YAML with speculative_config; feature layers numbered by outputs."""
     draft, config = export.draft, dict[str, Any](max_draft_len=export.length)
     if isinstance(draft, Eagle) and draft.version == 3:
         layers = outputs_of(eagle_of(draft, export.target).config.feature_layers)
@@ -134,7 +134,7 @@ def _tensorrt_llm(export: Export) -> None:
         config |= {"is_keep_all": True, "is_use_oldest": False, "is_public_pool": False}
         if draft.candidates > 1:
             what = f"{draft.candidates} candidates"
-            export.approximate(what, "one, the newest match", FEWER_MATCHES)
+            export.approximate(what, "only the newest match", FEWER_MATCHES)
     else:
         raise export.refuse("export eagle3, a draft model or ngram")
     file = "tensorrt_llm.yaml"
@@ -161,18 +161,18 @@ def _llama_cpp(export: Export) -> None:
         if draft.min < draft.max or draft.candidates > 1:
             what = f"matches of {draft.min} to {draft.max} tokens, {draft.candidates} candidates"
             instead = f"one match of exactly {draft.max}"
-            export.approximate(what, instead, "fewer drafts; try ngram-map-k")
+            export.approximate(what, instead, "fewer drafts; ngram-map-k may draft more")
     else:
         raise export.refuse("export eagle3, a draft model or ngram")
     if draft_file:
         flags += ["--spec-draft-n-max", str(export.length), "--spec-draft-n-min", "0"]
-        flags += ["--spec-draft-p-min", "0"]  # as here: the draft's doubts end no chain
+        flags += ["--spec-draft-p-min", "0"]  # as here: no chain ends early
     export.command = ["llama-server", "-m", target, "-np", str(export.batch), *flags]
     export.config = dict(zip(flags[::2], flags[1::2], strict=True))
 
 
 def _gguf(export: Export, path: str, name: str, *more: str) -> str:
-    """The GGUF file of a model; where there is none, the command that makes it is a step."""
+    """The GGUF file of a model; if there is none, a step converts the model."""
     if (file := gguf_file(path)) is not None:
         return str(file)
     convert = ["python", "convert_hf_to_gguf.py", path, *more, "--outtype", "bf16", "--outfile"]
@@ -195,8 +195,8 @@ def _openvino(export: Export) -> None:
             export.approximate(what, "one match", FEWER_MATCHES)
     else:
         raise export.refuse(
-            "export a draft model or ngram (its EAGLE-3 counts layers by outputs and takes the "
-            "numbers only from inside a converted model; left alone it reads one layer too far)"
+            "export a draft model or ngram (its EAGLE-3 numbers layers by outputs and reads the "
+            "numbers from the converted model, so a head of ours would read one layer too far)"
         )
     file = "openvino_generate.py"
     values = {"target": repr(target), "draft": speculation, "settings": export.config}
@@ -205,7 +205,7 @@ def _openvino(export: Export) -> None:
 
 
 def _openvino_model(export: Export, path: str, name: str) -> str:
-    """The folder of a converted model; where it is none, the command that makes it is a step."""
+    """The folder of a converted model; a model in another format is converted by a step."""
     if (Path(path) / "openvino_model.xml").is_file():
         return path
     convert = ["optimum-cli", "export", "openvino", "--model", path, "--weight-format", "fp32"]

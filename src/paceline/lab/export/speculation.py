@@ -1,6 +1,7 @@
-"""What is taken to another engine, in no engine's words; heads in the others' layouts. The numbers
-of a head's layers say whose input it reads here, in vLLM and in llama.cpp; in SGLang and
-TensorRT-LLM they name the layer whose output that is, one less."""
+"""Speculative decoding as it is exported to another engine, with heads converted to its layout.
+
+Feature layers are numbered by the layers whose inputs a head reads here, in vLLM and in llama.cpp.
+SGLang and TensorRT-LLM number them by the layers whose outputs these are, which is one less."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from paceline.files import replace_in
 from paceline.model.loading import read_config
 from paceline.model.names import resolve
 
-# What it costs to look up one candidate instead of several.
-FEWER_MATCHES = "fewer tokens a step where a text was continued in several ways"
+# The cost of looking up one candidate instead of several.
+FEWER_MATCHES = "fewer tokens per step where a text was continued in several ways"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-_NODES = 8  # of the dynamic trees of a head whose number nobody has given
+_NODES = 8  # of a dynamic tree whose number of nodes is not given
 
 
 class Approximation(NamedTuple):
-    """Something that the engine has no equivalent of: what stands in its place, and the cost."""
+    """A feature without an equivalent in the engine: what is used instead, and the cost."""
 
     what: str
     instead: str
@@ -42,13 +43,13 @@ class Approximation(NamedTuple):
 
 @dataclass
 class Export:
-    """Speculative decoding as it was chosen or measured here, and what another engine is given.
+    """Speculative decoding as chosen or measured here, and its equivalent for another engine.
 
-    ``length``: levels of a draft, where the adaptive length ends if ``adaptive``. ``batch``:
-    sequences decoded together. ``out``: where heads are written, None for nowhere. ``version``: of
-    the engine whose names were checked. ``command`` starts it, ``steps`` are command lines before
-    that; ``config``: the engine's; ``files``: texts by name; ``head``: the converted one's folder.
-    """
+    ``length``: draft depth; the maximum if the length is ``adaptive``. ``batch``: sequences decoded
+    together. ``out``: folder for converted heads, None to write none. ``version``: the version of
+    the engine whose option names were checked. ``command`` starts the engine after the command
+    lines ``steps``; ``config``: its configuration; ``files``: texts by file name; ``head``: folder
+    of the converted head."""
 
     engine: str
     version: str
@@ -75,7 +76,7 @@ class Export:
         return _absolute(self.draft.argument() or "")
 
     def tree(self) -> tuple[int, int, int]:
-        """Levels and nodes of a draft's tree, and its most children or branches: 1 for chains."""
+        """Depth, nodes and width of the draft tree; a chain has width 1."""
         draft, length = self.draft, self.length
         if isinstance(draft, Medusa) and draft.tree != "chain":
             return length, draft.nodes, 2
@@ -88,7 +89,7 @@ class Export:
         return length, length, 1
 
     def in_folder(self, name: str) -> str:
-        """Where a file of this name will lie; the bare name if nothing is written."""
+        """The path at which a file is written; its bare name if nothing is written."""
         return name if self.out is None else str((self.out / name).resolve())
 
     def in_one_pass(self) -> bool:
@@ -105,7 +106,7 @@ class Export:
         return shlex.join(self.command)
 
     def convert(self, name: str, command: list[str]) -> str:
-        """Where the ``command`` writes what the engine loads; it becomes a step."""
+        """Add a step that converts a model; ``command`` gets the returned output path appended."""
         written = self.in_folder(name)
         self.steps.append(shlex.join([*command, written]))
         return written
@@ -117,10 +118,10 @@ class Export:
         return ConfigError(f"{self.engine} has no equivalent of --draft {self.draft}; {instead}")
 
     def write_eagle(self, draft: Eagle, layout: str, outputs: bool = False) -> str:
-        """The folder of a converted EAGLE head, or of the head itself if nothing is written.
-        ``layout`` as of ``save_eagle``; ``outputs``: layers as of SGLang."""
+        """The folder of the converted EAGLE head, or of the original if nothing is written.
+        ``layout``: see ``save_eagle``; ``outputs``: number feature layers as SGLang does."""
         if self.engine != "vllm" and self.in_one_pass():
-            raise self.refuse("of heads that draft in one pass (P-EAGLE) vLLM alone runs any")
+            raise self.refuse("only vLLM runs heads that draft in one pass (P-EAGLE)")
 
         def save(folder: Path) -> None:
             head = eagle_of(draft, self.target)
@@ -135,44 +136,45 @@ class Export:
         return self._write_head(save)
 
     def write_block(self, draft: DFlash | DSpark, *layouts: str) -> tuple[str, int]:
-        """The folder of a block drafter in the first of ``layouts`` that can hold it, as
-        ``write_eagle``, and the most tokens that it drafts. Raises ConfigError for a head that the
-        engine cannot run."""
+        """The folder of a block drafter in the first of ``layouts`` that can represent it, see
+        ``write_eagle``, and its maximum draft length. Raises ConfigError for a head that the engine
+        cannot run."""
         head = load_block(draft.path, shape_of(self.target)[0], draft.kind, draft.feature_layers)
         config, fits = head.config, [n for n in layouts if n in layouts_of(head.config)]
         problems = {
             "a draft vocabulary": not fits,
-            "a row at the anchor that drafts": draft.kind == "dflash" and config.from_anchor,
-            "no bias by the token before": draft.kind == "dspark" and not config.markov_rank,
+            "an anchor row that drafts": draft.kind == "dflash" and config.from_anchor,
+            "no bias for the previous token": draft.kind == "dspark" and not config.markov_rank,
             "a gated bias": self.engine == "vllm" and config.markov_type == "gated",
         }
-        for problem, there in problems.items():
-            if there:
-                what = f"the head {draft.path} has {problem}, with which {self.engine} does not run"
+        for problem, present in problems.items():
+            if present:
                 raise ConfigError(
-                    f"{what} {draft.kind}; train one without, or export another draft"
+                    f"{self.engine} cannot run the {draft.kind} head {draft.path}, which has "
+                    f"{problem}; train a head that fits, or export another draft"
                 )
         folder = self._write_head(lambda to: save_block(head, to, fits[0], *self._verifier()))
         return folder, config.drafts
 
     def write_medusa(self, draft: Medusa) -> tuple[str, int]:
-        """The folder that vLLM reads Medusa heads from, as ``write_eagle``, and their number.
-        Raises ConfigError for heads that share the target's vocabulary layer."""
+        """The folder of Medusa heads in vLLM's layout, see ``write_eagle``, and their number.
+        Raises ConfigError for heads that share the target's output layer."""
         heads = load_medusa(draft.path, shape_of(self.target)[0])
         if heads.config.shared_head:
-            what = f"the Medusa heads {draft.path} share the target's vocabulary layer"
-            cure = "train heads with layers of their own"
-            raise ConfigError(f"{what}, which vLLM wants in their own file; {cure}")
-        # The public layout, in the file that vLLM looks for.
+            raise ConfigError(
+                f"the Medusa heads {draft.path} share the target's output layer, but vLLM needs "
+                "one in their file; train them with --own-heads"
+            )
+        # The published layout, under the file name that vLLM expects.
         folder = self._write_head(lambda to: save_medusa(heads, to, file=WEIGHTS))
         return folder, heads.config.heads
 
     def _verifier(self) -> tuple[str, tuple[str, ...]]:
-        """The target's folder and classes, for layouts that name it."""
+        """The target's folder and model classes, for layouts that record them."""
         return str(Path(resolve(self.target))), shape_of(self.target)[1]
 
     def _write_head(self, save: Callable[[Path], object]) -> str:
-        """The folder that ``save`` writes the head to; the draft's if nothing is written."""
+        """The folder to which ``save`` writes the head; the draft's if nothing is written."""
         if self.out is None:
             return self.draft_path
         folder = self.out / "head"
@@ -189,47 +191,50 @@ class Export:
 
 
 def _absolute(name: str) -> str:
-    """The absolute folder of a built-in or local model; a hub name as it is."""
+    """The absolute folder of a built-in or local model; hub names are returned unchanged."""
     path = resolve(name)
     folder = Path(path).expanduser()
     return str(folder.resolve()) if folder.exists() else path
 
 
-def note_usual(export: Export, trees: bool, rules: tuple[str, ...], parallel: bool) -> None:
-    """What most engines lack: adaptive length, trees, other rules, drafts of one pass."""
+def note_missing_features(
+    export: Export, trees: bool, rules: tuple[str, ...], parallel: bool
+) -> None:
+    """Note features that most engines lack: adaptive length, trees, other rules, one-pass
+    drafts."""
     _, nodes, width = export.tree()
     if export.adaptive:
-        cost = "it also drafts where nothing is accepted: measure at your load"
-        export.approximate("adaptive draft length", f"{export.length} tokens at every step", cost)
+        cost = "it also drafts where nothing is accepted, so measure it at your load"
+        export.approximate("adaptive draft length", f"{export.length} tokens in every step", cost)
     if width > 1 and not trees:
-        cost = "fewer tokens a step than was measured with trees; bench a chain here first"
+        cost = "fewer tokens per step than measured with trees; first measure a chain here"
         export.approximate(f"trees of {nodes} nodes", f"chains of {export.length}", cost)
     if not parallel and export.in_one_pass():
-        cost = "a pass of the draft model for each token"
-        export.approximate("a draft of one pass", "token by token", cost)
+        cost = "a forward of the draft model for each token"
+        export.approximate("a draft in one pass", "token by token", cost)
     if export.rule not in ("auto", *rules):
-        cost = "at most as many tokens a step when sampling; greedy text is the same"
+        cost = "at most as many tokens per step when sampling; greedy text is the same"
         if export.rule == "coupled":
-            cost = "sampled text with a seed depends on drafts and batch; greedy is the same"
+            cost = "seeded text depends on drafts and batch; greedy text is the same"
         export.approximate(f"rule {export.rule!r}", f"rule {rules[0]!r}", cost)
     if isinstance(export.draft, DraftModel) and export.draft.vocab == "string":
-        what = "a draft with another tokenizer, by text"
+        what = "a draft with another tokenizer, translated as text"
         export.approximate(what, "token ids", "the engine may refuse it")
 
 
 def outputs_of(inputs: Sequence[int]) -> list[int]:
-    """The layers whose outputs are the inputs of these. Raises ConfigError for layer 0, whose
-    input is the embedding and no layer's output."""
+    """The layers whose outputs are the inputs of the given layers. Raises ConfigError for layer 0,
+    whose input is the embedding."""
     if min(inputs) < 1:
         raise ConfigError(
-            "the head reads the target's embedding (layer 0), which engines that count outputs "
-            "cannot name; train one that reads layers from 1 on"
+            "the head reads the target's embedding (layer 0), which engines that number layers by "
+            "their outputs cannot name; train one that reads only layers from 1 on"
         )
     return [number - 1 for number in inputs]
 
 
 def shape_of(target: str) -> tuple[TargetShape, tuple[str, ...]]:
-    """Sizes of a model that need not be loaded, and its classes. Raises ModelLoadError."""
+    """Sizes and classes of a model, from its config. Raises ModelLoadError."""
     whole = read_config(target, resolve(target))
     config = whole.get_text_config(decoder=True)
     sizes = TargetShape(config.hidden_size, config.vocab_size, config.num_hidden_layers)
@@ -237,6 +242,6 @@ def shape_of(target: str) -> tuple[TargetShape, tuple[str, ...]]:
 
 
 def eagle_of(spec: Eagle, target: str) -> EagleHead:
-    """The head of a spec, reading the layers that the spec or its config says."""
+    """The head of a spec, with the feature layers of the spec or of the head's config."""
     sizes, _ = shape_of(target)
     return load_eagle(spec.path, sizes, spec.version, spec.feature_layers, target_head=lambda x: x)

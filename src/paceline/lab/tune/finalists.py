@@ -91,8 +91,7 @@ def choose(
     2. the ``default`` draft with adaptive length;
     3. the best drafter of each of the best two families, with its mean length and with adaptive
        length. Families that gain come first, and among them lookup drafters;
-    4. a hybrid of the best lookup drafter and the best drafter that runs a model, if both gain.
-    """
+    4. a hybrid of the best lookup drafter and the best drafter that runs a model, if both gain."""
     best: dict[str, DrafterTrial] = {}
     for trial in sorted(trials, key=lambda trial: (-trial.gain, -trial.speedup)):
         best.setdefault(trial.candidate.family, trial)
