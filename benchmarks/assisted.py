@@ -1,12 +1,12 @@
-"""Our decoding inside transformers beside its own: plain, assisted by a draft model, prompt lookup.
+"""Paceline inside transformers compared with its own decoding: plain, assisted, prompt lookup.
 
     python benchmarks/assisted.py [MODEL] [--draft SPEC ...] [--assistant FOLDER] [--dtype bfloat16]
         [--max-tokens 64] [--rounds 3] [--json]
 
-Each way answers the shipped prompts one by one, greedily; ways take turns, beginning with another
-one each round. A figure is tokens by the sum of each prompt's median seconds, whose range over the
-rounds stands beside it. ``same`` counts answers equal to plain ``generate``'s: with bfloat16 two
-near equal logits may part them, with float32 nothing may. Engines are made before the clock runs.
+Each method answers the shipped prompts one by one, greedily; the methods take turns in rotated
+order. A figure is tokens divided by the median seconds of the rounds, with the range over the
+rounds. ``same`` counts the answers that equal those of plain ``generate``: with bfloat16 they may
+differ at near ties, with float32 they may not. Engines are built before the timing starts.
 """
 
 from __future__ import annotations
@@ -27,44 +27,48 @@ from paceline.lab.bench.prompts import load_prompts
 from paceline.model.names import DEFAULT_DRAFT, default_model, resolve
 from prompts import SHIPPED
 
-Way = Callable[[torch.Tensor], torch.Tensor]
+Method = Callable[[torch.Tensor], torch.Tensor]
 
 
-def ways_of(models: list[Any], assistant: Any, drafts: list[str], tokens: int) -> dict[str, Way]:
-    """Each way to answer by its name; ours have a model object, and so an engine, each."""
+def methods_of(
+    models: list[Any], assistant: Any, drafts: list[str], tokens: int
+) -> dict[str, Method]:
+    """All methods by name; each of ours has its own model object, and so its own engine."""
     how = {"max_new_tokens": tokens, "do_sample": False}
     first = models[0]
 
-    def assisted(**more: Any) -> Way:
+    def assisted(**more: Any) -> Method:
         return lambda ids: first.generate(ids, **how, **more)
 
-    ways: dict[str, Way] = {"plain": assisted()}
-    ways["prompt lookup"] = assisted(prompt_lookup_num_tokens=8)
+    methods: dict[str, Method] = {"plain": assisted()}
+    methods["prompt lookup"] = assisted(prompt_lookup_num_tokens=8)
     if assistant is not None:
-        ways["assisted"] = assisted(assistant_model=assistant)
+        methods["assisted"] = assisted(assistant_model=assistant)
     for model, draft in zip(models[1:], drafts, strict=True):
-        ways[f"paceline {draft}"] = lambda ids, model=model, draft=draft: model.generate(
+        methods[f"paceline {draft}"] = lambda ids, model=model, draft=draft: model.generate(
             ids, custom_generate=generate, draft=draft, **how
         )
-    return ways
+    return methods
 
 
-def measure(ways: dict[str, Way], prompts: list[torch.Tensor], rounds: int) -> dict[str, Any]:
-    """Tokens a second of each way, and how many answers were plain's."""
+def measure(methods: dict[str, Method], prompts: list[torch.Tensor], rounds: int) -> dict[str, Any]:
+    """Tokens per second of each method, and how many answers equal plain decoding's."""
     answers: dict[str, list[torch.Tensor]] = {}
 
     def run(name: str) -> float:
         began = time.perf_counter()
-        answers[name] = [ways[name](ids) for ids in prompts]
+        answers[name] = [methods[name](ids) for ids in prompts]
         return time.perf_counter() - began
 
     figures = {}
-    for name, seconds in alternate({name: partial(run, name) for name in ways}, rounds).items():
-        written = sum(a.shape[1] - p.shape[1] for a, p in zip(answers[name], prompts, strict=True))
+    for name, seconds in alternate({name: partial(run, name) for name in methods}, rounds).items():
+        generated = sum(
+            a.shape[1] - p.shape[1] for a, p in zip(answers[name], prompts, strict=True)
+        )
         pairs = zip(answers[name], answers["plain"], strict=True)
         figures[name] = {
-            "tokens_per_second": written / statistics.median(seconds),
-            "range": [written / max(seconds), written / min(seconds)],
+            "tokens_per_second": generated / statistics.median(seconds),
+            "range": [generated / max(seconds), generated / min(seconds)],
             "same": sum(torch.equal(a, b) for a, b in pairs),
             "of": len(prompts),
         }
@@ -74,8 +78,8 @@ def measure(ways: dict[str, Way], prompts: list[torch.Tensor], rounds: int) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default=default_model()[0])
-    parser.add_argument("--draft", action="append", help="of ours; may be repeated")
-    parser.add_argument("--assistant", help="folder of a draft model for both")
+    parser.add_argument("--draft", action="append", help="our draft spec; may be repeated")
+    parser.add_argument("--assistant", help="folder of a draft model, used by both")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-tokens", "--tokens", type=int, default=64)
     parser.add_argument("--num-prompts", "--prompts", type=int, default=8)
@@ -97,8 +101,8 @@ def main() -> None:
     ]
     models = [load(options.model) for _ in range(1 + len(drafts))]
     assistant = load(options.assistant) if options.assistant else None
-    ways = ways_of(models, assistant, drafts, options.max_tokens)
-    figures = measure(ways, prompts, options.rounds)
+    methods = methods_of(models, assistant, drafts, options.max_tokens)
+    figures = measure(methods, prompts, options.rounds)
     if options.json:
         finish({"model": options.model, "dtype": options.dtype, "ways": figures}, None)
         return

@@ -1,15 +1,14 @@
-"""`paceline demo` in many fresh processes: how far its speedups lie apart.
+"""`paceline demo` in many fresh processes: how much its speedups vary.
 
-What is reported: seconds of the whole command, and the speedups of the first and the repeated
-requests, least, median and greatest. The speed of plain decoding stands beside them: where that
-varies, others had the machine.
+Reports the seconds of the whole command and the speedups of the first and the repeated requests:
+minimum, median and maximum. Plain decoding's speed is reported as well; if it varies, other
+processes disturbed the machine.
 
     python benchmarks/demo_runs.py --runs 4
     python benchmarks/demo_runs.py --runs 50 --json runs/demo.jsonl --seconds 220
 
-Every finished run is a line of `--json`; the next call goes on. Arguments behind `--` go to the
-demo.
-"""
+Every finished run is a line of `--json`; the next call continues. Arguments after `--` are those of
+the demo."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from measuring import append_record, read_records
 
 
 def figures(out: str) -> dict[str, list[float]]:
-    """Of a demo's JSON: speedups and plain decoding's tokens a second, first and repeated."""
+    """Speedups and plain decoding's tokens per second, first and repeated, from a demo's JSON."""
     first = json.loads(out.strip().splitlines()[-1])
     parts = [first, *([first["repeated"]] if "repeated" in first else [])]
     plain = [round(part["plain_tokens_per_second"], 1) for part in parts]
@@ -39,9 +38,9 @@ def main() -> None:
     """Run as the command line says."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=4)
-    parser.add_argument("--seconds", type=float, help="begin no run that would end later")
-    parser.add_argument("--json", help="file, a line a run; the next call goes on")
-    parser.add_argument("rest", nargs="*", help="arguments of the demo, behind --")
+    parser.add_argument("--seconds", type=float, help="start no run that would end later")
+    parser.add_argument("--json", help="file with a line per run; the next call continues")
+    parser.add_argument("rest", nargs="*", help="arguments of the demo, after --")
     args = parser.parse_args()
     command = [sys.executable, "-m", "paceline", "demo", *args.rest, "--json"]
     runs = read_records(args.json)

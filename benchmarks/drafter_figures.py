@@ -1,8 +1,7 @@
-"""What the records of the drafters' benchmark say: ratios to plain decoding, tables, worst sets.
+"""Evaluates the records of drafters.py: ratios to plain decoding, worst sets, tables.
 
-Speeds are tokens a second, all tokens of some waves by all their seconds; a ratio is taken within
-one record, and its median over the records (rounds) of a cell.
-"""
+Speeds are tokens per second: all tokens of several waves divided by all their seconds. A ratio is
+computed within one record; several records (rounds) of a cell give their median."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from paceline.lab.report.document import Column, Report, Table, Text, table_of
 
 PLAIN = "plain"
 PASSES = {"first": "First requests", "later": "Later requests", "again": "The same requests again"}
-WANTED = 0.98  # of plain decoding, in every cell
+WANTED = 0.98  # least ratio to plain decoding in every cell
 Record = Mapping[str, Any]
 Waves = Sequence[Mapping[str, Any]]
 
@@ -25,8 +24,8 @@ def speed(waves: Waves, name: str) -> float:
 
 
 def figures(waves: Waves, name: str) -> dict[str, Any]:
-    """Of one engine in one pass: speed by plain decoding's, in all, in the median wave and in
-    the worst set (of batches: the worst batch), and what its drafts were."""
+    """The figures of one engine in one pass: speed relative to plain decoding (over all waves, in
+    the median wave, and in the worst set or batch), and its drafts."""
     by_set = {key: speed(part, name) / speed(part, PLAIN) for key, part in _sets(waves).items()}
     worst = min(by_set, key=lambda key: by_set[key])
     total = {
@@ -47,11 +46,10 @@ def figures(waves: Waves, name: str) -> dict[str, Any]:
 
 
 def of_best(waves: Waves, name: str) -> dict[str, Any] | None:
-    """A drafter's adaptive length by the best of its chosen lengths and plain decoding, over the
-    whole pass and within every set; None where no length was chosen.
+    """A drafter's adaptive length relative to the best of its fixed lengths and plain decoding,
+    over the whole pass and within every set; None without fixed lengths.
 
-    The best is a maximum of figures that vary, so these lean downward.
-    """
+    The best is a maximum of noisy figures, so these ratios are biased downward."""
     fixed = [PLAIN, *(key for key in waves[0]["by"] if key.startswith(f"{name}@"))]
     if len(fixed) == 1:
         return None
@@ -67,7 +65,7 @@ def of_best(waves: Waves, name: str) -> dict[str, Any] | None:
 
 
 def _sets(waves: Waves) -> dict[str, list[Mapping[str, Any]]]:
-    """Waves of one prompt by its set, others one by one."""
+    """Group waves of one prompt by its set; a wave of several prompts is a group of its own."""
     by_set: dict[str, list[Mapping[str, Any]]] = {}
     for number, wave in enumerate(waves):
         key = wave["sets"][0] if len(wave["sets"]) == 1 else f"batch {number + 1}"
@@ -76,7 +74,7 @@ def _sets(waves: Waves) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _over(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians of numbers over rounds; of words that of the round with the least ratio."""
+    """Medians over rounds; other values are those of the round with the least ratio."""
     over = dict(min(rounds, key=lambda figures: float(figures["ratio"])))
     for key, value in over.items():
         if isinstance(value, float) and all(isinstance(one[key], float) for one in rounds):
@@ -85,7 +83,7 @@ def _over(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def target_of(record: Record) -> str:
-    """Which weights, held how: cells of one target stand in one table."""
+    """The target's weights and precision: the cells of one target share a table."""
     settings = record["settings"]
     weights = "" if settings["weights"] == "pulled" else f", {settings['weights']}"
     native = settings["native"]
@@ -94,8 +92,8 @@ def target_of(record: Record) -> str:
 
 
 def rows_of(records: Iterable[Record]) -> list[Record]:
-    """The figures of each ``target``, ``cell``, ``pass`` and ``engine`` over all rounds; of a
-    drafter also ``of_best``, None where no lengths were chosen."""
+    """The figures of each ``target``, ``cell``, ``pass`` and ``engine`` over all rounds, with
+    ``of_best`` (None without fixed lengths)."""
     by_key: dict[tuple[str, str, str, str], list[Waves]] = {}
     for record in records:
         for name in PASSES:
@@ -115,12 +113,12 @@ def rows_of(records: Iterable[Record]) -> list[Record]:
 
 
 def is_drafter(row: Record) -> bool:
-    """Whether it is a drafter whose length the engine chooses."""
+    """Whether the row is that of a drafter with adaptive length."""
     return "@" not in row["engine"] and row["engine"] != PLAIN
 
 
 def ratios(records: Iterable[Record]) -> dict[str, Any]:
-    """{target: {cell: {pass: {engine: speed by plain decoding's}}}}."""
+    """{target: {cell: {pass: {engine: speed relative to plain decoding}}}}."""
     tree: dict[str, Any] = {}
     for row in rows_of(records):
         branch = tree.setdefault(row["target"], {}).setdefault(row["cell"], {})
@@ -129,20 +127,17 @@ def ratios(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def brief(record: Record) -> str:
-    """One line for a record: every drafter's ratio in every pass."""
+    """One line for a record: the ratio of each drafter in each pass."""
     parts: dict[str, list[str]] = {}
     for row in filter(is_drafter, rows_of([record])):
         parts.setdefault(row["pass"], []).append(f"{row['engine']} {row['ratio']:.2f}")
     return "; ".join(f"{name}: {', '.join(shown)}" for name, shown in parts.items())
 
 
-# -- tables ---------------------------------------------------------------------------------------
-
-
 def as_report(records: Sequence[Record]) -> Report:
-    """Per target: speed by plain decoding's in every cell and pass, tokens a step, the adaptive
-    length by the best, and where anything is slower than plain decoding."""
-    report = Report("Drafters beside plain decoding")
+    """For each target: speed relative to plain decoding in every cell and pass, tokens per step,
+    the adaptive length relative to the best, and the cells below ``WANTED``."""
+    report = Report("Drafters compared with plain decoding")
     by_target: dict[str, list[Record]] = {}
     for row in rows_of(records):
         by_target.setdefault(row["target"], []).append(row)
@@ -154,14 +149,14 @@ def as_report(records: Sequence[Record]) -> Report:
             for row in filter(is_drafter, rows)
             if row["ratio"] < WANTED
         ]
-        if chosen := [row for row in rows if row["of_best"]]:
-            tables.append(table_of(chosen, _OF_BEST, _BEST, "The adaptive length"))
-        below = Text(f"Below {WANTED} of plain decoding: {'; '.join(slow) or 'nothing'}.")
+        if compared := [row for row in rows if row["of_best"]]:
+            tables.append(table_of(compared, _OF_BEST, _BEST, "The adaptive length"))
+        below = Text(f"Below {WANTED} of plain decoding: {'; '.join(slow) or 'none'}.")
         report.add(target, *(table for table in tables if table.rows), below)
-        report.add(f"{target}: tokens a step", _grid("First requests", passes["first"], _step))
+        report.add(f"{target}: tokens per step", _grid("First requests", passes["first"], _step))
     tokens = sorted({record["settings"]["tokens"] for record in records})
     about = {_MACHINE.format(**record["machine"]) for record in records}
-    how = f"Answers of {' or '.join(map(str, tokens))} tokens at most. {'; '.join(about)}."
+    how = f"Answers of at most {' or '.join(map(str, tokens))} tokens. {'; '.join(about)}."
     report.add("How", Text(how))
     return report
 
@@ -169,10 +164,10 @@ def as_report(records: Sequence[Record]) -> Report:
 _RATIO = "{0[ratio]:.2f} ({0[worst]:.2f})".format
 _MACHINE = "{processor}, {threads} threads, torch {torch}, transformers {transformers}"
 _NOTE = (
-    "By plain decoding; in brackets the worst set, or batch. Greedy and seeded cells compare the "
-    "same texts; sampled ones, of one request at a time, other texts of that distribution."
+    "Speed relative to plain decoding; in brackets: in the worst set or batch. Greedy and seeded "
+    "cells compare the same texts, sampled ones different texts of the same distribution."
 )
-_BEST = "The best of plain decoding and the chosen lengths, in all and within each set."
+_BEST = "Best: of plain decoding and the fixed lengths, over the pass and within each set."
 _OF_BEST = (
     Column("cell", "cell"),
     Column("pass", "pass"),
@@ -186,7 +181,7 @@ _OF_BEST = (
 def _grid(
     title: str, rows: Sequence[Record], show: Callable[[Record], str], note: str = ""
 ) -> Table:
-    """A line for each engine but plain decoding, a column for each cell."""
+    """A row for each engine except plain decoding, and a column for each cell."""
     shown = {(row["engine"], row["cell"]): show(row) for row in rows}
     cells = dict.fromkeys(cell for _, cell in shown)
     engines = dict.fromkeys(engine for engine, _ in shown if engine != PLAIN)

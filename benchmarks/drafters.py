@@ -23,8 +23,7 @@ shape under that name.
 
 Each finished cell is a line of `--json`; the next call skips cells that are there (`--rounds`
 times). If nothing is left to measure, it reports the cells of the file. The last line of the output
-is JSON: the speeds relative to plain decoding.
-"""
+is JSON: the speeds relative to plain decoding."""
 
 from __future__ import annotations
 

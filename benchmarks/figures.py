@@ -1,12 +1,11 @@
 """The tables and charts of docs/benchmarks.md, from figures.json.
 
     python benchmarks/figures.py           # write them
-    python benchmarks/figures.py --check   # exit 1 if the page or a chart is another one
+    python benchmarks/figures.py --check   # exit 1 if the page or a chart differs
 
-A table stands in the page between ``<!-- figures: NAME -->`` and ``<!-- end -->``. A chart draws
-cells of a table, so that a number is written once. It is an SVG with both colour schemes: the
-viewer's browser says which.
-"""
+A table is inserted in the page between ``<!-- figures: NAME -->`` and ``<!-- end -->``. A chart
+shows cells of a table, so that every number is stored once. It is an SVG with a light and a dark
+colour scheme, between which the browser chooses."""
 
 from __future__ import annotations
 
@@ -24,17 +23,17 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 FIGURES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 TABLES = {table["name"]: table for table in FIGURES["tables"]}
 
-# Okabe and Ito's palette, which people with colour blindness can tell apart; lighter on black.
+# The palette of Okabe and Ito for people with colour blindness; lighter on black.
 LIGHT, DARK = (
     ("#0072b2", "#e69f00", "#009e73", "#d55e00"),
     ("#56b4e9", "#f0b840", "#2fc79a", "#ff8f4a"),
 )
-WIDTH, LABELS, BAR = 720, 190, 13  # pixels: of a chart, of the words at its left, of a bar
+WIDTH, LABELS, BAR = 720, 190, 13  # pixels: width of a chart and of its labels, height of a bar
 
 
 def markdown(table: dict[str, Any]) -> str:
-    """The table, and in a line below it what it was measured on, when, and how to repeat it (by
-    ``command``, or ``how`` else)."""
+    """The table, and a line with the machine, the date and the command or another way (``how``)
+    to repeat it."""
     head, align = table["columns"], ["---", *["---:"] * (len(table["columns"]) - 1)]
     lines = [f"| {' | '.join(cells)} |" for cells in (head, align, *table["rows"])]
     lines = [re.sub(r"\|  (?=\|)", "| ", line) for line in lines]
@@ -44,13 +43,13 @@ def markdown(table: dict[str, Any]) -> str:
 
 
 def number(cell: str) -> float | None:
-    """What a chart shows of a cell: the figure before an "x", else the first one; None of none."""
-    found = re.search(r"[\d.]+(?=x)", cell) or re.search(r"[\d.]+", cell)
-    return float(found[0]) if found else None
+    """The number of a cell in a chart: that before an "x", or the first one; None without one."""
+    match = re.search(r"[\d.]+(?=x)", cell) or re.search(r"[\d.]+", cell)
+    return float(match[0]) if match else None
 
 
 def svg(chart: dict[str, Any]) -> str:
-    """A chart as a document of its own."""
+    """A chart as an SVG document."""
     table = TABLES[chart["table"]]
     rows = [table["rows"][row] for row in chart["rows"]]
     body, height = {"bars": bars, "lines": lines}[chart["kind"]](chart, rows, table["columns"])
@@ -95,7 +94,7 @@ Drawn = tuple[list[str], float]
 
 
 def bars(chart: dict[str, Any], rows: list[list[str]], columns: list[str]) -> Drawn:
-    """A group of bars for each row, one a column. ``baseline`` draws a line down."""
+    """A group of bars for each row, with a bar per column, and a vertical line at ``baseline``."""
     shown = [[number(row[column]) for column in chart["columns"]] for row in rows]
     scale = (WIDTH - LABELS - 60) / max(value or 0 for group in shown for value in group)
     body, y = list(legend([columns[column] for column in chart["columns"]])), 54.0
@@ -116,7 +115,7 @@ def bars(chart: dict[str, Any], rows: list[list[str]], columns: list[str]) -> Dr
 
 
 def lines(chart: dict[str, Any], rows: list[list[str]], columns: list[str]) -> Drawn:
-    """One line a row over ``x``, whose first value is 1; both axes begin at 0."""
+    """A line for each row over ``x``, whose first value is 1; both axes begin at 0."""
     shown = [[1.0, *(number(row[column]) or 0.0 for column in chart["columns"])] for row in rows]
     top, bottom, right, most = 96, 330, WIDTH - 60, max(max(values) for values in shown)
 
@@ -147,13 +146,13 @@ def lines(chart: dict[str, Any], rows: list[list[str]], columns: list[str]) -> D
 
 
 def page(text: str) -> str:
-    """The page with today's tables. Raises KeyError for a name that no table has."""
+    """The page with the current tables. Raises KeyError for an unknown table."""
     block = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.S)
     return block.sub(lambda match: f"{match[1]}\n{markdown(TABLES[match[2]])}\n\n{match[3]}", text)
 
 
 def files() -> dict[Path, str]:
-    """What is written where."""
+    """The contents of all files that are written."""
     charts = {ROOT / "docs/images" / f"{c['name']}.svg": svg(c) for c in FIGURES["charts"]}
     return {PAGE: page(PAGE.read_text(encoding="utf-8")), **charts}
 
@@ -166,7 +165,7 @@ def main() -> None:
     check = parser.parse_args().check
     for path, text in files().items():
         if check and (not path.is_file() or path.read_text(encoding="utf-8") != text):
-            sys.exit(f"{path.relative_to(ROOT)} is not what figures.json says; run figures.py")
+            sys.exit(f"{path.relative_to(ROOT)} does not match figures.json; run figures.py")
         if not check:
             path.write_text(text, encoding="utf-8")
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# `make gpu-check` and more, on a CUDA machine: texts of every drafter beside the processor's, prices and
-# a captured step (gpu_check.py); then the benchmarks: the embedded pair, the pair inflated to 8B and
-# 0.6B, and every drafter on both.
+# `make gpu-check` and benchmarks on a CUDA machine: every drafter's texts compared with those on the
+# CPU, the cost of steps and a captured step (gpu_check.py); then the embedded pair, the pair inflated
+# to 8B and 0.6B, and every drafter on both.
 # Run from the root of the repository, in an environment where Paceline and a CUDA build of torch
 # are installed. Needs about 20 GB of disk for the inflated pair and 75 GB of GPU memory.
-# Options are handed on to paceline bench.
+# Options are passed to paceline bench.
 #
 #   benchmarks/gpu.sh [OUTPUT_FOLDER] [OPTIONS OF paceline bench ...]
 set -euo pipefail

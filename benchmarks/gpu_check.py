@@ -1,12 +1,11 @@
-"""What runs on a GPU beside the same on the processor: texts, prices, and a captured step.
+"""Compares a GPU with the CPU: texts, the cost of a step, and a captured step.
 
     python benchmarks/gpu_check.py [--device cuda:0] [--model paceline/tiny] [--json FILE]
 
-In float32, greedy and seeded: every drafter's text on the device is compared with plain decoding's
-on the processor, and logits of the same forward row by row (roundings differ there, so near ties
-may part; the largest difference is shown). Then what a step over 1 to 32 rows costs, and whether a
-step can be captured by torch.cuda.graphs and what that gains. Exit code 1 if a text differs.
-"""
+In float32, greedy and seeded, every drafter's text on the device is compared with that of plain
+decoding on the CPU, and the logits of the same forward row by row (rounding differs, so texts may
+differ at near ties; the largest difference is shown). Then the cost of a step over 1 to 32 rows is
+measured, and of a step captured by torch.cuda.graphs if possible. Exit code 1 if a text differs."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ ROWS = (1, 2, 4, 8, 16, 32)
 
 
 def specs(model: str) -> dict[str, str]:
-    """A draft of each kind that needs nothing but the embedded models."""
-    other = ("quantized", "datastore", "mtp")  # for processors; a file; layers in the checkpoint
+    """A draft of each kind that needs only the embedded models."""
+    other = ("quantized", "datastore", "mtp")  # need a CPU, a file, layers in the checkpoint
     weights = {"target": model} | {r.weights: f"{model}-{r.weights}" for r in DRAFTERS.values()}
     return {
         kind: record.examples[0].format(**weights)
@@ -52,7 +51,7 @@ def texts(llm: LLM) -> dict[str, list[list[int]]]:
 
 
 def step_of(llm: LLM, rows: int) -> Callable[[], torch.Tensor]:
-    """A forward over a chain of so many rows behind 64 tokens."""
+    """A forward over a chain of ``rows`` rows after 64 tokens."""
     target = llm.target
     cache = target.new_cache(8, 16)
     at = range(64, 64 + rows)
@@ -67,7 +66,7 @@ def step_of(llm: LLM, rows: int) -> Callable[[], torch.Tensor]:
 
 
 def captured(step: Callable[[], torch.Tensor], device: torch.device) -> float | str:
-    """Seconds of the step as a CUDA graph, or why there is none."""
+    """Seconds of the step as a CUDA graph, or the reason why it cannot be captured."""
     if device.type != "cuda":
         return "no CUDA device"
     try:
@@ -86,40 +85,42 @@ def captured(step: Callable[[], torch.Tensor], device: torch.device) -> float | 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda:0", help="cuda:N; cpu tries the script itself")
+    parser.add_argument("--device", default="cuda:0", help="cuda:N; cpu tests the script itself")
     parser.add_argument("--model", default="paceline/tiny")
-    parser.add_argument("--only", nargs="+", help="these kinds of drafters")
-    parser.add_argument("--json", type=Path, help="the figures, to a file")
-    given = parser.parse_args(arguments)
-    how: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1}
+    parser.add_argument("--only", nargs="+", help="only these kinds of drafters")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    args = parser.parse_args(arguments)
+    options: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1}
     console = Console()
-    host = LLM(given.model, "none", device="cpu", **how)
-    plain = LLM(given.model, "none", device=given.device, **how)
+    host = LLM(args.model, "none", device="cpu", **options)
+    plain = LLM(args.model, "none", device=args.device, **options)
     device = plain.target.device
     wanted, wrong = texts(host), []
-    for kind, spec in {"none": "none", **specs(given.model)}.items():
-        if given.only and kind not in given.only:
+    for kind, spec in {"none": "none", **specs(args.model)}.items():
+        if args.only and kind not in args.only:
             continue
         written = texts(plain.beside(spec, draft_length=4))
-        parted = [name for name in PARAMS if written[name] != wanted[name]]
-        wrong += [f"{kind} ({name})" for name in parted]
+        differing = [name for name in PARAMS if written[name] != wanted[name]]
+        wrong += [f"{kind} ({name})" for name in differing]
         console.print(
-            f"{kind:14} {'differs: ' + ', '.join(parted) if parted else 'the same texts'}"
+            f"{kind:14} {'differs: ' + ', '.join(differing) if differing else 'the same texts'}"
         )
-    apart = max(float((step_of(plain, n)().cpu() - step_of(host, n)()).abs().max()) for n in (1, 8))
+    largest = max(
+        float((step_of(plain, n)().cpu() - step_of(host, n)()).abs().max()) for n in (1, 8)
+    )
     steps = {rows: step_of(plain, rows) for rows in ROWS}
     curve = measure(lambda rows: steps[rows](), ROWS, device)
-    prices = dict(zip(ROWS, curve.seconds, strict=True))
+    costs = dict(zip(ROWS, curve.seconds, strict=True))
     graphs = {rows: captured(step_of(plain, rows), device) for rows in (1, 8)}
-    console.print(f"logits apart by {apart:.1e} at most (float32, 1 and 8 rows)")
-    for rows, price in prices.items():
-        console.print(f"{rows:3} rows {1e3 * price:8.3f} ms  {price / prices[1]:.2f} of one row")
+    console.print(f"logits differ by at most {largest:.1e} (float32, 1 and 8 rows)")
+    for rows, cost in costs.items():
+        console.print(f"{rows:3} rows {1e3 * cost:8.3f} ms  {cost / costs[1]:.2f} times one row")
     for rows, graph in graphs.items():
         text = graph if isinstance(graph, str) else f"{1e3 * graph:.3f} ms"
         console.print(f"{rows:3} rows as a CUDA graph: {text}")
-    record = {"device": str(device), "differ": wrong, "logits_apart": apart}
-    record |= {"seconds": prices, "graph_seconds": graphs, "torch": torch.__version__}
-    finish(record, given.json)
+    record = {"device": str(device), "differ": wrong, "logits_apart": largest}
+    record |= {"seconds": costs, "graph_seconds": graphs, "torch": torch.__version__}
+    finish(record, args.json)
     return 1 if wrong else 0
 
 

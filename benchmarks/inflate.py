@@ -1,22 +1,21 @@
-"""Write a larger Llama checkpoint that computes the same function as a small one.
+"""Writes a larger Llama checkpoint that computes the same function as a small one.
 
-A model of ten million parameters on a CPU mostly measures Python; users run models that are bound
-by memory. An inflated pair has the cost of a real model and the acceptance of a real (small) pair:
+On a CPU, a model of ten million parameters mostly measures Python, but users run models that are
+bound by memory. An inflated pair has the cost of a real model and the acceptance of a small pair:
 
     hidden state   x' = [x, 0]: embeddings padded with zeros, and every row of o_proj and down_proj
                    that would write into the padding is zero
     RMSNorm        mean(x'^2) = h/H mean(x^2), so weight' = weight sqrt(h/H), eps' = eps h/H;
                    exact in bf16 too where H/h is a power of four (256 -> 1024, 192 -> 768)
     heads, neurons new ones have random weights; their columns in o_proj and down_proj are zero
-    layers         new ones have o_proj = down_proj = 0 and go between the old ones, evenly: the
-                   first half of the layers is half of the model, for those who leave early
-    the rest       small random normals, exact in bf16, so that nothing can be skipped or compressed
+    layers         new ones have o_proj = down_proj = 0 and are spread evenly between the old ones,
+                   so that the first half of the layers is half of the model (for early exit)
+    other weights  small random normals, exact in bf16, so that nothing can be skipped or compressed
 
     python benchmarks/inflate.py MODEL --preset target           # about 400M, into the cache folder
     python benchmarks/inflate.py MODEL --preset 8b --out DIR
 
-Heads that read a model's hidden states are inflated by inflate_heads.py.
-"""
+Heads that read a model's hidden states are inflated by inflate_heads.py."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ PRESETS: dict[str, Sizes] = {
 
 @dataclass(frozen=True)
 class Shape(Sizes):
-    """What the padding needs to know of one Llama configuration."""
+    """The sizes of a Llama configuration that padding depends on."""
 
     heads: int
     kv_heads: int
@@ -96,7 +95,7 @@ def read_shape(config: dict[str, Any]) -> Shape:
 
 
 def wider(small: Shape, sizes: Sizes) -> Shape:
-    """The shape to write: the head dimension and the ratio of query to KV heads stay."""
+    """The shape to write; the head dimension and the ratio of query to KV heads are kept."""
     ratio = small.heads // small.kv_heads
     heads = max(small.heads, sizes.hidden // small.head_dim // ratio * ratio)
     big = Shape(sizes.hidden, sizes.layers, sizes.ffn, heads, heads // ratio, small.head_dim)
@@ -110,12 +109,12 @@ def wider(small: Shape, sizes: Sizes) -> Shape:
 
 
 def positions(old: int, new: int) -> list[int]:
-    """Where each of ``old`` layers is among ``new`` ones; those in between do nothing."""
+    """The index of each of ``old`` layers among ``new`` ones; those in between do nothing."""
     return [index * new // old for index in range(old)]
 
 
 def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Small normals, exact in bf16, which depend on the tensor's name only."""
+    """Small random normals, exact in bf16, that depend only on the tensor's name."""
     digest = hashlib.sha256(f"0:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     draw = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, NOISE, generator=generator)
@@ -130,8 +129,8 @@ class Padding:
     new: int
 
     def reading(self, name: str, weight: Tensor, rows: int) -> Tensor:
-        """``[r, k * old]``, which reads the state, as ``[rows, k * new]``, block by block; all
-        that is new is random."""
+        """Pad a matrix ``[r, k * old]`` that reads the hidden state to ``[rows, k * new]``, block
+        by block, with random weights."""
         blocks = weight.shape[1] // self.old
         padded = noise(name, (rows, blocks * self.new), weight.dtype)
         for block in range(blocks):
@@ -140,25 +139,24 @@ class Padding:
         return padded
 
     def fusing(self, name: str, weight: Tensor) -> Tensor:
-        """A matrix that reads the hidden state and writes it: ``[old, k * old]``."""
+        """Pad a matrix ``[old, k * old]`` that reads the hidden state and writes it."""
         padded = self.reading(name, weight, self.new)
         padded[self.old :] = 0
         return padded
 
     def zeros(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """What writes the state, an embedding or a bias: all that is new is zero.
+        """Pad a matrix that writes the hidden state, an embedding or a bias with zeros.
 
-        New columns silence new heads and neurons; new rows keep the padding of the state zero,
-        which the norms and a tied head rely on.
-        """
+        The new columns ignore new heads and neurons. The new rows keep the padding of the state
+        zero, which the norms and a tied head rely on."""
         padded = weight.new_zeros(shape)
         padded[tuple(slice(size) for size in weight.shape)] = weight
         return padded
 
     def norm(self, name: str, weight: Tensor) -> Tensor:
-        """Weights of an RMSNorm, scaled for the wider mean."""
-        # Exact in bf16 where sqrt(old / new) is a power of two; elsewhere a rounded scale would
-        # make the function differ, and float32 keeps it to 1e-7.
+        """Pad the weights of an RMSNorm, scaled for the wider mean."""
+        # Exact in bf16 if sqrt(old / new) is a power of two. Otherwise a rounded scale would
+        # change the function; in float32 it changes by 1e-7.
         is_exact = math.log(self.new / self.old, 4).is_integer()
         dtype = weight.dtype if is_exact else torch.float32
         padded = 1.0 + noise(name, (self.new,), dtype)
@@ -170,7 +168,7 @@ class Padding:
 def padded_tensors(
     folder: Path, small: Shape, big: Shape, tied: bool
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """What makes each tensor of the inflated checkpoint, which does not depend on the others."""
+    """The name of each tensor of the inflated checkpoint, and a function that computes it."""
     source = {
         name: tensor
         for file in sorted(folder.glob("*.safetensors"))
@@ -192,7 +190,7 @@ def padded_tensors(
             name = f"model.layers.{index}.{part}.weight"
             weight = source[f"model.layers.{old_of.get(index, 0)}.{part}.weight"]
             if index not in old_of:
-                weight = weight[:0]  # nothing of it is taken over
+                weight = weight[:0]  # a new layer has no old weights
             if part in readers:
                 yield name, partial(padding.reading, name, weight, readers[part])
             elif part in writers:
@@ -207,7 +205,7 @@ def padded_tensors(
 
 
 def resolve(model: str) -> Path:
-    """The folder of a checkpoint: a path, or a built-in name such as `paceline/tiny`."""
+    """The folder of a checkpoint, which is a path or a built-in name such as `paceline/tiny`."""
     folder = Path(model).expanduser()
     if not folder.is_dir() and model.startswith("paceline/"):
         try:
@@ -222,7 +220,7 @@ def resolve(model: str) -> Path:
 
 
 def mark_of(source: Path, *settings: Any) -> str:
-    """A hash of everything the written checkpoint depends on: source files, settings, format."""
+    """A hash of all that the written checkpoint depends on: source files, settings, format."""
     digest = hashlib.sha256(json.dumps([FORMAT, *settings]).encode())
     for path in sorted(p for p in source.iterdir() if p.is_file() and p.suffix != ".md"):
         digest.update(path.name.encode() + path.read_bytes())
@@ -232,8 +230,8 @@ def mark_of(source: Path, *settings: Any) -> str:
 def write_once(
     source: Path, shape: Shape, mark: str, out: str | Path | None, write: Callable[[Path], None]
 ) -> Path:
-    """Let ``write`` fill the folder, by default one of the cache folder, unless what is there bears
-    the same mark. Raises WriteError if it holds something else."""
+    """Let ``write`` fill the folder ``out`` (default: one in the cache folder), unless it already
+    has the same ``mark``. Raises WriteError if it holds something else."""
     name = f"{source.name}-{shape.layers}x{shape.hidden}-{mark[:12]}"
     folder = Path(out).expanduser() if out else cache_folder() / "inflated" / name
     marker = folder / MARKER
@@ -248,8 +246,7 @@ def inflate(model: str | Path, sizes: Sizes, out: str | Path | None = None) -> P
     """Write the inflated checkpoint, or reuse it if it is there already; return its folder.
 
     Raises InflateError when the source is not a plain Llama or a size is smaller than the source's,
-    WriteError when ``out`` holds something else.
-    """
+    WriteError when ``out`` holds something else."""
     source = resolve(str(model))
     config = json.loads((source / "config.json").read_text())
     small = read_shape(config)
@@ -258,7 +255,7 @@ def inflate(model: str | Path, sizes: Sizes, out: str | Path | None = None) -> P
     def write(aside: Path) -> None:
         tied = bool(config.get("tie_word_embeddings", False))
         makers = dict(padded_tensors(source, small, big, tied))
-        with ThreadPoolExecutor() as pool:  # a generator of random numbers uses one core
+        with ThreadPoolExecutor() as pool:  # generating random numbers uses one core per tensor
             tensors = dict(zip(makers, pool.map(lambda make: make(), makers.values()), strict=True))
         save_torch_state_dict(tensors, aside, max_shard_size="1GB", metadata={"format": "pt"})
         count = sum(tensor.numel() for tensor in tensors.values())
@@ -270,7 +267,7 @@ def inflate(model: str | Path, sizes: Sizes, out: str | Path | None = None) -> P
 def _write_sidecars(
     source: Path, config: dict[str, Any], folder: Path, shapes: tuple[Shape, Shape], count: int
 ) -> None:
-    """Write config and README; copy the tokenizer and the generation defaults."""
+    """Write config.json and README; copy the tokenizer and the generation defaults."""
     small, big = shapes
     for path in source.iterdir():
         weights = path.name.endswith((".safetensors", ".index.json"))
@@ -294,8 +291,8 @@ def _write_sidecars(
         f"function as `{source.name}` ({small.layers} layers x {small.hidden}), padded to "
         f"{big.layers} layers x {big.hidden}, {big.heads} heads ({big.kv_heads} KV), "
         f"FFN {big.ffn}.\n\n"
-        "For measuring speed only: it says nothing that the small model does not say, at the cost "
-        "of a model of this size. Figures from it are to be labelled as inflated.\n"
+        "For measuring speed only: it generates the text of the small model at the cost of a model "
+        "of this size. Label figures from it as inflated.\n"
     )
 
 

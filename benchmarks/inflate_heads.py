@@ -1,15 +1,14 @@
-"""Write Medusa or EAGLE heads for an inflated target that draft the same tokens as the small ones.
+"""Writes Medusa or EAGLE heads for an inflated target that draft the same tokens as the small ones.
 
-An inflated target's features are the small one's with zeros behind them (see inflate.py). Heads
-are padded to read them, at the cost of heads for a model of that size:
+The features of an inflated target are those of the small one, followed by zeros (see inflate.py).
+The heads are padded to read them, and cost as much as heads for a model of that size:
 
     inputs         every matrix that reads features gets random columns for the zeros, block by
-                   block: [f1, f2, f3] becomes [f1, 0, f2, 0, f3, 0]
-    hidden state   as in the target: what would write into the padding is zero, norms are rescaled
-    layer ids      those of the same layers among the inflated target's
+                   block, because [f1, f2, f3] becomes [f1, 0, f2, 0, f3, 0]
+    hidden state   as in the target: rows that would write into the padding are zero, norms scaled
+    layer ids      those of the same layers in the inflated target
 
-    python benchmarks/inflate_heads.py paceline/tiny-eagle3 --model paceline/tiny --preset target
-"""
+    python benchmarks/inflate_heads.py paceline/tiny-eagle3 --model paceline/tiny --preset target"""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ _WRITERS = ("o_proj.weight", "down_proj.weight")
 
 
 def pad_medusa(heads: MedusaHeads, target: Shape, big: Shape) -> MedusaHeads:
-    """Medusa heads for the wider final hidden state."""
+    """Pad Medusa heads for the wider final hidden state."""
     padding = Padding(target.hidden, big.hidden)
     padded = MedusaHeads(replace(heads.config, hidden_size=big.hidden))
     tensors = {}
@@ -63,7 +62,7 @@ def pad_medusa(heads: MedusaHeads, target: Shape, big: Shape) -> MedusaHeads:
 
 
 def pad_eagle(head: EagleHead, target: Shape, big: Shape) -> EagleHead:
-    """An EAGLE head whose layer is as wide as the bigger target's."""
+    """Pad an EAGLE head, so that its layer is as wide as those of the inflated target."""
     config = head.config
     if config.hidden_size != target.hidden:
         raise InflateError(
@@ -87,7 +86,7 @@ def pad_eagle(head: EagleHead, target: Shape, big: Shape) -> EagleHead:
 
 
 def _wider_config(config: EagleConfig, target: Shape, big: Shape, layer: Shape) -> EagleConfig:
-    layers = [*positions(target.layers, big.layers), big.layers]  # the last: the final norm
+    layers = [*positions(target.layers, big.layers), big.layers]  # the last is the final norm
     return replace(
         config,
         hidden_size=big.hidden,
@@ -121,8 +120,7 @@ def inflate_heads(
 ) -> Path:
     """Write heads of ``model`` for ``inflate(model, sizes)``, or reuse them; return their folder.
 
-    Raises InflateError and, for heads that do not belong to the model, ModelLoadError.
-    """
+    Raises InflateError and, for heads that do not belong to the model, ModelLoadError."""
     source = resolve(str(heads))
     config = json.loads((resolve(str(model)) / "config.json").read_text())
     target = read_shape(config)

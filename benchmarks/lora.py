@@ -1,11 +1,10 @@
-"""Steps with LoRA adapters by steps without, native and in bf16, on one thread, in turns.
+"""Steps with LoRA adapters relative to steps without, native and in bf16, on one thread, in turns.
 
     python benchmarks/lora.py [MODEL]
 
-Adapters of random weights change all seven matrices of each layer. Each figure is the median over
-rounds of the ratio of a step to the plain step next to it, behind 64 cached tokens: of one sequence
-by rank, of eight with one adapter, of eight of which three adapters have two each.
-"""
+Adapters with random weights change all seven matrices of each layer. Each figure is the median over
+rounds of the ratio of a step to the plain step of the same round, after 64 cached tokens: of one
+sequence by rank, of eight with one adapter, and of eight, six of which share three adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from paceline.core.batch import Span
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 
-ROUNDS, CONTEXT, RANKS, MIXED = 40, 64, (8, 16, 64), 16  # the rank of the three
+ROUNDS, CONTEXT, RANKS, MIXED = 40, 64, (8, 16, 64), 16  # the rank of the three adapters
 
 
 def adapter(model: CausalModel, rank: int) -> Adapter:
@@ -38,7 +37,7 @@ def adapter(model: CausalModel, rank: int) -> Adapter:
 
 
 def step(model: CausalModel, cache: PagedCache, adapters: list[Adapter | None]) -> float:
-    """Milliseconds of a step of so many sequences."""
+    """Milliseconds of a step with one sequence for each of ``adapters``."""
     spans = [Span.of(n, CONTEXT, [n], adapter=adapter) for n, adapter in enumerate(adapters)]
     batch = cache.batch_of(spans)
     began = time.perf_counter()
@@ -60,7 +59,7 @@ def main() -> None:
         made = adapter(model, rank)
         kinds |= {f"1 rank {rank}": [made], f"8 rank {rank}": [made] * 8}
     three = [adapter(model, MIXED) for _ in range(3)]
-    kinds["8 mixed"] = [one for one in (*three, None) for _ in range(2)]
+    kinds["8 mixed"] = [shared for shared in (*three, None) for _ in range(2)]
     runs: dict[str, Callable[[], float]] = {
         kind: partial(step, model, cache, adapters) for kind, adapters in kinds.items()
     }

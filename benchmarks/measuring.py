@@ -1,8 +1,7 @@
 """Shared by the benchmarks: runs in turns, waiting for a quiet machine, files of records.
 
 Figures are medians over rounds in which all engines take turns, so that a machine that slows down
-slows all of them. A different engine is first in each round.
-"""
+slows all of them. A different engine is first in each round."""
 
 from __future__ import annotations
 

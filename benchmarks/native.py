@@ -1,18 +1,17 @@
-"""The native backend's forward beside the reference's: rows, context and prompts, taking turns.
+"""Forwards of the native and the reference backend in turns: rows, context and prompts.
 
     python benchmarks/native.py [MODEL] [--dtype bfloat16] [--quantize int4] [--rounds 5] [--json]
-    python benchmarks/native.py --wide 3      # random weights, shaped as 3 layers of an 8B model
+    python benchmarks/native.py --wide 3      # random weights: 3 layers of an 8B model
     python benchmarks/native.py [MODEL] --kv-cache-dtype int8 --context 4096 [--rows 1 8]
     python benchmarks/native.py --context 2000 --concurrency 16 --rows 1
-    python benchmarks/native.py --roofline    # what products of few rows could cost
+    python benchmarks/native.py --roofline    # the least that products of few rows could cost
 
-Each figure is the median over rounds of the milliseconds of one forward of a chain behind
-``context`` cached tokens, logits of all rows included; ``ratio`` is by the same backend's one row.
-With ``--quantize`` the native backend runs weights of 8 or 4 bits, the reference plain ones: its
-arithmetic for quantised weights is there to be read. With ``--kv-cache-dtype`` the native backend
-runs twice, with keys and values as they are and in 8 bits. The last line says how fast the native
-backend's one row reads weights and cache, beside a plain sum over memory in the same run.
-"""
+Each figure is the median over rounds of the milliseconds of one forward of a chain after
+``context`` cached tokens, logits of all rows included; ``ratio`` is relative to one row of the same
+backend. With ``--quantize`` the native backend runs weights of 8 or 4 bits, the reference plain
+ones, because its code for quantised weights is slow. With ``--kv-cache-dtype`` the native backend
+runs twice, with unquantised and with 8-bit keys and values. The last line says how fast the native
+backend's one row reads weights and cache, beside a plain sum over memory in the same run."""
 
 from __future__ import annotations
 
@@ -47,9 +46,9 @@ from paceline.model.paged.int8 import INT8, cache_dtype, encode
 from paceline.model.target import CausalModel
 
 ROWS = (1, 2, 4, 8, 16, 32)
-WEIGHTS, INPUTS, PANEL = 134_500_000, 576, 32
-CACHED, STREAMED, COPIES = 16, 1024, 8  # panels of a thread; of a matrix, and how many of these
-# Of 8 bits with activations of 16, and of 8 (gate, up and head).
+WEIGHTS, INPUTS, PANEL = 134_500_000, 576, 32  # those of SmolLM2-135M
+CACHED, STREAMED, COPIES = 16, 1024, 8  # panels per thread and per matrix; matrices
+# 8-bit weights with activations of 16 bits, and of 8 bits ("narrow": gate, up and head).
 _INT8 = {"bits": 8, "groups_per_scale": 2, "scale_kind": SCALE_HALF}
 FORMS = {
     "bf16": {},
@@ -65,7 +64,7 @@ FORMS = {
 
 
 def filled(model: CausalModel, blocks: int, kind: str) -> PagedCache:
-    """A cache of random numbers: what was never written may be no memory at all."""
+    """A cache of random numbers, because pages that were never written may not be in memory."""
     dtype = cache_dtype(kind, model.dtype)
     cache = PagedCache(model.cache_shapes, blocks, 16, dtype, "cpu")
     for layer, (heads, *widths) in enumerate(model.cache_shapes):
@@ -83,7 +82,7 @@ def forward(
     prompt: bool,
     sequences: int = 1,
 ) -> float:
-    """Milliseconds of a forward of a chain, or a prompt (only its last row has logits)."""
+    """Milliseconds of a forward over a chain or over a prompt (logits of the last row only)."""
     ids = [(7919 * n + 1) % model.vocab_size for n in range(rows)]
     parents = () if prompt else tuple(range(-1, rows - 2))
     nodes = ids[1:] if parents else ()
@@ -102,7 +101,7 @@ def forward(
 
 
 def wide(layers: int, folder: str | Path, vocabulary: int = 32000) -> str | Path:
-    """A random Llama as wide as one of 8 billion parameters, written to ``folder``."""
+    """Write a Llama with random weights and the width of an 8B model to ``folder``."""
     config = LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,
@@ -119,7 +118,7 @@ def wide(layers: int, folder: str | Path, vocabulary: int = 32000) -> str | Path
 
 
 def bytes_read(model: CausalModel, cache: PagedCache, context: int) -> int:
-    """Of weights and cache by a forward of one row."""
+    """Bytes of weights and cache that a forward of one row reads."""
     works: list[NativeWork] = []
     with counted(works.append):
         forward(model, cache, context, 1, prompt=False)
@@ -127,7 +126,7 @@ def bytes_read(model: CausalModel, cache: PagedCache, context: int) -> int:
 
 
 class Matrices:
-    """``copies`` packed matrices [outputs, INPUTS] of any content, one behind the other."""
+    """``copies`` consecutive packed matrices [outputs, INPUTS] with random content."""
 
     def __init__(self, form: str, outputs: int, copies: int) -> None:
         self.outputs, self.copies = outputs, copies
@@ -142,21 +141,21 @@ class Matrices:
         self.weight.data = self._data.data_ptr()
 
     def seconds(self, rows: int, passes: int) -> float:
-        """Of products with WEIGHTS weights in all, from a number of passes over the matrices."""
+        """Seconds of products with WEIGHTS weights, from ``passes`` passes over the matrices."""
         x = torch.randn(rows, INPUTS, dtype=torch.bfloat16)
         y = torch.empty(rows, self.outputs, dtype=torch.bfloat16)
-        apart = self.bytes if self.copies > 1 else 0
-        call = (0.0, passes, apart, y.data_ptr(), torch.get_num_threads())
+        stride = self.bytes if self.copies > 1 else 0
+        call = (0.0, passes, stride, y.data_ptr(), torch.get_num_threads())
         began = time.perf_counter()
         check(library().pl_product(BFLOAT16, self.weight, x.data_ptr(), rows, *call))
         return (time.perf_counter() - began) / passes * WEIGHTS / (self.outputs * INPUTS)
 
 
 def roofline(rows: Sequence[int], rounds: int, as_json: bool) -> None:
-    """For each precision and number of rows, milliseconds for so many weights as SmolLM2-135M has:
-    ``read`` is their bytes at the speed of a plain sum over memory, ``multiply`` a product whose
-    weights stay in the second cache, ``both`` one whose weights come from memory. ``gap`` is
-    ``both`` by the larger of the two: what latency, conversion and waiting cost beyond either."""
+    """For each precision and number of rows, milliseconds for as many weights as SmolLM2-135M has:
+    ``read``: reading their bytes at the speed of a sum over memory; ``multiply``: a product whose
+    weights stay in the L2 cache; ``both``: a product whose weights come from memory. ``gap``:
+    ``both`` divided by the larger of the two, the extra cost of latency, conversion and waiting."""
     threads, rate = torch.get_num_threads(), read_bandwidth(torch.device("cpu"), 1 << 28)
     records = []
     for form in FORMS:
@@ -190,16 +189,22 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="paceline/smollm2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantize", choices=("int8", "int4"))
-    parser.add_argument("--kv-cache-dtype", choices=("int8",), help="beside the model's own")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("int8",), help="compared with the model's dtype"
+    )
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument(
-        "--concurrency", "--sequences", type=int, default=1, help="as many together, each with rows"
+        "--concurrency", "--sequences", type=int, default=1, help="sequences, each with rows"
     )
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--prompt", type=int, default=0, help="time prompts of so many tokens")
+    parser.add_argument("--prompt", type=int, default=0, help="measure prompts of this many tokens")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--wide", type=int, metavar="LAYERS", help="a random wide model instead")
-    parser.add_argument("--roofline", action="store_true", help="products alone, of any model")
+    parser.add_argument(
+        "--wide", type=int, metavar="LAYERS", help="use a wide model with random weights"
+    )
+    parser.add_argument(
+        "--roofline", action="store_true", help="measure products only, without a model"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.roofline:
@@ -218,7 +223,7 @@ def main() -> None:
         "native": (native, filled(native, blocks, "auto")),
     }
     with torch.inference_mode():
-        found = alternate(
+        times = alternate(
             {
                 (run, rows): partial(forward, *model, options.context, rows, *more)
                 for rows in lengths
@@ -228,22 +233,22 @@ def main() -> None:
         )
         size = bytes_read(*runs["native"], options.context)
         best = read_bandwidth(torch.device("cpu"), 1 << 28)
-    medians = {run: {n: statistics.median(found[run, n]) for n in lengths} for run in runs}
+    medians = {run: {n: statistics.median(times[run, n]) for n in lengths} for run in runs}
     if options.json:
         print(json.dumps(medians))
         return
     print(f" rows {name:>10}   native native/{name[:3]} ratio {name[:3]}  native")
     for rows in lengths:
-        first, own = medians[name], medians["native"]
+        first, ours = medians[name], medians["native"]
         print(
-            f"{rows:5} {first[rows]:10.2f} {own[rows]:8.2f} {own[rows] / first[rows]:10.2f} "
-            f"{first[rows] / first[lengths[0]]:9.2f} {own[rows] / own[lengths[0]]:7.2f}"
+            f"{rows:5} {first[rows]:10.2f} {ours[rows]:8.2f} {ours[rows] / first[rows]:10.2f} "
+            f"{first[rows] / first[lengths[0]]:9.2f} {ours[rows] / ours[lengths[0]]:7.2f}"
         )
     if not options.prompt and options.concurrency == 1:
         rate = size / medians["native"][1] * 1e3
         print(
-            f"one row: {size / 1e6:.0f} MB, {rate / 1e9:.1f} GB/s, {rate / best:.0%} of a sum's "
-            f"{best / 1e9:.1f} GB/s"
+            f"one row: {size / 1e6:.0f} MB, {rate / 1e9:.1f} GB/s, {rate / best:.0%} of the "
+            f"{best / 1e9:.1f} GB/s of a sum over memory"
         )
 
 

@@ -1,19 +1,18 @@
-"""A target whose layers stay on disk: tokens a second plainly and with drafts.
+"""A target whose layers stay on disk: tokens per second with drafts and without.
 
 The model is copied in float32 into a folder that no other process has open. Before every forward of
-the target that copy is dropped from the page cache (posix_fadvise DONTNEED), so that each forward
-reads its layers from the disk; the bytes that did come from there are the kernel's count
-(read_bytes of /proc/self/io, Linux). All engines decode the same chats greedily, one at a
-time, over the same weights; drafts must yield the tokens of plain decoding.
+the target the copy is dropped from the page cache (posix_fadvise DONTNEED), so that each forward
+reads its layers from the disk. The bytes that came from the disk are counted by the kernel
+(read_bytes of /proc/self/io, Linux). All engines decode the same chats greedily, one at a time,
+with the same weights. Drafts must give the tokens of plain decoding.
 
-The draft length is fixed: the costs that "auto" measures at start-up would be those of files in the
-page cache.
+The draft length is fixed, because the costs that "auto" measures at start-up would be those of
+files in the page cache.
 
     python benchmarks/offload.py
     python benchmarks/offload.py --draft none,ngram --max-tokens 96 --memory 128M
 
-The last line of the output is one JSON object.
-"""
+The last line of the output is one JSON object."""
 
 from __future__ import annotations
 
@@ -73,28 +72,28 @@ class ColdTarget:
 
 
 def bytes_from_disk() -> int:
-    """What this process has had the kernel fetch from storage, by reads and by page faults."""
+    """Bytes that the kernel fetched from storage for this process, by reads and page faults."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("read_bytes:")))
 
 
 def write_model(model: str, folder: Path, layers: int | None) -> Path:
-    """The model in float32, where drafts yield the tokens of plain decoding; or so many ``layers``
-    of random weights in bf16 in the shape of Llama 3.1 8B, for bytes and seconds a step, with the
-    model's tokenizer."""
+    """Write the model in float32, in which drafts give the tokens of plain decoding; or ``layers``
+    layers of random bf16 weights in the shape of Llama 3.1 8B, to measure bytes and seconds per
+    step, with the model's tokenizer."""
     if layers:
         wide(layers, folder, 128256)
     else:
         load_module(model, torch.float32, "cpu", "sdpa").save_pretrained(folder)
     load_tokenizer(model).save_pretrained(folder)
-    os.sync()  # what has not been written yet cannot be dropped
+    os.sync()  # pages that are not on the disk yet cannot be dropped
     return folder
 
 
 def decode(
     plain: LLM, draft: str, files: Sequence[Path], tokens: int, length: int, chats: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Figures and texts of chats, one after another; the first tokens of a chat read its prompt."""
+    """Figures and texts of chats, one after another, prefill included."""
     llm = plain.beside(None if draft == "none" else draft, draft_length=length, max_batch_size=1)
     cold = ColdTarget(llm.engine.target, files)
     llm.engine.target = cold  # type: ignore[assignment]
@@ -117,15 +116,21 @@ def decode(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="paceline/smollm2")
-    parser.add_argument("--draft", "--drafts", default=DRAFTS, help="Specs, parted by commas.")
     parser.add_argument(
-        "--draft-length", "--length", type=int, default=6, help="Tokens drafted a step."
+        "--draft", "--drafts", default=DRAFTS, help="Draft specs, separated by commas."
     )
-    parser.add_argument("--max-tokens", "--tokens", type=int, default=48, help="Of each answer.")
-    parser.add_argument("--chats", type=int, default=len(CHATS), help="How many.")
-    parser.add_argument("--layers", type=int, help="Random weights: so many layers of an 8B model.")
-    parser.add_argument("--memory", default="1M", help="For layers that stay in memory.")
-    parser.add_argument("--folder", help="Where the copy goes; by default beside temporary files.")
+    parser.add_argument(
+        "--draft-length", "--length", type=int, default=6, help="Tokens drafted per step."
+    )
+    parser.add_argument(
+        "--max-tokens", "--tokens", type=int, default=48, help="New tokens per answer."
+    )
+    parser.add_argument("--chats", type=int, default=len(CHATS), help="Number of chats.")
+    parser.add_argument(
+        "--layers", type=int, help="Use this many layers of an 8B model, with random weights."
+    )
+    parser.add_argument("--memory", default="1M", help="Memory for layers that stay in it.")
+    parser.add_argument("--folder", help="Folder for the copy; default: that of temporary files.")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -139,7 +144,7 @@ def main() -> None:
         rows, texts = zip(*(decode(plain, draft, files, *how) for draft in drafts), strict=True)
     for row, text in zip(rows, texts, strict=True):
         row["by_plain"] = round(row["tokens_per_second"] / rows[0]["tokens_per_second"], 2)
-        # Of random weights in bf16 near ties are common, and this says little.
+        # Not meaningful for random weights in bf16, with which near ties are common.
         row["same_text"] = text == texts[0]
     print(*plain.notes, sep="\n")
     columns = [Column(key, key.replace("_", " "), shown=str) for key in rows[0]]

@@ -1,8 +1,8 @@
-"""What rounding a model's weights, or its keys and values, costs in perplexity, by method.
+"""How much quantising a model's weights, or its keys and values, raises the perplexity, by method.
 
     python benchmarks/perplexity.py chat.jsonl code.jsonl --calibrate more.jsonl
 
-Everything is computed by the readable arithmetic of model/quantised, in float32: minutes a method.
+All of it is computed by the readable code of model/quantised in float32: minutes per method.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from paceline.model.probe import ATTENTION, register
 from paceline.model.quantised.convert import Scheme, quantise_module
 from paceline.model.target import CausalModel
 
-CODED_CACHE = ", keys and values int8"
+INT8_CACHE = ", keys and values int8"
 
 
-# Name, scheme, and whether it needs text to round by.
+# Name, scheme, and whether it needs calibration text.
 SCHEMES: tuple[tuple[str, Scheme | None, bool], ...] = (
     ("float32", None, False),
-    (f"float32{CODED_CACHE}", None, False),
+    (f"float32{INT8_CACHE}", None, False),
     ("int8, head int8", Scheme("int8", head="int8"), False),
     ("int8", Scheme("int8"), False),
     ("int4, free offsets, head int8", Scheme("int4", head="int8"), False),
@@ -35,17 +35,17 @@ SCHEMES: tuple[tuple[str, Scheme | None, bool], ...] = (
 )
 
 
-def measured(
+def perplexities(
     model: str,
     scheme: Scheme | None,
     texts: Sequence[list[list[int]]],
-    read: list[list[int]] | None,
+    calibration: list[list[int]] | None,
     kv_cache_dtype: str,
 ) -> list[float]:
     """The perplexity of each file."""
-    hf = load_module(model, "float32", "cpu", None if read is None else "sdpa")
+    hf = load_module(model, "float32", "cpu", None if calibration is None else "sdpa")
     if scheme is not None:
-        quantise_module(hf, scheme, read)
+        quantise_module(hf, scheme, calibration)
     register()
     hf.set_attn_implementation(ATTENTION)
     target = CausalModel(hf, model)
@@ -62,17 +62,19 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.model)
     texts = [read_windows(file, tokenizer, options.tokens, seed=1) for file in options.files]
-    read = [
+    calibration = [
         window
         for file in options.calibrate
         for window in read_windows(file, tokenizer, 12_000, seed=2)
     ]
     base: list[float] = []
     for name, scheme, calibrated in SCHEMES:
-        if calibrated and not read:
+        if calibrated and not calibration:
             continue
-        kind = "int8" if name.endswith(CODED_CACHE) else "auto"
-        values = measured(options.model, scheme, texts, read if calibrated else None, kind)
+        kind = "int8" if name.endswith(INT8_CACHE) else "auto"
+        values = perplexities(
+            options.model, scheme, texts, calibration if calibrated else None, kind
+        )
         base = base or values
         rises = [value / plain - 1 for value, plain in zip(values, base, strict=True)]
         print(json.dumps({"method": name, "perplexity": values, "rise": rises}), flush=True)

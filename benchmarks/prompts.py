@@ -31,14 +31,14 @@ SHIPPED = {
 
 
 def read_suites(folder: str | Path, names: Sequence[str]) -> dict[str, list[BenchPrompt]]:
-    """{suite: its prompts}, shipped ones where its file is missing; no text twice, as some drafters
-    remember what they saw. Raises SystemExit with one line if there is neither."""
+    """{suite: its prompts}, or shipped prompts if its file is missing. No text is used twice, since
+    some drafters learn from earlier texts. Exits with a message if there is neither."""
     seen: set[str] = set()
     suites = {}
     for name in names:
         path, category = _source(folder, name)
         if not path.is_file() and name not in SHIPPED:
-            raise SystemExit(f"error: no {path}, and no shipped prompts for {name!r}")
+            raise SystemExit(f"error: there is no {path}, and no shipped prompts for {name!r}")
         file, category = (path, category) if path.is_file() else (None, SHIPPED[name])
         try:
             prompts = load_prompts(file, [category] if category else [])
@@ -50,17 +50,18 @@ def read_suites(folder: str | Path, names: Sequence[str]) -> dict[str, list[Benc
 
 
 def at_hand(folder: str | Path, suites: Sequence[str]) -> list[str]:
-    """Those whose file is there, the others named in one line; if none is, shipped ones."""
+    """The suites with a file or shipped prompts; if there are none, all shipped suites. A message
+    names those that are left out."""
     missing = [name for name in suites if not _source(folder, name)[0].is_file()]
     kept = [name for name in suites if name not in missing or name in SHIPPED]
     if left := [name for name in missing if name not in SHIPPED]:
-        instead = "" if kept else f"; taking shipped prompts of {', '.join(SHIPPED)}"
+        instead = "" if kept else f"; using the shipped prompts of {', '.join(SHIPPED)}"
         print(f"left out {', '.join(left)}: not in {folder}{instead}", file=sys.stderr)
     return kept or [*SHIPPED]
 
 
 def _source(folder: str | Path, suite: str) -> tuple[Path, str | None]:
-    """Its file, and its category there if the file holds several suites."""
+    """The file of a suite, and its category if the file has several suites."""
     file, category = PARTS.get(suite, (suite, None))
     return Path(folder) / f"{file}.jsonl", category
 
@@ -68,14 +69,17 @@ def _source(folder: str | Path, suite: str) -> tuple[Path, str | None]:
 def load_suites(
     folder: str | Path, names: Sequence[str], llm: LLM, limit: int, chat: bool = False
 ) -> dict[str, list[list[int]]]:
-    """{suite: token ids of its prompts}, with ``chat`` all as a user's message. Those longer than
-    ``limit`` tokens are left out, with one line. Raises SystemExit if none is left."""
+    """{suite: token ids of its prompts}; with ``chat`` all are user messages. Prompts longer than
+    ``limit`` tokens are left out with a message. Exits if none is left."""
     suites = {}
     for name, prompts in read_suites(folder, names).items():
-        encoded = [replace(one, chat=chat or one.chat).encode(llm) for one in prompts]
+        encoded = [replace(p, chat=chat or p.chat).encode(llm) for p in prompts]
         suites[name] = [ids for ids in encoded if len(ids) <= limit]
         if not suites[name]:
-            raise SystemExit(f"error: no prompt of {name} fits into {limit} tokens")
+            raise SystemExit(f"error: all prompts of {name} have more than {limit} tokens")
         if left := len(encoded) - len(suites[name]):
-            print(f"{name}: {left} of {len(encoded)} prompts are too long", file=sys.stderr)
+            print(
+                f"{name}: {left} of {len(encoded)} prompts are too long and left out",
+                file=sys.stderr,
+            )
     return suites

@@ -1,9 +1,8 @@
 """The real model of the benchmarks: SmolLM2-135M-Instruct on public prompts.
 
-Unlike the small pair it ends its answers, and what it writes after the end token is no text that
-anybody would read (and is easy, or hard, to draft). So answers end where the model ends them, and
-engines are compared by tokens a second: of greedy requests all write the same tokens.
-"""
+Unlike the small pair it ends its answers. What it would write after the end token is never read,
+and may be easy or hard to draft. So answers end where the model ends them, and engines are compared
+by tokens per second: with greedy requests all of them write the same tokens."""
 
 from __future__ import annotations
 
@@ -32,15 +31,15 @@ SETS = ("mt_bench", "gsm8k", "humaneval", "summarization", "translation", "qa")
 SETS += ("math_reasoning", "rag")
 
 
-# What `pull` brings was dequantised from groups of 32 weights in 4 bits, so it is nearly its own
-# form in 4 bits, and a draft of that form accepts more than that of another model would. A copy has
-# each weight moved by up to half a step of its group: the size that rounding to 4 bits has for a
-# model that was trained in 16 bits.
+# The model of `pull` was dequantised from 4 bits in groups of 32 weights, so it almost equals its
+# own 4-bit copy, and drafts of that copy are accepted more often than those of other models. In the
+# perturbed copy each weight is moved by up to half a step of its group, which is the error of
+# rounding a model that was trained in 16 bits to 4 bits.
 _GROUP, _STEPS, _SEED = 32, 15, 0
 
 
 def moved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every matrix of a checkpoint whose inputs divide into groups, with that noise."""
+    """A checkpoint with this noise on every matrix whose inputs divide into groups."""
     generator = torch.Generator().manual_seed(_SEED)
     result = dict(state)
     for key, tensor in state.items():
@@ -54,7 +53,7 @@ def moved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def perturbed(folder: Path) -> Path:
-    """The folder of a perturbed copy, made now if it is not there. Raises WriteError."""
+    """The folder of the perturbed copy, which is written if it is missing. Raises WriteError."""
     (weights,) = folder.glob("*.safetensors")
     about = weights.stat()
     mark = json.dumps([str(weights.resolve()), about.st_size, about.st_mtime_ns, _SEED])
@@ -70,10 +69,8 @@ def perturbed(folder: Path) -> Path:
 
 
 def target_folder(given: str | None, perturb: bool = False) -> Path:
-    """Where the model lies: what ``--target`` says, else as it was pulled; ``perturb``: a copy.
-
-    Raises SystemExit with one line if it is not there.
-    """
+    """The folder of the model: the ``given`` one or the pulled one; with ``perturb`` its perturbed
+    copy. Exits with a message if there is none."""
     try:
         folder = inflate.resolve(given or TARGET)
         return perturbed(folder) if perturb else folder
@@ -81,14 +78,14 @@ def target_folder(given: str | None, perturb: bool = False) -> Path:
         if given:
             raise SystemExit(f"error: {error}") from None
         raise SystemExit(
-            f"error: {TARGET} is not here; fetch it with `paceline pull {NAME}`, "
+            f"error: {TARGET} is not on this machine; fetch it with `paceline pull {NAME}`, "
             "or name its folder with --model"
         ) from None
 
 
 def find(kind: str, given: str | None) -> str | None:
-    """The folder of a draft's or a head's weights. Without ``--KIND`` it is the published one, and
-    if that is not here it is left out with one line. Raises SystemExit if a given one is not."""
+    """The folder of a draft's or a head's weights; None, with a message, if the published one is
+    missing. Exits if a ``given`` one is missing."""
     if given == "none":
         return None
     try:
@@ -96,17 +93,17 @@ def find(kind: str, given: str | None) -> str | None:
     except inflate.InflateError as error:
         if given:
             raise SystemExit(f"error: --{kind}: {error}") from None
-        print(f"left out {kind}: {DRAFTS[kind]} is not here", file=sys.stderr)
+        print(f"left out {kind}: {DRAFTS[kind]} is not on this machine", file=sys.stderr)
         return None
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Options that name the drafts and heads ("none" leaves one out), and a perturbed target."""
+    """Add options for the drafts and heads ("none" omits one), and for a perturbed target."""
     for kind, name in DRAFTS.items():
-        parser.add_argument(f"--{kind}", help=f"folder, or none to leave it out; default: {name}")
+        parser.add_argument(f"--{kind}", help=f"folder, or none to omit it; default: {name}")
     parser.add_argument(
         "--perturb",
         action="store_true",
-        help=f"move each weight of {NAME} by up to half a step of 4 bits : what "
-        "quantized drafts gain on a model that was trained in 16 bits",
+        help=f"move each weight of {NAME} by up to half a 4-bit step, to measure what quantized "
+        "drafts gain on a model that was trained in 16 bits",
     )

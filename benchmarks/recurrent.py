@@ -1,13 +1,12 @@
-"""Layers with states on the reference backend, on one thread, in turns, with random weights; in
-time of the processor, which other processes disturb less.
+"""Recurrent layers on the reference backend, on one thread, in turns, with random weights. Times
+are processor times, which other processes disturb less.
 
-Steps of one row and of eight (a token and a chain of seven drafts) by their products alone, of
-four layers of width 1024, three of them recurrent (Falcon-H1: all); and one layer of a real model's
-widths: bytes and milliseconds of a state for each node, and of a replay of accepted tokens from the
-last state.
+Measures steps of one row and of eight (a token and a chain of seven drafts) relative to their
+products alone, of four layers of width 1024, three of them recurrent (Falcon-H1: all). For one
+layer of a real model's width: bytes and milliseconds of keeping a state for each node, and of
+replaying accepted tokens from the last state.
 
-    python benchmarks/recurrent.py [KIND ...]    # such as lfm2; else all
-"""
+    python benchmarks/recurrent.py [KIND ...]    # such as lfm2; default: all"""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ REAL["qwen3_5_text"]["linear_num_value_heads"] = 32
 
 
 def turns(jobs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of the processor for each job, the least of all rounds."""
+    """Milliseconds of processor time for each job, the minimum over all rounds."""
 
     def run(job: Callable[[], object]) -> float:
         start = time.thread_time()
@@ -114,7 +113,7 @@ def states(kind: str) -> dict[str, float]:
                 state[row + 1] = state[row]
 
     def replay() -> None:
-        """What a step of one row takes beside its products."""
+        """A step of one row without its products."""
         mixer.advance(hidden, [state[:1].clone() for state in store])
 
     def products() -> None:
@@ -124,10 +123,10 @@ def states(kind: str) -> dict[str, float]:
 
     took = turns({"copies": copies, "replay": replay, "products": products})
     return {
-        "bytes a state": bytes_per_state([parts]),
+        "bytes per state": bytes_per_state([parts]),
         "bytes of inputs": sum(made.nbytes for made in inputs),
-        "ms a state kept": took["copies"] / ROWS,
-        "ms a token replayed": took["replay"] - took["products"],
+        "ms per state kept": took["copies"] / ROWS,
+        "ms per token replayed": took["replay"] - took["products"],
     }
 
 

@@ -1,4 +1,4 @@
-"""The rows of the drafters' benchmark: a spec for each drafter whose weights are here."""
+"""The rows of drafters.py: a draft spec for each drafter whose weights are available."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from paceline.drafters import DRAFTERS, NoDraft
 from paceline.model.loading import load_tokenizer
 from paceline.model.names import EMBEDDED
 
-_NAMES = {"model": "draft", "tree": "draft_tree"}  # of rows, where not the kind's
+_NAMES = {"model": "draft", "tree": "draft_tree"}  # of rows; others are named by their kind
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Folders of what the drafters of one target load; None where it is not there."""
+    """Folders of the weights of one target's drafters; None if they are missing."""
 
     target: str
     draft: str | None = None
@@ -34,19 +34,19 @@ class Weights:
 
 
 def skip_option(old: int, new: int) -> str:
-    """The set that a search for layers to skip starts from, for a target inflated from ``old``
-    to ``new`` layers: with each working layer the idle ones behind it.
+    """The first layers that a search for skippable layers tries, for a target inflated from ``old``
+    to ``new`` layers: each chosen layer with the idle ones after it.
 
-    The search itself would find that idle layers cost nothing to skip.
-    """
+    The search itself would find that idle layers can be skipped at no loss."""
     where = [*inflate.positions(old, new), new]
     candidates = skippable(old)
     chosen = spread(candidates, min(len(candidates), max(1, round(0.45 * old))))
-    return ":skip=" + "x".join(str(n) for one in chosen for n in range(where[one], where[one + 1]))
+    skipped = (n for layer in chosen for n in range(where[layer], where[layer + 1]))
+    return ":skip=" + "x".join(map(str, skipped))
 
 
 def specs_of(weights: Weights) -> dict[str, str]:
-    """Every drafter's spec by the name of its row, "" where its weights are missing."""
+    """The spec of every drafter by the name of its row; "" if its weights are missing."""
     last = f"eagle3:{weights.eagle3}" if weights.eagle3 else f"model:{weights.draft}"
     special = {
         "tree": _with("tree:", weights.draft, ",nodes=8,width=3"),
@@ -64,10 +64,8 @@ def specs_of(weights: Weights) -> dict[str, str]:
 
 
 def weights_of(args: argparse.Namespace) -> Weights:
-    """The target of ``--pair`` and what its drafters load; inflated ones are written at need.
-
-    Raises InflateError if the target is not there.
-    """
+    """The folders of the target of ``--pair`` and of its drafters. Inflated ones are written if
+    they are missing. Raises InflateError if there is no such target."""
     if args.pair == real.NAME:
         folders = {kind: real.find(kind, getattr(args, kind)) for kind in real.DRAFTS}
         return Weights(str(real.target_folder(args.target, args.perturb)), **folders)
@@ -93,7 +91,7 @@ def weights_of(args: argparse.Namespace) -> Weights:
 
 
 def write_useless(weights: Weights, folder: Path) -> str:
-    """The spec of a draft in the draft model's shape (else the target's), with random weights."""
+    """The spec of a draft model with random weights, in the shape of the draft or the target."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = weights.draft or weights.target
@@ -111,7 +109,7 @@ def _with(kind: str, folder: str | None, options: str = "") -> str:
 
 
 def find(name: str | None, pad: Callable[[Path], Path] = lambda folder: folder) -> str | None:
-    """The folder of a drafter's weights, after ``pad``; None if there are none."""
+    """The folder of a drafter's weights, converted by ``pad``; None if there are none."""
     if name is None:
         return None
     try:

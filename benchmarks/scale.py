@@ -1,17 +1,16 @@
-"""Past this machine: what full batches of models that do not fit here would come to, by formula.
+"""Computes the throughput of full batches of models that do not fit this machine.
 
-A roofline of an H100 or H200 says how long forwards take: a part of one takes as long as the slower
-of its bytes and its arithmetic (Williams et al., 2009, "Roofline")::
+A roofline model of an H100 or H200 estimates how long forwards take: a part of a forward takes the
+longer of the times of its bytes and its arithmetic (Williams et al., 2009, "Roofline")::
 
-    products   max(weights read, 2 * weights * rows) + 2 products' sums over all chips a layer
+    products   max(weights read, 2 * weights * rows) + 2 sums over all chips per layer
     attention  max(keys and values read, 4 * heads * width * rows * context)
-    host       a fixed time a step, more for every sequence: ours, in Python
+    host       a fixed time per step and a time per sequence: our Python code
 
     python benchmarks/scale.py                        # all of docs/guides/scale.md
     python benchmarks/scale.py --chips h100 --models 8b
 
-The last line of the output is one JSON object.
-"""
+The last line of the output is one JSON object."""
 
 from __future__ import annotations
 
@@ -30,13 +29,13 @@ CHIPS_OF = {"8b": 1, "70b": 8}
 ACCEPTED = (0.5, 0.7, 0.85)
 SHEET_BATCHES, REPLICAS = (8, 32, 64, 128), (1, 2, 4, 8, 16)
 PROMPT, OUTPUT = 512, 256  # tokens of a request, on average
-BYTES = 2  # of a number: bfloat16
-MOST_DRAFTED = 16  # rows of a sequence; more are a prompt's
+BYTES = 2  # per number: bfloat16
+MOST_DRAFTED = 16  # rows of a sequence; a sequence with more rows is in prefill
 
 
 @dataclass(frozen=True)
 class Chip:
-    """As its data sheet says: dense bfloat16 FLOP/s, bytes/s of memory and of links, one way."""
+    """Data sheet: dense bfloat16 FLOP/s, bytes/s of memory, and of links in one direction."""
 
     name: str
     flops: float
@@ -52,7 +51,7 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Weights of all layers and of the output's layer, and what attention reads."""
+    """The sizes of a model: weights per layer and of the output layer, and those of attention."""
 
     name: str
     layers: int
@@ -65,17 +64,17 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token."""
+        """Bytes of the keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.width * BYTES
 
     @property
     def bytes(self) -> float:
-        """That a forward reads; the table of input embeddings is as large as the output's layer."""
+        """Bytes of weights that a forward reads, without the input embeddings."""
         return BYTES * (self.layers * self.layer_weights + self.head_weights)
 
 
 def llama(name: str, layers: int, hidden: int, inner: int, heads: int, vocab: int) -> Shape:
-    """The Llama 3 family: eight heads of keys and values, 128 wide."""
+    """A shape of the Llama 3 family, which has eight key and value heads of width 128."""
     attention = hidden * (2 * heads + 2 * 8) * 128
     layer = attention + 3 * hidden * inner
     return Shape(name, layers, hidden, heads, 8, 128, layer, hidden * vocab)
@@ -85,8 +84,8 @@ TARGETS = {
     "8b": llama("8B", 32, 4096, 14336, 32, 128_256),
     "70b": llama("70B", 80, 8192, 28672, 64, 128_256),
 }
-# EAGLE-3 (Li et al., 2025): one layer of the target's shape, which sees two hidden states, a layer
-# that joins three of them, and a vocabulary of 32,000 tokens.
+# EAGLE-3 (Li et al., 2025): one layer of the target's shape that reads two hidden states, a layer
+# that combines three of them, and a vocabulary of 32,000 tokens.
 HEADS = {
     name: replace(
         target,
@@ -102,7 +101,7 @@ HEADS = {
 
 
 class Rows(NamedTuple):
-    """A sequence's part of a forward: its rows, and the tokens before them in the cache."""
+    """A sequence's part of a forward: its rows, and its cached tokens."""
 
     rows: int
     context: int
@@ -110,11 +109,10 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of the parts of a step. ``chips`` hold the target together; the drafter is on one.
+    """Estimates the seconds of a step. The target is split over ``chips``; the drafter is on one.
 
-    Assumed, not measured: what share of a data sheet's numbers products and reads reach, seconds
-    to start a layer's kernels, of a sum over chips, and of the host.
-    """
+    Assumed, not measured: the shares of the data sheet's figures that products and reads reach, and
+    the seconds of launching a layer's kernels, of a sum over chips, and of the host."""
 
     chip: Chip
     target: Shape
@@ -132,7 +130,7 @@ class Roofline:
         flops = self.chip.flops * self.arithmetic * chips
         bandwidth = self.chip.bandwidth * self.reading * chips
         weights = shape.layers * shape.layer_weights
-        # Only the last rows of prompts have logits: those of drafts all do.
+        # Of a prompt only the last row has logits, of a draft all rows do.
         wanted = sum(part.rows if part.rows <= MOST_DRAFTED else 1 for part in work)
         arithmetic = 2 * (weights * rows + shape.head_weights * wanted) / flops
         products = max(shape.bytes / bandwidth, arithmetic)
@@ -163,19 +161,18 @@ def machine(chip: str, model: str) -> Roofline:
 
 
 def sheet(costs: Roofline, batch: int, drafted: int, acceptance: float) -> tuple[float, float]:
-    """Tokens a second of a replica whose batch is full, and seconds of a step without prompts.
+    """Tokens per second of a replica with a full batch, and seconds of a step without prefill.
 
-    A step takes its forwards and the host; on the way to each token stands the share of a prompt
-    that must be read for it::
+    A step consists of its forwards and the host's time; each token also takes its share of the
+    prefill of a prompt::
 
-        rate = b t / (step + (b t / output) * reading),   t = 1 + a + ... + a^drafted
-    """
+        rate = b t / (step + (b t / output) * reading),   t = 1 + a + ... + a^drafted"""
     tokens = sum(acceptance**position for position in range(drafted + 1))
     context = PROMPT + OUTPUT // 2
     work = [Rows(1 + drafted, context)] * batch
     step = costs.forward(work) + costs.host(work)
     step += drafted * costs.draft_pass([Rows(1, context)] * batch)
-    # Beside the others a prompt's rows add their arithmetic; the weights are read anyway.
+    # In a batch, prefill only adds the arithmetic of its rows; the weights are read anyway.
     alone = costs.forward([Rows(1, context)])
     reading = costs.forward([Rows(PROMPT, 0)]) - alone
     reading += costs.draft_pass([Rows(PROMPT, 0)]) if drafted else 0.0
@@ -184,7 +181,7 @@ def sheet(costs: Roofline, batch: int, drafted: int, acceptance: float) -> tuple
 
 
 def where_it_stops(costs: Roofline) -> Table:
-    """Where drafts stop paying: tokens a second of plain decoding, and of drafts by that."""
+    """Throughput of plain decoding, and of drafts relative to it, by batch size."""
     ways = [(drafted, rate) for drafted in (1, 3, 5) for rate in ACCEPTED]
     rows = []
     for batch in (1, 8, 32, 64, 128, 256):
@@ -192,11 +189,11 @@ def where_it_stops(costs: Roofline) -> Table:
         by_plain = (f"{sheet(costs, batch, *way)[0] / plain:.2f}" for way in ways)
         rows.append([str(batch), f"{plain:,.0f}", *by_plain])
     columns = ["batch", "plain tokens/s", *(f"{drafted} at {rate:g}" for drafted, rate in ways)]
-    return Table(columns, rows, note="Drafted tokens, and how many of them are accepted.")
+    return Table(columns, rows, note="Columns: drafted tokens at an acceptance rate.")
 
 
 def capacity(args: argparse.Namespace) -> dict[str, float]:
-    """The sheet of docs/guides/deploy.md, what replicas serve, and where drafts stop paying."""
+    """The tables of docs/guides/deploy.md: throughput of replicas, and the gain of drafts."""
     shown = Report("Capacity (computed)")
     figures: dict[str, float] = {}
     for chip in args.chips:
@@ -209,7 +206,7 @@ def capacity(args: argparse.Namespace) -> dict[str, float]:
                     many = [f"{count * rate:,.0f}" for count in REPLICAS]
                     asked = f"{rate / OUTPUT:.1f}"
                     rows.append([str(batch), str(drafted), f"{1e3 * step:.1f}", asked, *many])
-            columns = ["batch", "drafted", "ms a step", "requests/s of one"]
+            columns = ["batch", "drafted", "ms per step", "requests/s of one"]
             columns += [f"tokens/s of {count}" for count in REPLICAS]
             title = f"{TARGETS[model].name} on {CHIPS_OF[model]} x {CHIPS[chip].name} a replica"
             stops = where_it_stops(machine(chip, model))
@@ -223,8 +220,13 @@ def main() -> None:
     add = parser.add_argument
     add("--chips", nargs="+", choices=[*CHIPS], default=[*CHIPS])
     add("--models", nargs="+", choices=[*TARGETS], default=[*TARGETS])
-    add("--acceptance", type=float, default=0.7, help="mean, by token (default: 0.7)")
-    add("--json", help="also write the figures here")
+    add(
+        "--acceptance",
+        type=float,
+        default=0.7,
+        help="mean acceptance rate per token (default: 0.7)",
+    )
+    add("--json", help="file to write the figures to")
     args = parser.parse_args()
     finish(capacity(args), args.json)
 

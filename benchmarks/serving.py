@@ -1,21 +1,20 @@
-"""Serving: speculation on against off, and what HTTP costs beside calling the engine directly.
+"""Serving: with speculation and without, and the cost of HTTP relative to calling the engine.
 
-A server (`paceline serve`) and one `LLM` in this process, over the same pair, take turns; the other
-one idles. `--processes both` measures a server of two processes and one of a single process
-(`--single-process`) in the same turns. Every cell is a closed loop: N clients, each sending its
-next request when one is answered, all with the same prompts, token counts and batch limit. Every
-request streams and writes exactly `--max-tokens` tokens, greedily.
+A server (`paceline serve`) and one `LLM` in this process, with the same pair, take turns.
+`--processes both` measures a server of two processes and one of a single process
+(`--single-process`) in the same rounds. Every cell is a closed loop: N clients, each of which sends
+its next request when the last one is answered, all with the same prompts, token counts and batch
+limit. Every request is streamed, and gets exactly `--max-tokens` tokens, greedily.
 
     python benchmarks/serving.py
     python benchmarks/serving.py --quick --json serving.json
     python benchmarks/serving.py --processes both --concurrency 16
     python benchmarks/serving.py --model paceline/smollm2 --draft auto --concurrency 1,4,16
 
-Throughput rounds read streams as raw bytes. Latencies come from one more round in which every chunk
-says which tokens it holds: time to first token is from sending a request to its first chunk with
-text, inter-token latency the time between two chunks divided by the tokens of the later one.
-The last line of the output is one JSON object.
-"""
+Throughput rounds read streams as raw bytes. Latencies come from another round, in which every chunk
+lists its tokens: time to first token lasts from sending a request to its first chunk with tokens,
+inter-token latency is the time between two chunks divided by the tokens of the later one.
+The last line of the output is one JSON object."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ from paceline.lab.report.document import Column, Report, milliseconds, number, t
 from paceline.lab.report.render import print_report
 
 SERVED = "bench"  # the model's name over HTTP
-WAYS = ("auto", "none")  # with the default drafter, and without any
-ENGINE = "engine"  # in this process, without a server
+WAYS = ("auto", "none")  # with the default drafter, and without
+ENGINE = "engine"  # an LLM in this process, without a server
 SPEEDS = (
     Column("clients", "clients"),
     Column("processes", "processes"),
@@ -73,12 +72,9 @@ LATENCIES = (
 )
 
 
-# -- the work ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Work:
-    """Prompts, and how many tokens each is answered with."""
+    """The prompts, the tokens per answer, and the models."""
 
     prompts: list[str]
     max_tokens: int
@@ -104,12 +100,9 @@ class Work:
 
 
 def work_of(args: argparse.Namespace) -> Work:
-    """What is served: prompts of eight kinds, and the models."""
+    """The work of every cell: prompts of eight categories."""
     texts = [prompt.text for prompt in load_prompts(per_category=2 if args.quick else 4)]
     return Work(texts, args.max_tokens, args.model, args.draft)
-
-
-# -- over HTTP ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -119,7 +112,7 @@ class Latencies:
 
 
 async def request(port: int, body: bytes, latencies: Latencies | None) -> None:
-    """One streamed request over a connection of its own, read to its end."""
+    """Send one streamed request over a new connection and read its answer."""
     start = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = (
@@ -129,7 +122,7 @@ async def request(port: int, body: bytes, latencies: Latencies | None) -> None:
     writer.write(head.encode() + body)
     status = await reader.readline()
     if b" 200 " not in status:
-        raise SystemExit(f"error: the server said {status.decode().strip()}")
+        raise SystemExit(f"error: the server answered {status.decode().strip()}")
     if latencies is None:
         rest = await reader.read()
         assert b"data: [DONE]" in rest, rest[-300:]
@@ -141,7 +134,7 @@ async def request(port: int, body: bytes, latencies: Latencies | None) -> None:
             continue
         now = time.perf_counter()
         count = len(json.loads(line[6:])["choices"][0].get("tokens") or ())
-        if not count:  # a last chunk may say no more than why it is the last
+        if not count:  # the last chunk may have only a finish reason
             continue
         if before is None:
             latencies.first.append(now - start)
@@ -152,7 +145,7 @@ async def request(port: int, body: bytes, latencies: Latencies | None) -> None:
 
 
 async def clients(port: int, count: int, bodies: list[bytes], latencies: Latencies | None) -> float:
-    """Seconds in which so many clients have all bodies answered."""
+    """Seconds until ``count`` clients have got answers to all ``bodies``."""
     waiting = deque(bodies)
 
     async def client() -> None:
@@ -173,7 +166,7 @@ def over_http(
 
 @contextmanager
 def server(kind: str, batch: int, threads: int, work: Work) -> Iterator[int]:
-    """The port of a started server."""
+    """Start a server; yields its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "paceline", "serve", work.model]
@@ -199,11 +192,8 @@ def server(kind: str, batch: int, threads: int, work: Work) -> Iterator[int]:
         process.wait(30)
 
 
-# -- directly ----------------------------------------------------------------------------------
-
-
 def directly(llm: LLM, count: int, work: Work, way: str) -> float:
-    """Seconds of the same closed loop around the engine, tokenising included."""
+    """Seconds of the same closed loop on the engine itself, including tokenisation."""
     drafter = None if way == "auto" else "none"
     params = SamplingParams(
         max_tokens=work.max_tokens, ignore_eos=True, drafter=drafter, temperature=0.0
@@ -218,22 +208,19 @@ def directly(llm: LLM, count: int, work: Work, way: str) -> float:
     return time.perf_counter() - start
 
 
-# -- the run -----------------------------------------------------------------------------------
-
-
-Asked = tuple[str, str]  # a kind of server or the engine, and with or without speculation
+Measured = tuple[str, str]  # a kind of server or the engine, and one of WAYS
 
 
 @dataclass
 class Cell:
-    """Tokens a second by who was asked and how, one entry a round; latencies of the servers."""
+    """Tokens per second in each round, and the latencies of the servers."""
 
     concurrency: int
-    rates: dict[Asked, list[float]] = field(default_factory=dict)
-    latencies: dict[Asked, Latencies] = field(default_factory=dict)
+    rates: dict[Measured, list[float]] = field(default_factory=dict)
+    latencies: dict[Measured, Latencies] = field(default_factory=dict)
 
     def speeds(self) -> Iterator[dict[str, Any]]:
-        """A server of each kind."""
+        """The throughput of each kind of server."""
         for kind in dict.fromkeys(kind for kind, _ in self.rates if kind != ENGINE):
             off, on = self.rates[kind, "none"], self.rates[kind, "auto"]
             yield {
@@ -247,16 +234,16 @@ class Cell:
             }
 
     def times(self) -> Iterator[dict[str, Any]]:
-        """Seconds, seen by the clients."""
+        """Latencies in seconds, as measured by the clients."""
         for (kind, way), seen in self.latencies.items():
-            named = {"first": seen.first, "inter_token": seen.gaps}
+            by_name = {"first": seen.first, "inter_token": seen.gaps}
             yield {
                 "clients": self.concurrency,
                 "processes": kind,
                 "speculation": way,
                 **{
                     f"{name}_p{share}": percentile(values, share / 100)
-                    for name, values in named.items()
+                    for name, values in by_name.items()
                     for share in (50, 99)
                 },
             }
@@ -270,13 +257,13 @@ def measure(args: argparse.Namespace, llm: LLM, work: Work) -> list[Cell]:
         ports = {
             kind: stack.enter_context(server(kind, limit, args.threads, work)) for kind in kinds
         }
-        for cell in cells:  # warm-up, of every shape
+        for cell in cells:  # warm up at every concurrency
             short = replace(work, prompts=work.prompts[: cell.concurrency], max_tokens=8)
             for way in WAYS:
                 for port in ports.values():
                     over_http(port, cell.concurrency, short, way)
                 directly(llm, cell.concurrency, short, way)
-        asked = [(kind, way) for kind in (*kinds, ENGINE) for way in WAYS]
+        measured = [(kind, way) for kind in (*kinds, ENGINE) for way in WAYS]
 
         def rate(kind: str, way: str, clients: int) -> float:
             if kind == ENGINE:
@@ -284,7 +271,9 @@ def measure(args: argparse.Namespace, llm: LLM, work: Work) -> list[Cell]:
             return work.tokens / over_http(ports[kind], clients, work, way)
 
         for cell in track(cells, "serving", console=Console(stderr=True), transient=True):
-            ways = {(kind, way): partial(rate, kind, way, cell.concurrency) for kind, way in asked}
+            ways = {
+                (kind, way): partial(rate, kind, way, cell.concurrency) for kind, way in measured
+            }
             cell.rates = alternate(ways, args.rounds, warm_up=0)
         for cell in cells:
             for kind, port in ports.items():
@@ -301,9 +290,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--rounds", type=int)
     add("--max-tokens", type=int)
     add("--concurrency", type=numbers, default=[1, 4, 16], help="as in 1,4,16")
-    add("--threads", type=int, default=1, help="of the model, here and in servers")
+    add("--threads", type=int, default=1, help="of the model, in this process and in servers")
     add("--model", "--target", default="paceline/tiny")
-    add("--draft", default="paceline/tiny-draft", help="any spec")
+    add("--draft", default="paceline/tiny-draft", help="any draft spec")
     add("--processes", choices=("one", "two", "both"), default="two", help="of the server")
     add("--json", help="file to write the JSON object to")
     args = parser.parse_args(arguments)
@@ -326,13 +315,13 @@ def main() -> None:
     speeds = [row for cell in cells for row in cell.speeds()]
     latencies = [row for cell in cells for row in cell.times()]
     note = (
-        f"{len(work.prompts)} prompts of eight kinds, {work.max_tokens} tokens each, greedy; "
-        f"medians of {args.rounds} interleaved rounds; {args.threads} thread(s) for the model. "
-        "Above 0.95 of the bare engine's the server costs less than a twentieth."
+        f"{len(work.prompts)} prompts of eight categories, {work.max_tokens} tokens each, greedy; "
+        f"medians of {args.rounds} rounds in turns; {args.threads} thread(s) for the model. "
+        "At 0.95 of the engine's throughput the server costs a twentieth."
     )
     tables = [
-        table_of(speeds, SPEEDS, note, "Throughput, and the server's by the bare engine's"),
-        table_of(latencies, LATENCIES, "", "Latency, seen by the clients"),
+        table_of(speeds, SPEEDS, note, "Throughput, and that of the server relative to the engine"),
+        table_of(latencies, LATENCIES, "", "Latency, as measured by the clients"),
     ]
     report = Report("Serving")
     report.add("Serving", *tables)

@@ -1,7 +1,6 @@
-"""What drafting a grammar's forced tokens gains: the same requests with it and without, by turns.
+"""The gain of drafting a grammar's forced tokens: the same requests with and without, in turns.
 
-python benchmarks/structured.py paceline/smollm2 --draft ngram --temperature 1
-"""
+python benchmarks/structured.py paceline/smollm2 --draft ngram --temperature 1"""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ BOOLEAN = {"type": "boolean"}
 
 
 def record(**properties: object) -> dict[str, object]:
-    """A schema of an object that has these and no others."""
+    """The schema of an object with exactly these properties."""
     required = {"required": list(properties), "additionalProperties": False}
     return {"type": "object", "properties": properties, **required}
 
@@ -113,7 +112,7 @@ CASES = {
 
 
 def forced_tokens(matcher: Matcher, tokens: Sequence[int]) -> int:
-    """How many of a text's tokens its grammar forces where they stand."""
+    """How many of a text's tokens are forced by its grammar."""
     count = position = 0
     while position < len(tokens):
         pairs = zip(matcher.forced_tokens(), tokens[position:], strict=False)

@@ -31,8 +31,7 @@ def together(
     """Let every engine decode all ``prompts`` as one batch, in turns of ``turn`` seconds.
 
     Each engine has its own clock, and disturbances of the machine affect all of them equally:
-    consecutive runs differ by 10 % for no reason, these by 1 %. Returns the closed drives.
-    """
+    consecutive runs differ by 10 % for no reason, these by 1 %. Returns the closed drives."""
     requests = list(zip(prompts, params, strict=True))
     drives = [
         Drive(e.llm.engine, [sequence(ids, how, e.ends) for ids, how in requests]) for e in engines

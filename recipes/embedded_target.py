@@ -1,8 +1,7 @@
-"""Trains a small Llama from text, with a tokenizer of its own or a given one: the target of
-recipes/embedded.sh, and what its draft starts from. It lies in OUT/model in the end.
+"""Trains a small Llama from text, with a new tokenizer or a given one: the target of
+recipes/embedded.sh, and the initial weights of its draft model. The result is in OUT/model.
 
-    python recipes/embedded_target.py --data FILE[=WEIGHT] --out OUT [--steps N ...]
-"""
+    python recipes/embedded_target.py --data FILE[=WEIGHT] --out OUT [--steps N ...]"""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from paceline.train.records import RecordError, Records
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, END_OF_TURN, "<|system|>", "<|user|>", "<|assistant|>"]
-# One special token opens a turn and one closes it; ``own_text`` writes the same.
+# A special token begins a turn and another one ends it. ``chat_text`` renders the same format.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -40,8 +39,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def own_text(record: dict[str, Any]) -> str:
-    """A record in our own chat format; "" for what cannot be written so."""
+def chat_text(record: dict[str, Any]) -> str:
+    """A record in the format of ``CHAT_TEMPLATE``; "" if it cannot be rendered."""
     try:
         conversation = conversation_from_record(record)
     except RecordError:
@@ -53,7 +52,7 @@ def own_text(record: dict[str, Any]) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer as GPT-2's, with every digit a token."""
+    """Train a byte-level BPE tokenizer like that of GPT-2, in which every digit is a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -68,7 +67,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # "<bos> text": every document is learnt with the separator in front of it.
+    # "<bos> text": in training every document follows the separator.
     begins = [(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))]
     before = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=begins)
     parts = [processors.ByteLevel(trim_offsets=False), before]
@@ -100,22 +99,22 @@ class TargetConfig(DraftConfig):
 
 
 class TargetTrainer(DraftTrainer):
-    """Learns the text itself, from no other model, and is measured by its loss."""
+    """Trains on the text itself, without a target; only the loss is measured."""
 
     config: TargetConfig
     noun, spec = "model", None
 
     def prepare(self) -> None:
         folder = self.out / "model"
-        own = folder if (folder / "tokenizer.json").is_file() else self.config.tokenizer
-        if own is None:
+        existing = folder if (folder / "tokenizer.json").is_file() else self.config.tokenizer
+        if existing is None:
             with stage(f"training a tokenizer of {self.config.vocab_size:,} tokens"):
                 files = (Records(s.path, self.config.exclude_licenses) for s in self.sources)
-                texts = filter(None, map(own_text, chain.from_iterable(files)))
+                texts = filter(None, map(chat_text, chain.from_iterable(files)))
                 tokenizer = train_tokenizer(texts, self.config.vocab_size)
             with atomic_folder(folder, "the tokenizer") as partial:
                 tokenizer.save_pretrained(partial)
-        self.tokenizer = tokenizer if own is None else load_tokenizer(str(own))
+        self.tokenizer = tokenizer if existing is None else load_tokenizer(str(existing))
         self.begin()
 
     def new_model(self) -> PreTrainedModel:
@@ -132,7 +131,7 @@ class TargetTrainer(DraftTrainer):
     def describe(self) -> str:
         return (
             f"A Llama of {self.model.num_parameters():,} parameters, trained by Paceline from the "
-            "text of the files below. It tests decoding; its statements are often wrong."
+            "text of the files below. It is for testing decoding; its statements are often wrong."
         )
 
 

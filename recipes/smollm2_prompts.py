@@ -2,10 +2,9 @@
 
     python recipes/smollm2_prompts.py DATA_FOLDER OUT.jsonl [COUNT]
 
-Reads ``*.train.jsonl.gz`` of the corpus and writes ``{"messages", "task", "source", "license"}``,
-one question each; what corpora answer is left out, because the target shall answer itself. Records
-under share-alike licences are skipped. The same input gives the same output.
-"""
+Reads ``*.train.jsonl.gz`` of the corpus and writes records ``{"messages", "task", "source",
+"license"}`` with one question each. The answers of the corpora are left out, because the target
+generates the answers. Records under share-alike licences are skipped. The output is deterministic."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# What is asked about a text that has no question of its own.
+# Questions about a text that comes without one.
 ABOUT_TEXT = (
     "Summarize: {}",
     "Summarize: {}",
@@ -54,7 +53,7 @@ def corpus(folder: Path, name: str) -> Path:
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a corpus file, in its own order, without share-alike licences."""
+    """The records of a corpus file in order, without those under share-alike licences."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             record = json.loads(line)
@@ -63,13 +62,13 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def first_question(text: str) -> str | None:
-    """The user's first turn of a conversation; None for other text."""
+    """The first user turn of a conversation; None for other text."""
     pieces = _TURN.split(text)
     return pieces[2].strip() if len(pieces) > 4 and pieces[1] == "User" else None
 
 
 def passage(text: str, rng: random.Random, words: tuple[int, int]) -> str:
-    """A random run of paragraphs with about so many words."""
+    """Random consecutive paragraphs, whose number of words is about within the range ``words``."""
     paragraphs = [p.strip() for p in text.split("\n\n") if p.strip()]
     wanted, start = rng.randint(*words), rng.randrange(len(paragraphs))
     taken: list[str] = []
@@ -100,7 +99,7 @@ def function(record: dict[str, Any], rng: random.Random) -> str | None:
 
 Asker = Callable[[dict[str, Any], random.Random], str | None]
 
-# Task, corpus file, what to ask, share; where one file has several sources, the sources taken.
+# Task, corpus file, function that makes a question, share, and the sources used of the file.
 PLAN: tuple[tuple[str, str, Asker, float, tuple[str, ...]], ...] = (
     ("chat", "chat", asked, 19, ("GPTeacher", "self-instruct")),
     ("questions", "chat", asked, 6, ("FairytaleQA", "tldr-pages")),
@@ -118,10 +117,10 @@ PLAN: tuple[tuple[str, str, Asker, float, tuple[str, ...]], ...] = (
 
 
 def prompts(folder: Path, count: int) -> list[dict[str, Any]]:
-    """``count`` prompts by the shares of the plan, shuffled."""
+    """``count`` shuffled prompts, in the shares of ``PLAN``."""
     rng = random.Random(0)
     whole = sum(share for *_, share, _ in PLAN)
-    found: list[dict[str, Any]] = []
+    made: list[dict[str, Any]] = []
     for task, name, ask, share, sources in PLAN:
         every = [
             record
@@ -130,7 +129,7 @@ def prompts(folder: Path, count: int) -> list[dict[str, Any]]:
         ]
         wanted, taken, rounds = round(count * share / whole), 0, 0
         seen: set[str] = set()
-        # Texts may be asked about more than once, in different words and places.
+        # A text may be used several times, with other questions and passages.
         while taken < wanted and rounds < 4:
             rng.shuffle(every)
             for record in every:
@@ -141,7 +140,7 @@ def prompts(folder: Path, count: int) -> list[dict[str, Any]]:
                     continue
                 seen.add(question)
                 taken += 1
-                found.append(
+                made.append(
                     {
                         "messages": [{"role": "user", "content": question}],
                         "task": task,
@@ -150,8 +149,8 @@ def prompts(folder: Path, count: int) -> list[dict[str, Any]]:
                     }
                 )
             rounds += 1
-    rng.shuffle(found)
-    return found
+    rng.shuffle(made)
+    return made
 
 
 def main() -> None:
@@ -159,18 +158,18 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder with chat.train.jsonl.gz and the others")
     parser.add_argument("out", type=Path, help="JSONL file to write")
     parser.add_argument("count", type=int, nargs="?", default=20000, help="prompts (20000)")
-    wishes = parser.parse_args()
+    args = parser.parse_args()
     missing = [
-        name for name in sorted({row[1] for row in PLAN}) if not corpus(wishes.data, name).is_file()
+        name for name in sorted({row[1] for row in PLAN}) if not corpus(args.data, name).is_file()
     ]
     if missing:
         parser.error(
-            f"{wishes.data} has no {', '.join(f'{name}.train.jsonl.gz' for name in missing)}"
+            f"{args.data} has no {', '.join(f'{name}.train.jsonl.gz' for name in missing)}"
         )
-    made = prompts(wishes.data, wishes.count)
+    made = prompts(args.data, args.count)
     lines = (json.dumps(item, ensure_ascii=False) + "\n" for item in made)
-    wishes.out.write_text("".join(lines), encoding="utf-8")
-    print(f"{len(made)} prompts in {wishes.out}", file=sys.stderr)
+    args.out.write_text("".join(lines), encoding="utf-8")
+    print(f"{len(made)} prompts in {args.out}", file=sys.stderr)
 
 
 if __name__ == "__main__":

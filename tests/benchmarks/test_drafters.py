@@ -268,7 +268,7 @@ def test_sets_that_are_not_there_are_left_out(
     assert at_hand(tmp_path, ["gsm8k", "qa", "rag"]) == ["qa", "rag"]
     assert f"left out gsm8k: not in {tmp_path}\n" in capsys.readouterr().err
     assert at_hand(tmp_path, ["gsm8k"]) == [*SHIPPED]
-    assert "taking shipped prompts of stories" in capsys.readouterr().err
+    assert "using the shipped prompts of stories" in capsys.readouterr().err
 
 
 def test_bad_arguments_are_refused(

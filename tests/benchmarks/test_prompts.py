@@ -53,7 +53,7 @@ def test_chats_go_through_the_template(tmp_path: Path, capsys: pytest.CaptureFix
     assert bytes(suites["arith"][0]) == b"U:What is 345 + 278?A:"
     assert len(suites["arith"]) == 1  # the other is longer
     assert "arith: 1 of 2 prompts are too long" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="no prompt of arith fits into 3 tokens"):
+    with pytest.raises(SystemExit, match="all prompts of arith have more than 3 tokens"):
         load_suites(tmp_path, ["arith"], LLM, 3)
     write(tmp_path, {"format": "completion", "turns": ["hi"]})
     assert bytes(load_suites(tmp_path, ["arith"], LLM, 9)["arith"][0]) == b"hi"

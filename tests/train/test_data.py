@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from embedded_target import own_text, train_tokenizer
+from embedded_target import chat_text, train_tokenizer
 from paceline import DataError
 from paceline.train.configs import PromptSelection
 from paceline.train.data import encode_stream
@@ -122,14 +122,15 @@ def test_source_specs(corpus: Path) -> None:
 
 def test_plain_documents_are_left_alone() -> None:
     assert (
-        own_text({"text": "A story.\n\nUser: is a word here."})
+        chat_text({"text": "A story.\n\nUser: is a word here."})
         == "A story.\n\nUser: is a word here."
     )
 
 
 def test_conversations_are_rendered_in_turns() -> None:
     assert (
-        own_text({"text": "User: hi\n\nAssistant: yo"}) == "<|user|>hi<|end|><|assistant|>yo<|end|>"
+        chat_text({"text": "User: hi\n\nAssistant: yo"})
+        == "<|user|>hi<|end|><|assistant|>yo<|end|>"
     )
 
 

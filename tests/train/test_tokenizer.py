@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embedded_target import END_OF_TEXT, SPECIAL_TOKENS, own_text, train_tokenizer
+from embedded_target import END_OF_TEXT, SPECIAL_TOKENS, chat_text, train_tokenizer
 from support.tiny_models import SENTENCES
 
 
@@ -47,7 +47,7 @@ def test_chat_template_is_what_training_sees(tokenizer: Any) -> None:
         {"role": "assistant", "content": ":)"},
     ]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert text == END_OF_TEXT + own_text({"text": document})
+    assert text == END_OF_TEXT + chat_text({"text": document})
     asked = tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
     assert text.startswith(asked)
     assert asked.endswith("<|assistant|>")

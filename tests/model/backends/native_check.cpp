@@ -1,9 +1,9 @@
 // The kernels under the sanitizers: `make native-check`.
 //
-// Random decoders of odd sizes in exactly as much memory as they need. Sequences are decoded one row
-// at a time, then again in chunks, with trees and neighbours, on several threads, by every
-// instruction set of this processor; all logits must be the same, bit for bit. Partial results of attention have
-// little memory here (PACELINE_PARTIAL): one row takes its blocks of keys at once, chunks take them in rounds.
+// Random decoders of unusual sizes, in exactly as much memory as they need. Sequences are decoded one row
+// at a time, then in chunks, with trees and in batches, on several threads, with every instruction set of
+// this processor; all logits must be equal bit for bit. The buffer for partial results of attention is small
+// here (PACELINE_PARTIAL): a single row processes its blocks of keys at once, chunks process them in rounds.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -43,14 +43,14 @@ Bytes numbers(int64_t dtype, int64_t count) {
 struct Sizes {
   int64_t dtype, hidden, heads, kv_heads, head_dim, ffn, window;
   bool gemma;
-  int eagle = 0, experts = 0;  // an EAGLE head of this version; experts of a layer
-  bool coded = false;          // keys and values of 8 bits
-  int length = 80;             // of the text; blocks of keys have 256
+  int eagle = 0, experts = 0;  // version of the EAGLE head (0: none); experts per layer
+  bool coded = false;          // 8-bit keys and values
+  int length = 80;             // tokens of the text; a block of keys has 256
 };
 
 constexpr int LAYERS = 2, VOCAB = 61, LONGEST = 620, BLOCK = 4;
 
-// Owns all that a pl_model points to.
+// Owns the memory that a pl_model points to.
 class Model {
  public:
   explicit Model(const Sizes& s) : size(s), rope(LONGEST * s.head_dim), layers(LAYERS) {
@@ -133,7 +133,7 @@ class Model {
     return w;
   }
 
-  // What the structures point to.
+  // The memory that the structures point to.
   std::vector<std::unique_ptr<std::vector<float>>> floats;
   std::vector<std::unique_ptr<Bytes>> packed;
 };
@@ -150,7 +150,7 @@ struct Cache {
   std::vector<int32_t> table;
 };
 
-// Logits and features of pending tokens and tree nodes behind `context`.
+// Logits and features of pending tokens and tree nodes after `context` cached tokens.
 Bytes forward(Model& m, Cache& cache, const std::vector<int32_t>& ids, int context,
               const std::vector<int32_t>& parents, int threads) {
   int nodes = static_cast<int>(parents.size()), rows = static_cast<int>(ids.size()), pending = rows - nodes;
@@ -195,7 +195,7 @@ Bytes row_of(const Model& m, const Bytes& out, int row) {
 
 void expect(bool same, const char* what) {
   if (same) return;
-  printf("%s: %s gives other bits\n", pl_instructions(), what);
+  printf("%s: %s gives different bits\n", pl_instructions(), what);
   exit(1);
 }
 
@@ -204,28 +204,28 @@ std::vector<Bytes> run(Model& m) {
   std::vector<int32_t> text(length + 10);
   for (int32_t& id : text) id = below(VOCAB);
   Cache cache(m.size);
-  std::vector<Bytes> truth;
-  for (int at = 0; at < length + 10; at++) truth.push_back(row_of(m, forward(m, cache, {text[at]}, at, {}, 1), 0));
+  std::vector<Bytes> expected;
+  for (int at = 0; at < length + 10; at++) expected.push_back(row_of(m, forward(m, cache, {text[at]}, at, {}, 1), 0));
   for (int threads : {1, 3, 2}) {
     Cache other(m.size);
     for (int at = 0, rows; at < length; at += rows) {
       rows = threads == 2 ? length : std::min(1 + below(90), length - at);
       std::vector<int32_t> part(text.begin() + at, text.begin() + at + rows);
       Bytes out = forward(m, other, part, at, {}, threads);
-      for (int r = 0; r < rows; r++) expect(row_of(m, out, r) == truth[at + r], "a chunk");
+      for (int r = 0; r < rows; r++) expect(row_of(m, out, r) == expected[at + r], "a chunk");
     }
-    // A tree whose nodes 0, 2, 5, 8 continue the text; the others are strangers.
+    // A tree whose nodes 0, 2, 5 and 8 continue the text; the others are random tokens.
     std::vector<int32_t> ids{text[length]}, parents{-1, -1, 0, 0, 1, 2, -1, 3, 5};
     for (int node = 0, depth = 0; node < 9; node++)
       ids.push_back(node == 0 || node == 2 || node == 5 || node == 8 ? text[length + 1 + depth++] : below(VOCAB));
     Bytes out = forward(m, other, ids, length, parents, threads);
     int rows[] = {0, 1, 3, 6, 9};
-    for (int depth = 0; depth < 5; depth++) expect(row_of(m, out, rows[depth]) == truth[length + depth], "a tree");
+    for (int depth = 0; depth < 5; depth++) expect(row_of(m, out, rows[depth]) == expected[length + depth], "a tree");
   }
-  return truth;
+  return expected;
 }
 
-// Nodes of drafts below `trees`: for each its count, then tokens, parents and slots.
+// The nodes grown from `trees`: for each tree their count, then tokens, parents and slots.
 std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vector<pl_tree>& trees, const Bytes& logits,
                                         const Bytes& outputs, int threads) {
   const int64_t most = 9;
@@ -246,21 +246,21 @@ std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vecto
   g.tokens = tokens.data(), g.parents = parents.data(), g.slots = slots.data(), g.counts = counts.data();
   g.scores = scores.data();
   if (pl_grow(m.opened, &g)) printf("no memory\n"), exit(1);
-  std::vector<std::vector<int32_t>> found;
+  std::vector<std::vector<int32_t>> nodes_of;
   for (size_t n = 0; n < count; n++) {
-    found.push_back({counts[n]});
-    for (const auto* each : {&tokens, &parents, &slots})
-      found.back().insert(found.back().end(), each->begin() + n * most, each->begin() + n * most + counts[n]);
+    nodes_of.push_back({counts[n]});
+    for (const auto* part : {&tokens, &parents, &slots})
+      nodes_of.back().insert(nodes_of.back().end(), part->begin() + n * most, part->begin() + n * most + counts[n]);
   }
-  return found;
+  return nodes_of;
 }
 
-// Drafts that grow together are those that grow alone.
+// Drafts grown in one call equal those grown one by one.
 void growth(Model& m) {
   std::vector<pl_tree> trees{{4, 3, 9, 5, 0}, {5, 1, 5, 2, 20}, {1, 2, 2, 7, 40}, {3, 2, 4, 3, 60}};
   for (size_t n = 0; n < trees.size(); n++) {
     pl_tree& tree = trees[n];
-    tree.base = m.size.coded ? 0 : tree.base;  // codes nobody wrote are no numbers
+    tree.base = m.size.coded ? 0 : tree.base;  // int8 values that were never written are not numbers
     tree.sampled = static_cast<int32_t>(n % 3), tree.top_k = 1 << 30, tree.sharpness = 1.75f;
     tree.top_p = 1.0f, tree.position = 7, tree.seed = n, tree.power = 1.0f;
     tree.stop = n == 1 ? 0.05f : 0.0f, tree.least = n == 3 ? -1.0f : -INFINITY;
@@ -270,15 +270,15 @@ void growth(Model& m) {
   Cache cache(m.size);
   std::vector<std::vector<int32_t>> all = grown(m, cache, trees, logits, outputs, 3);
   for (size_t n = 0; n < trees.size(); n++) {
-    Bytes own(logits.begin() + n * row, logits.begin() + (n + 1) * row);
-    Bytes above(outputs.begin() + n * state, outputs.begin() + (n + 1) * state);
-    expect(grown(m, cache, {trees[n]}, own, above, 1)[0] == all[n], "a draft among others");
-    bool whole = n != 1 && n != 3;  // the others end, or leave out nodes, where they are too unlikely
+    Bytes own_logits(logits.begin() + n * row, logits.begin() + (n + 1) * row);
+    Bytes own_outputs(outputs.begin() + n * state, outputs.begin() + (n + 1) * state);
+    expect(grown(m, cache, {trees[n]}, own_logits, own_outputs, 1)[0] == all[n], "a draft among others");
+    bool whole = n != 1 && n != 3;  // the others end early or omit unlikely nodes
     expect(whole ? all[n][0] == trees[n].nodes : all[n][0] > 0 && all[n][0] < trees[n].nodes, "the number of a draft's nodes");
   }
 }
 
-// Medusa heads of rows together and of each alone.
+// The Medusa logits of several rows equal those of each row alone.
 void medusa(int64_t dtype, int64_t width, int64_t blocks, bool shared) {
   Model owner({dtype, width, 1, 1, 8, 16, 0, false});
   std::vector<pl_weight> block(3 * blocks), head(shared ? 1 : 3);
@@ -295,12 +295,12 @@ void medusa(int64_t dtype, int64_t width, int64_t blocks, bool shared) {
   }
 }
 
-// What follows a draft of three: the same choices whatever the instruction set, and from every draw.
+// Decisions on a draft of three tokens, for each kind of draw: every instruction set gives the same ones.
 std::vector<int32_t> decisions(int64_t dtype, int64_t width) {
   const int64_t rows = 4, narrow = width - 3;
   Bytes logits = numbers(dtype, rows * width);
   std::vector<float> q(static_cast<size_t>(3 * narrow), 1.0f / static_cast<float>(narrow));
-  std::vector<int32_t> tokens{0, 1, 2}, parents{-1, 0, 1}, found;
+  std::vector<int32_t> tokens{0, 1, 2}, parents{-1, 0, 1}, decided;
   std::vector<double> uniforms{0.1, 0.6, 0.3, 0.999}, thresholds{0.2, 0.1, 0.9};
   for (int64_t kind = 0; kind < 4; kind++)
     for (float top_p : {1.0f, 0.7f}) {
@@ -315,10 +315,10 @@ std::vector<int32_t> decisions(int64_t dtype, int64_t width) {
       v.choices = choices.data(), v.accepted = accepted.data();
       if (pl_decide(&v, 1, v.threads)) printf("no memory\n"), exit(1);
       for (int32_t token : choices) expect(token >= 0 && token < width, "a choice");
-      found.insert(found.end(), choices.begin(), choices.end());
-      found.insert(found.end(), accepted.begin(), accepted.end());
+      decided.insert(decided.end(), choices.begin(), choices.end());
+      decided.insert(decided.end(), accepted.begin(), accepted.end());
     }
-  return found;
+  return decided;
 }
 
 }  // namespace
@@ -328,11 +328,11 @@ int main() {
       {PL_BFLOAT16, 40, 8, 2, 8, 56, 0, false, 0, 0, false, 270},  {PL_FLOAT32, 40, 4, 2, 8, 56, 0, false},
       {PL_FLOAT32, 33, 3, 1, 24, 47, 50, true},  {PL_BFLOAT16, 70, 6, 1, 20, 47, 50, true},
       {PL_BFLOAT16, 64, 2, 2, 64, 96, 0, false}, {PL_BFLOAT16, 32, 1, 1, 16, 700, 0, false},
-      {PL_BFLOAT16, 32, 1, 1, 16, 2000, 0, false, 0, 0, false, 97},  // its products need most memory
+      {PL_BFLOAT16, 32, 1, 1, 16, 2000, 0, false, 0, 0, false, 97},  // its products need the most memory
       {PL_BFLOAT16, 40, 3, 1, 16, 56, 0, false, 3}, {PL_FLOAT32, 33, 3, 1, 24, 47, 0, false, 3},
       {PL_BFLOAT16, 33, 3, 1, 16, 56, 0, false, 1}, {PL_BFLOAT16, 40, 3, 1, 16, 47, 0, false, 0, 5},
       {PL_BFLOAT16, 40, 8, 2, 70, 56, 50, true, 0, 0, true}, {PL_FLOAT32, 33, 3, 1, 22, 47, 0, false, 0, 0, true},
-      // Windows across blocks: one of several, and a narrow one.
+      // Windows that cross blocks of keys: a wide one and a narrow one.
       {PL_BFLOAT16, 40, 4, 2, 8, 56, 300, false, 0, 0, false, 600}, {PL_FLOAT32, 33, 3, 1, 24, 47, 40, true, 0, 0, true, 290},
   };
   std::string checked;
@@ -346,16 +346,16 @@ int main() {
       if (pl_choose(name)) continue;
       checked += std::string(" ") + name;
       rng.seed(seed);
-      std::vector<Bytes> truth = run(m);
-      if (first.empty()) first = truth;
+      std::vector<Bytes> expected = run(m);
+      if (first.empty()) first = expected;
       growth(m);
       medusa(size.dtype, size.hidden, size.ffn % 3, size.gemma);
       std::vector<int32_t> choices = decisions(size.dtype, 3 * size.hidden + 1);
       if (decided.empty()) decided = choices;
-      expect(choices == decided, "what is decided");
-      expect(truth == first || !strcmp(name, "dpbf16"), "this instruction set");
+      expect(choices == decided, "a decision");
+      expect(expected == first || !strcmp(name, "dpbf16"), "this instruction set");
     }
   }
-  printf("the kernels%s: the same bits, and nothing for the sanitizers\n", checked.c_str());
+  printf("the kernels%s: equal bits, and no errors of the sanitizers\n", checked.c_str());
   return 0;
 }
