@@ -3,8 +3,8 @@
     python recipes/smollm2_prompts.py DATA_FOLDER OUT.jsonl [COUNT]
 
 Reads ``*.train.jsonl.gz`` of the corpus and writes records ``{"messages", "task", "source",
-"license"}`` with one question each. The answers of the corpora are left out, because the target
-generates the answers. Records under share-alike licences are skipped. The output is deterministic."""
+"license"}`` with one question each. The corpora's answers are left out, because the target
+generates the answers. Records under share-alike licences are skipped. The output is reproducible."""
 
 from __future__ import annotations
 

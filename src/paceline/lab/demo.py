@@ -125,19 +125,16 @@ def demo_table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
     silent = [counts.not_drafted for counts in counted if counts.acceptance_rate is None]
     first, *repeated = ([*group, total(group)] for group in groups)
     again = [replace(item, name=f"{item.name} again") for group in repeated for item in group]
-    return table_of(
-        [*first, *again],
-        _FIGURES,
+    note = (
         "Speeds include reading the prompt; the two methods take turns every 0.05 s. "
         "Accepted length: tokens per target step."
-        + (
-            " Again: the same prompts once more; the drafter now remembers the answers."
-            if again
-            else ""
-        )
-        + (f" {untried(silent)}" if silent else ""),
-        f"Greedy decoding, plain and with --draft {draft}",
     )
+    if again:
+        note += " Again: the same prompts once more; the drafter now remembers the answers."
+    if silent:
+        note += f" {untried(silent)}"
+    title = f"Greedy decoding, plain and with --draft {draft}"
+    return table_of([*first, *again], _FIGURES, note, title)
 
 
 def demo_record(groups: Sequence[Sequence[Measurement]], draft: str) -> dict[str, Any]:

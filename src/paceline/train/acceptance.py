@@ -1,8 +1,7 @@
 """Held-out acceptance: how many draft tokens a greedy target accepts, on texts that it generated.
 
 The text is known, so one forward that drafts at every position shows what the target would accept
-there. Decoding starts a draft only where the last step ended; ``simulate_decoding`` follows these
-positions."""
+there, and ``simulate_decoding`` counts the drafts that decoding would start."""
 
 from __future__ import annotations
 

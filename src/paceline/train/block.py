@@ -126,10 +126,8 @@ class BlockTrainer(HeadTrainer):
     def levels(
         self, target_out: TargetOutputs, starts: DraftStarts, length: int
     ) -> Iterator[torch.Tensor]:
-        outputs, before = (
-            self.outputs(target_out, starts),
-            target_out.ids.flatten()[starts.index_ahead(1)],
-        )
+        outputs = self.outputs(target_out, starts)
+        before = target_out.ids.flatten()[starts.index_ahead(1)]
         for output in outputs[:, :length].unbind(1):
             before = self.logits(output, before).argmax(-1)
             yield before

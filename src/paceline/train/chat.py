@@ -197,12 +197,10 @@ class ChatWriter:
         called = any("tool_calls" in message for message in conversation.messages)
         if called and "tool_calls" not in template:
             raise RecordError("it calls tools, which the model's chat template does not write")
-        options: dict[str, Any] = (
-            {} if conversation.tools is None else {"tools": conversation.tools}
-        )
+        tools: Any = conversation.tools
         try:
             written = self._tokenizer.apply_chat_template(
-                conversation.messages[:count], tokenize=False, add_generation_prompt=ask, **options
+                conversation.messages[:count], tools, tokenize=False, add_generation_prompt=ask
             )
         except Exception as error:  # jinja errors of any kind: the template refused the messages
             reason = " ".join(str(error).split())

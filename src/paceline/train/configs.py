@@ -255,10 +255,8 @@ class PromptSelection:
         None, "Number of prompts to take.", low=1, shown="all conversations, 1000 texts"
     )
     seed: int = _prompts(0, "Seed of the choice of prompts and of sampled answers.", low=0)
-    exclude_licenses: tuple[str, ...] = _prompts(
-        ("CC-BY-SA",),
-        "Leave out records whose license contains this text.",
-        flags=("--exclude-license",),
+    exclude_licenses: tuple[str, ...] = changed(
+        TrainConfig, "exclude_licenses", ("CC-BY-SA",), panel="Prompts"
     )
     max_text_len: int = _prompts(
         96, "Longest beginning of a text that is used as a prompt, in tokens.", low=12

@@ -162,10 +162,8 @@ class _Reader:
         encoded = []
         for item in documents:
             if item.ids is not None:
-                ids, loss_mask = (
-                    item.ids.astype(self._dtype),
-                    np.arange(len(item.ids)) >= item.prompt,
-                )
+                ids = item.ids.astype(self._dtype)
+                loss_mask = np.arange(len(ids)) >= item.prompt
             else:
                 encoding = next(encodings)
                 ids = np.array(encoding.ids, dtype=self._dtype)
@@ -211,9 +209,8 @@ def load_token_stream(
     file = folder / f"{source.path.name}.{zlib.crc32(repr(key).encode()):08x}.npz"
     try:
         with np.load(file) as saved:
-            return TokenStream(
-                str(saved["name"]), saved["ids"], saved["loss_mask"], saved["starts"]
-            )
+            arrays = (saved[name] for name in ("ids", "loss_mask", "starts"))
+            return TokenStream(str(saved["name"]), *arrays)
     except Exception:  # there is no file, or it is damaged, which may raise any exception
         stream = encode_stream(source.path, tokenizer, exclude_licenses, loss_on)
     write_stream(file, stream)

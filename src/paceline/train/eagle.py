@@ -149,9 +149,8 @@ class EagleTrainer(HeadTrainer):
             if config.version == 1:
                 feature = features[starts.index_ahead(1 + j)].float()
                 distance = F.smooth_l1_loss(hidden.float(), feature, reduction="none").mean(-1)
-                step = config.token_weight * step + config.feature_weight * (
-                    (distance * starts.in_window(1 + j)).mean()
-                )
+                feature_loss = (distance * starts.in_window(1 + j)).mean()
+                step = config.token_weight * step + config.feature_weight * feature_loss
             result = result + weight * step
         return result
 

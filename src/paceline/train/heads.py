@@ -180,9 +180,8 @@ class HeadTrainer(Trainer):
         head = self.target.get_output_embeddings()
         chosen = slice(None) if ids is None else ids
         weight, bias = head.weight[chosen], None if head.bias is None else head.bias[chosen]
-        source = (target_out.final if target_out.logits is None else target_out.logits).flatten(
-            0, 1
-        )
+        source = target_out.final if target_out.logits is None else target_out.logits
+        source = source.flatten(0, 1)
 
         def logits_of(rows: torch.Tensor) -> torch.Tensor:
             if target_out.logits is None:

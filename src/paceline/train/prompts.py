@@ -117,12 +117,10 @@ class _PromptMaker:
             return NumberedPrompt(self._text_prefix(record), f"continued from {source}", licence)
         if not conversation.answer_positions:
             raise RecordError("it has no message of the user to answer")
-        turns = (
-            self.rng.permutation(conversation.answer_positions)
-            if self.any_turn
-            else conversation.answer_positions[-1:]
-        )
-        for turn in map(int, turns):
+        turns = conversation.answer_positions[-1:]
+        if self.any_turn:
+            turns = self.rng.permutation(conversation.answer_positions).tolist()
+        for turn in turns:
             ids = self.writer.prompt_ids(conversation, turn)
             if len(ids) <= self.selection.max_prompt_len:
                 break

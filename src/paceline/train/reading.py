@@ -113,14 +113,11 @@ class FeatureCache:
         missing = [row for row, values in kept.items() if values is None]
         if missing:
             lengths = tuple(windows.lengths[row] for row in missing)
-            target_out = self.run_target(
-                Windows(windows.ids[missing], windows.loss_mask[missing], lengths)
-            )
-            parts = (
-                (target_out.final,)
-                if target_out.features is target_out.final
-                else (target_out.features, target_out.final)
-            )
+            selected = Windows(windows.ids[missing], windows.loss_mask[missing], lengths)
+            target_out = self.run_target(selected)
+            parts = [target_out.final]
+            if target_out.features is not target_out.final:
+                parts.insert(0, target_out.features)
             for row, values, length in zip(missing, torch.cat(parts, -1), lengths, strict=True):
                 kept[row] = self._write(self._file(pieces[row]), values[:length])
         rows = [values for values in kept.values() if values is not None]

@@ -194,8 +194,7 @@ class Trainer(ABC):
 
     @property
     def adamw_names(self) -> Sequence[str]:
-        """Substrings of the names of matrices that AdamW optimises: embeddings and output
-        layers."""
+        """Substrings of the names of matrices that AdamW optimises."""
         return ("embed", "lm_head", "mask_hidden")
 
     @property

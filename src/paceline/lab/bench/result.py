@@ -330,11 +330,8 @@ class BenchResult:
 
     def bugs(self) -> list[str]:
         """Methods of ours whose text differs from plain decoding's by more than rounding."""
-        return [
-            method.name
-            for method in self.methods
-            if method.url is None and self.texts.different(method.name)
-        ]
+        ours = (method.name for method in self.methods if method.url is None)
+        return [name for name in ours if self.texts.different(name)]
 
     def failures(self, allow_idle: bool = False) -> list[str]:
         """One line for each reason for which the command fails."""

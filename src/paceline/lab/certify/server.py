@@ -98,6 +98,7 @@ def check_streams(session: ServerSession, part: Part, prompt: str) -> Iterator[s
     tokens = tuple(token for delta in deltas for token in delta.tokens)
     text = "".join(delta.text for delta in deltas)
     streamed = AnswerChoice(text, None, tokens)
+    spelled = "".join(streamed.token_texts)
     part.checked += 1
     counts = [n for delta in deltas if (n := delta.completion_tokens) is not None]
     if len(reasons) != 1:
@@ -105,10 +106,7 @@ def check_streams(session: ServerSession, part: Part, prompt: str) -> Iterator[s
     uncertain = reasons[-1:] == ["stop"]  # some servers count the end token, which has no text
     if tokens and counts and not 0 <= counts[-1] - len(tokens) <= uncertain:
         yield f"the usage counts {counts[-1]} tokens, the stream has {len(tokens)}"
-    elif "".join(whole.token_texts) == whole.text and "".join(streamed.token_texts) not in (
-        "",
-        text,
-    ):
+    elif "".join(whole.token_texts) == whole.text and spelled not in ("", text):
         yield "the tokens of the stream do not make up its text"
     elif text != whole.text:
         again = session.complete(session.server, prompt)[0]

@@ -81,9 +81,8 @@ def examine(
         plan = plan_offload(target, options.dtype, options.device, *away)
         findings.append(machine.check_offload(plan, options.offload))
         needs = replace(needs, weights=plan.peak_bytes, loading=0)
-        kernels = machine.has_kernels(
-            setting.device, options.backend
-        )  # they run its 4-bit copy as a draft
+        # The kernels run a 4-bit copy of the target as a draft.
+        kernels = machine.has_kernels(setting.device, options.backend)
         draft_setting = replace(setting, kernels=kernels)
     for name, folder in (lora or {}).items():
         count, rank = adapter_size(name, folder)

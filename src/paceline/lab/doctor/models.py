@@ -100,9 +100,7 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
                     names = opened.keys()
                     files.tensors.update({key: opened.get_tensor(key) for key in names})
             except ModelLoadError as error:
-                files.damaged.append(
-                    str(error).partition("; ")[0]
-                )  # without its cure: kinds.md has one
+                files.damaged.append(str(error).partition("; ")[0])  # kinds.md has the cure
     if is_path(path) or files.tensors or files.absent or files.damaged or files.pickled:
         return files
     return replace(files, tensors=_remote_tensors(name), remote=True)

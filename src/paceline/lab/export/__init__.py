@@ -43,9 +43,7 @@ def export(
     measured = tuned.draft if tuned is not None and draft in (None, tuned.draft.spec) else None
     spec = parse_draft(draft if measured is None else measured.spec)
     specs = [spec]
-    if measured is not None or isinstance(
-        spec, Auto
-    ):  # not named by the user, so the next best may be exported
+    if measured is not None or isinstance(spec, Auto):  # not named by the user
         specs += [*(made_for(model) or ())[:1], *spec.members(), NGram()]
     if isinstance(spec, NoDraft):
         raise ConfigError("there is no draft to export; give one with --draft or --config")
