@@ -4,7 +4,7 @@
 
 Reads ``*.train.jsonl.gz`` of the corpus and writes records ``{"messages", "task", "source",
 "license"}`` with one question each. The corpora's answers are left out, because the target
-generates the answers. Records under share-alike licences are skipped. The output is reproducible."""
+generates the answers. Records under share-alike licences are skipped. Output is reproducible."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_pass_is_all_its_tokens_by_all_its_seconds_and_its_worst_set() -> None
     assert own["tokens_per_second"] == 6.0 and own["same_text"] == 1.0
 
 
-def test_batches_are_told_apart_by_their_number() -> None:
+def test_batches_are_distinguished_by_number() -> None:
     waves = [
         wave("qa,rag", {"plain": 1.0, "ngram": 1.0}),
         wave("qa,rag", {"plain": 1.0, "ngram": 2.0}),
@@ -74,7 +74,7 @@ def test_the_best_length_is_found_in_all_and_in_every_set() -> None:
     assert of_best([wave("qa", {"plain": 1.0, "ngram": 1.0})], "ngram") is None
 
 
-def test_rounds_are_their_median_and_targets_stand_apart() -> None:
+def test_rounds_give_medians_and_targets_separate_tables() -> None:
     took = (2.0, 1.0, 0.5)
     records = [record(wave("qa", {"plain": 1.0, "ngram": seconds})) for seconds in took]
     records += [record(wave("qa", {"plain": 1.0, "ngram": 0.1}), weights="perturbed")]
@@ -85,7 +85,7 @@ def test_rounds_are_their_median_and_targets_stand_apart() -> None:
     assert [(row["engine"], row["rounds"]) for row in rows_of(records)][1] == ("ngram", 3)
 
 
-def test_the_report_names_what_is_slower_than_plain_decoding(tmp_path: Path) -> None:
+def test_the_report_lists_cells_slower_than_plain_decoding(tmp_path: Path) -> None:
     slow = {"plain": 1.0, "ngram": 1.25, "eagle3": 0.5, "eagle3@0": 1.0, "eagle3@2": 0.4}
     waves = [wave("qa", slow), wave("rag", slow, "again")]
     write(as_report([record(*waves)]), tmp_path / "table.md")
@@ -117,7 +117,7 @@ def line(target: str, *more: str) -> list[str]:
     return ["--pair", target, "--prompts-dir", target, *few, *sizes, *more]
 
 
-def test_the_whole_script_and_going_on(
+def test_the_script_can_be_continued(
     pair: tuple[str, str], tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, table = tmp_path / "cells.jsonl", tmp_path / "table.md"
@@ -163,7 +163,7 @@ def test_batches_at_temperature_1_write_the_same_texts(
     assert "compare the same texts" in table.read_text()
 
 
-def test_the_time_is_up_before_a_cell_begins(
+def test_no_cell_begins_after_the_time_limit(
     pair: tuple[str, str], tmp_path: Path, start: Start
 ) -> None:
     file = tmp_path / "cells.jsonl"
@@ -222,7 +222,7 @@ def test_every_cell_starts_without_any_history(pair: tuple[str, str]) -> None:
     assert [(run.counts.drafted, run.counts.accepted) for run in again] == drafted
 
 
-def test_seeded_requests_say_the_same_whatever_drafts(pair: tuple[str, str]) -> None:
+def test_seeded_texts_do_not_depend_on_the_drafter(pair: tuple[str, str]) -> None:
     cell = drafters.Cell(2, "seeded")
     llm = LLM(pair[0], draft="none", dtype="float32")
     both = [
@@ -236,7 +236,7 @@ def test_seeded_requests_say_the_same_whatever_drafts(pair: tuple[str, str]) -> 
     assert counts["tokens"] == 18 and counts["steps"] == 18 and counts["drafting"] == 0
 
 
-def test_answers_end_where_the_engine_says(pair: tuple[str, str]) -> None:
+def test_answers_end_at_the_engines_end_tokens(pair: tuple[str, str]) -> None:
     llm = LLM(pair[0], draft="none", dtype="float32", prefix_sharing=False)
     prompts, params = [[3, 4, 5], [6, 7]], [SamplingParams(max_tokens=12, ignore_eos=True)] * 2
     (whole,) = together([WaveEngine("a", llm)], prompts, params)
@@ -247,7 +247,7 @@ def test_answers_end_where_the_engine_says(pair: tuple[str, str]) -> None:
     assert ended.tokens == sum(expected) < 24
 
 
-def test_the_inflated_pair_is_written_at_need(
+def test_the_inflated_pair_is_written_if_missing(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
@@ -261,9 +261,7 @@ def test_the_inflated_pair_is_written_at_need(
     assert weights.target != pair[0] and weights.draft != pair[1] and weights.eagle3 != head
 
 
-def test_sets_that_are_not_there_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_sets_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "spec_bench.jsonl").write_text("{}")
     assert at_hand(tmp_path, ["gsm8k", "qa", "rag"]) == ["qa", "rag"]
     assert f"left out gsm8k: not in {tmp_path}\n" in capsys.readouterr().err

@@ -28,7 +28,7 @@ def test_the_page_is_short() -> None:
 
 
 @pytest.mark.parametrize("table", figures.FIGURES["tables"], ids=lambda table: str(table["name"]))
-def test_a_table_says_where_when_and_how(table: dict[str, str]) -> None:
+def test_a_table_names_machine_date_and_command(table: dict[str, str]) -> None:
     assert table["machine"] and re.search(r"\d+ \w+ 20\d\d$", table["date"])
     for script in re.findall(r"benchmarks/\w+\.py", table["command"]):
         assert (ROOT / script).is_file()

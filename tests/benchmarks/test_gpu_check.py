@@ -10,7 +10,7 @@ import pytest
 import gpu_check
 
 
-def test_the_script_runs_on_the_processor(
+def test_the_script_runs_on_the_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_check, "ROWS", (1, 2))
@@ -23,7 +23,7 @@ def test_the_script_runs_on_the_processor(
     assert found["graph_seconds"] == {"1": "no CUDA device", "8": "no CUDA device"}
 
 
-def test_a_text_that_differs_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_text_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([{"greedy": [[1]], "seeded": [[2]]}, {"greedy": [[1]], "seeded": [[3]]}])
     monkeypatch.setattr(gpu_check, "texts", lambda llm: next(answers))
     monkeypatch.setattr(gpu_check, "ROWS", (1,))

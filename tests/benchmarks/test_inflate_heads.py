@@ -79,7 +79,7 @@ def test_new_layers_lie_between_the_old_ones() -> None:
     ],
     ids=["EAGLE-3", "EAGLE-3 with options", "EAGLE-1"],
 )
-def test_an_eagle_head_continues_alike(head: EagleHead) -> None:
+def test_an_inflated_eagle_head_drafts_the_same_tokens(head: EagleHead) -> None:
     big = pad_eagle(head, SMALL, BIG).eval()
     assert big.config.heads > 4 and big.config.ffn_size == 112
     assert big.config.feature_layers == ((0, 2, 5) if head.config.version == 3 else (5,))
@@ -101,7 +101,7 @@ def test_an_eagle_head_continues_alike(head: EagleHead) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_medusa_heads_predict_alike(shared: bool) -> None:
+def test_inflated_medusa_heads_predict_the_same(shared: bool) -> None:
     torch.manual_seed(0)
     heads = MedusaHeads(MedusaConfig(32, 60, heads=3, layers=2, shared_head=shared))
     for parameter in heads.parameters():

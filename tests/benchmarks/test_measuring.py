@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPTS = [file for file in sorted(FOLDER.glob("*.py")) if "parse_args(" in file.read_text()]
 
 
-def test_all_run_in_every_round_and_another_one_begins() -> None:
+def test_all_run_in_every_round_in_rotated_order() -> None:
     diary: list[str] = []
 
     def run(name: str) -> float:
@@ -40,7 +40,7 @@ def test_ratios_are_of_rounds() -> None:
     assert median_ratio([2.0, 30.0, 9.0], [1.0, 10.0, 3.0]) == 3.0
 
 
-def test_records_go_on_behind_a_line_that_was_cut_off(
+def test_records_continue_after_a_truncated_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "runs" / "cells.jsonl"
@@ -55,13 +55,13 @@ def test_records_go_on_behind_a_line_that_was_cut_off(
     assert capsys.readouterr().out == '{"n": 3}\n'
 
 
-def test_who_else_uses_the_machine_is_said() -> None:
+def test_the_load_of_other_processes_is_measured() -> None:
     cores = OtherLoad().cores()
     assert cores is None or cores >= 0
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_a_script_says_what_it_takes(
+def test_a_script_prints_its_options(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", [script.name, "--help"])

@@ -60,7 +60,7 @@ def test_chats_go_through_the_template(tmp_path: Path, capsys: pytest.CaptureFix
     assert bytes(load_suites(tmp_path, ["arith"], LLM, 9, chat=True)["arith"][0]) == b"U:hiA:"
 
 
-def test_no_prompt_of_the_real_model_comes_twice(tmp_path: Path) -> None:
+def test_no_prompt_is_used_twice(tmp_path: Path) -> None:
     folder = str(write_prompts(tmp_path))
     suites = read_suites(folder, real.SETS)
     assert set(suites) == set(real.SETS)

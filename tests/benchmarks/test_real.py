@@ -57,7 +57,7 @@ def test_the_real_model_in_quick_form(start: Start, tmp_path: Path) -> None:
     assert code == 0 and found["smollm2, bf16"]["b1/greedy"]["first"]["ngram"] > 0
 
 
-def test_a_perturbed_copy_is_half_a_step_away_and_made_once(
+def test_a_perturbed_copy_is_made_once_within_half_a_step(
     pair_room: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))

@@ -15,7 +15,7 @@ def took(budget: Budget, clock: Clock, kind: str, seconds: float, size: float = 
         clock.now += seconds
 
 
-def test_without_end_everything_fits() -> None:
+def test_without_limit_everything_fits() -> None:
     clock = Clock()
     budget = Budget(None, clock)
     took(budget, clock, "text", 1e9)
@@ -23,7 +23,7 @@ def test_without_end_everything_fits() -> None:
     assert budget.part(0.1).fits("text")
 
 
-def test_the_slowest_of_the_last_few_decides() -> None:
+def test_estimates_use_the_slowest_of_the_last_tasks() -> None:
     clock = Clock()
     budget = Budget(100, clock)
     assert budget.fits("text")  # never tried
@@ -42,7 +42,7 @@ def test_sizes_make_pieces_comparable() -> None:
     assert budget.fits("samples", 600) and not budget.fits("samples", 800)
 
 
-def test_when_time_is_over_nothing_fits() -> None:
+def test_after_the_time_limit_nothing_fits() -> None:
     clock = Clock()
     budget = Budget(10, clock)
     clock.now = 10.5
@@ -59,7 +59,7 @@ def test_a_reserve_is_not_for_work() -> None:
     assert not budget.fits("text")
 
 
-def test_a_part_has_its_share_and_the_same_experience() -> None:
+def test_a_part_has_its_share_and_the_same_estimates() -> None:
     clock = Clock()
     budget = Budget(100, clock)
     took(budget, clock, "text", 20)
@@ -72,7 +72,7 @@ def test_a_part_has_its_share_and_the_same_experience() -> None:
     assert not half.fits("anything new") and budget.fits("anything new")
 
 
-def test_what_fails_teaches_nothing() -> None:
+def test_failed_tasks_do_not_change_estimates() -> None:
     clock = Clock()
     budget = Budget(10, clock)
     with pytest.raises(ValueError), budget.task("text"):

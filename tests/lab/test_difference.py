@@ -38,7 +38,7 @@ def test_the_gap_is_that_of_the_two_logits() -> None:
     assert 0 < difference.step < 1e-5
 
 
-def test_a_cut_text_is_no_tie() -> None:
+def test_a_truncated_text_is_no_tie() -> None:
     difference = explain(MODEL, PROMPT, [4, 7], [4], SamplingParams())
     assert difference is not None and difference.gap == math.inf and not difference.is_tie
 
@@ -52,7 +52,7 @@ def test_sampled_scores_take_temperature_and_noise_into_account() -> None:
     assert hot.step == pytest.approx(2 * cold.step)
 
 
-def test_the_border_of_a_truncated_distribution_counts_as_a_tie_and_nothing_beyond() -> None:
+def test_a_token_at_the_edge_of_truncation_is_a_tie() -> None:
     order = reference_logits(MODEL, PROMPT)[-1].argsort(descending=True).tolist()
     params = SamplingParams(temperature=1.0, top_k=5, seed=3)
     for left, right, expected in (
@@ -65,7 +65,7 @@ def test_the_border_of_a_truncated_distribution_counts_as_a_tie_and_nothing_beyo
         assert difference is not None and difference.on_edge == expected
 
 
-def test_the_spread_is_what_other_batch_shapes_move() -> None:
+def test_the_spread_is_the_effect_of_other_batch_shapes() -> None:
     """Tiny in float32, and the same logits however the text was read."""
     prompt = list(range(5, 45))
     difference = explain(MODEL, prompt, [4, 7], [4, 8], SamplingParams())

@@ -78,7 +78,7 @@ def broken(kind: Any, name: str) -> str:
     return next(law.broken for law in laws("it", kind, TARGET) if law.name == name)
 
 
-def test_a_drafter_that_keeps_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correct_drafter_keeps_all_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.lab.laws._ANSWERS", 20)  # how many show a bias: below
     done = paceline("check-drafter", f"{__name__}:Again", "--json")
     said = json.loads(done.stdout)
@@ -86,7 +86,7 @@ def test_a_drafter_that_keeps_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0 and said["holds"] and len(said["laws"]) == 8
 
 
-def test_errors_at_one_place_show_one_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_errors_show_one_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven laws, and three of them had it again for another node of the tree."""
 
     def broken(drafter: str, make: object, model: str) -> Iterator[Law]:
@@ -120,7 +120,7 @@ def test_planted_bugs_are_named(
     assert words in broken(kind, law)
 
 
-def test_a_q_that_nothing_was_drawn_from_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_q_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """No single tree shows it: the distribution does."""
     monkeypatch.setattr("paceline.lab.laws._WAYS", {})
     monkeypatch.setattr("paceline.lab.laws._ANSWERS", 200)
@@ -129,7 +129,7 @@ def test_a_q_that_nothing_was_drawn_from_is_found(monkeypatch: pytest.MonkeyPatc
     assert "chi-square" in broken(Drawing, "distribution")
 
 
-def test_names_that_lead_nowhere() -> None:
+def test_names_that_cannot_be_imported() -> None:
     for name, words in (
         ("nowhere_at_all:Thing", "cannot be imported"),
         (f"{__name__}:PROMPT", "no class and no function"),
@@ -141,7 +141,7 @@ def test_names_that_lead_nowhere() -> None:
 
 
 @pytest.mark.parametrize("given", [[], [3, 3]])
-def test_a_controller_with_a_list_of_another_length_is_told_the_rule(given: list[int]) -> None:
+def test_a_controller_returning_a_list_of_wrong_length_is_an_error(given: list[int]) -> None:
     """It was zip's error."""
 
     class Short(FixedLength):

@@ -19,7 +19,7 @@ def matrix(rows: list[str]) -> torch.Tensor:
     return torch.tensor([[letter == "x" for letter in row] for row in rows])
 
 
-def test_a_walk_starts_where_the_last_step_ended() -> None:
+def test_a_draft_starts_where_the_last_step_ended() -> None:
     # Starts 0, 3 and 4: two, none and one accepted; rows 1, 2 and 5 are never started from.
     found = simulate_decoding(matrix(["xx.", "xxx", "xxx", ".xx", "x..", "xxx"]), undrafted=0)
     assert found == AcceptanceCounts(tokens=6, steps=3, reached=(3, 2, 1), accepted=(2, 1, 0))
@@ -72,7 +72,7 @@ def test_walking_a_text_equals_decoding_it(seed: int) -> None:
     assert (found.tokens, found.steps) == by_hand(text.tolist(), prompt, drafts.tolist())
 
 
-def test_texts_add_up_and_are_written_down() -> None:
+def test_counts_of_texts_are_summed_and_stored() -> None:
     parts = [AcceptanceCounts(5, 2, (2, 1), (1, 1)), AcceptanceCounts(3, 3, (3,), (0,))]
     both = total(parts)
     assert both == AcceptanceCounts(8, 5, (5, 1), (1, 1))

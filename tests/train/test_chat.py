@@ -175,7 +175,7 @@ def test_tools_reach_the_template_as_objects() -> None:
         ({"ids": []}, "its ids is empty"),
     ],
 )
-def test_what_cannot_be_used_is_named(tmp_path: Path, record: Any, why: str) -> None:
+def test_unusable_records_are_reported(tmp_path: Path, record: Any, why: str) -> None:
     with pytest.raises(DataError, match=f"chat.jsonl has no usable records.*line 1: .*{why}"):
         encode_stream(file_of(tmp_path, record), OURS)
 
@@ -242,7 +242,7 @@ def test_loss_on_all_and_the_weights_of_messages(tmp_path: Path) -> None:
         TargetConfig(data=(str(file),), loss_on="user")
 
 
-def test_a_token_that_begins_in_the_prompt_is_not_learnt(tmp_path: Path) -> None:
+def test_a_token_that_begins_in_the_prompt_is_not_trained_on(tmp_path: Path) -> None:
     """The blank behind ``ASSISTANT:`` becomes a part of the answer's first token."""
     tokenizer = speaking(PLAIN)
     assert len(tokenizer.encode(" the", add_special_tokens=False)) == 1
@@ -259,7 +259,7 @@ def test_characters_of_several_tokens_and_tokens_of_several_characters(tmp_path:
     assert runs == [answer + "<|im_end|>"]
 
 
-def test_ids_are_learnt_behind_their_prompt(tmp_path: Path) -> None:
+def test_ids_after_the_prompt_are_trained_on(tmp_path: Path) -> None:
     ids = OURS.encode("What is 12? It is 12.")
     file = file_of(tmp_path, {"ids": ids, "prompt": 4}, {"ids": ids[1:], "prompt": 3})
     stream = encode_stream(file, OURS)
@@ -270,14 +270,14 @@ def test_ids_are_learnt_behind_their_prompt(tmp_path: Path) -> None:
     assert encode_stream(file, OURS, (), "all").loss_mask.all()
 
 
-def test_ids_of_another_tokenizer_are_found_out(tmp_path: Path) -> None:
+def test_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     ids = OURS.encode("What is 12?")
     encode_stream(file_of(tmp_path, {"ids": ids, "text": OURS.decode(ids)}), OURS)
     with pytest.raises(DataError, match="belong to another tokenizer"):
         encode_stream(file_of(tmp_path, {"ids": ids, "text": "Wer ist das?"}), OURS)
 
 
-def test_separators_are_learnt_where_they_end_a_plain_text(tmp_path: Path) -> None:
+def test_separators_after_plain_text_are_trained_on(tmp_path: Path) -> None:
     records = [{"text": "one"}, {"messages": conversation("2?", "two")}, {"text": "three"}]
     stream = encode_stream(file_of(tmp_path, *records), OURS)
     assert stream.loss_mask[stream.starts].tolist() == [True, True, False]
@@ -286,7 +286,7 @@ def test_separators_are_learnt_where_they_end_a_plain_text(tmp_path: Path) -> No
 # -- questions -------------------------------------------------------------------------------------
 
 
-def test_what_is_to_be_answered() -> None:
+def test_prompts_of_conversations() -> None:
     asked = conversation_from_record({"messages": conversation("2?", "two", "3?", "three")})
     assert asked is not None and asked.answer_positions == [1, 3]
     open_end = conversation_from_record({"messages": conversation("2?", "two", "3?")})

@@ -68,7 +68,7 @@ def test_bad_lines_are_named_and_left_out(tmp_path: Path, line: str) -> None:
     assert "bad.jsonl: 1 line left out, 2 used (line 2: " in said
 
 
-def test_python_users_are_told_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_python_users_get_a_log_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "bad.jsonl", [json.dumps(RECORDS[0]), "{"])
     encode_stream(path, TOKENIZER, (), "all")
     (record,) = caplog.records

@@ -20,7 +20,7 @@ def stream(name: str, lengths: list[int], prompt: int = 2, first: int = 0) -> To
     return TokenStream(name, ids, loss_mask, starts)
 
 
-def test_every_document_comes_once_before_any_comes_again() -> None:
+def test_every_document_is_used_once_per_epoch() -> None:
     documents = Documents([stream("a", [10] * 20)], [1.0], seed=0, longest=64)
     first = [n for step in range(5) for n in documents.batch(step, 40)]
     second = [n for step in range(5, 10) for n in documents.batch(step, 40)]
@@ -42,7 +42,7 @@ def test_files_are_drawn_by_weight() -> None:
     assert 0.7 < sum(n < 9 for n in drawn) / len(drawn) < 0.8
 
 
-def test_long_documents_are_cut_and_what_teaches_nothing_is_left_out() -> None:
+def test_long_documents_are_divided_and_useless_pieces_left_out() -> None:
     own = stream("a", [3, 100, 6, 40], prompt=20)
     documents = Documents([own], [1.0], 0, longest=32)
     pieces = [(int(ids[0]), int(ids[-1]) + 1) for ids, _ in documents.pieces]
@@ -52,7 +52,7 @@ def test_long_documents_are_cut_and_what_teaches_nothing_is_left_out() -> None:
         Documents([stream("few.jsonl", [3, 3])], [1.0], 0, 32)
 
 
-def test_the_separator_behind_a_text_is_its_end() -> None:
+def test_the_separator_after_a_text_is_its_end_token() -> None:
     """Where it is to be learnt: conversations have end tokens of their own."""
     ids = np.array([9, 1, 2, 3, 9, 4, 5, 6, 9, 7, 8, 6, 5], np.uint16)
     loss_mask = np.ones(13, bool)
@@ -75,7 +75,7 @@ def test_windows_are_of_like_length_and_padded_at_the_end() -> None:
     assert sum(p.drafts for p in parts) == sum(length - 2 for length in lengths)
 
 
-def test_joined_windows_hold_the_same_text_one_behind_the_other() -> None:
+def test_packed_windows_hold_the_same_texts() -> None:
     documents = Documents([stream("a", [30, 20, 40, 10])], [1.0], 0, 64)
     parts = documents.packed_windows([0, 1, 2, 3], 60)
     assert [part.lengths for part in parts] == [(50,), (50,)]
@@ -83,7 +83,7 @@ def test_joined_windows_hold_the_same_text_one_behind_the_other() -> None:
     assert parts[1].loss_mask[0].nonzero()[:, 0].tolist() == [*range(2, 40), *range(42, 50)]
 
 
-def test_places_of_several_windows() -> None:
+def test_draft_starts_of_several_windows() -> None:
     loss_mask = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 0, 0, 1, 0]]).bool()
     starts = DraftStarts.of(loss_mask)
     assert starts.flat.tolist() == [0, 1, 3, 6 + 2] and starts.longest == 3

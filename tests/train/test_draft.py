@@ -66,7 +66,7 @@ def test_acceptance_rises_while_training(learnt: training_runs.Learnt) -> None:
     assert seen[-1].loss < seen[0].loss
 
 
-def test_the_number_while_training_is_the_engines(finished: DraftTrainer, target: str) -> None:
+def test_held_out_acceptance_equals_the_engines(finished: DraftTrainer, target: str) -> None:
     """Of the texts that the engine writes, greedy: as many target steps as it took.
 
     In float32, where a processor's rounding turns no choice.
@@ -150,7 +150,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
 
 
 @pytest.mark.parametrize("tv_weight", [0.5, 1.0])
-def test_a_draft_may_be_trained_further(
+def test_training_of_a_draft_can_be_continued(
     config: DraftConfig, finished: DraftTrainer, tmp_path: Path, tv_weight: float
 ) -> None:
     """From the weights of another run, with another loss; its shape is that of the start."""
@@ -193,7 +193,7 @@ def probs() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, teacher
 
 
-def test_total_variation_is_the_chance_of_rejection() -> None:
+def test_total_variation_is_the_probability_of_rejection() -> None:
     logits, teacher = probs()
     p, q = teacher.softmax(-1), logits.softmax(-1)
     expected = 0.5 * (p - q).abs().sum(-1).mean()
@@ -226,7 +226,7 @@ def test_total_variation_pulls_the_draft_to_the_target() -> None:
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def test_options_that_make_no_sense(config: DraftConfig, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(config: DraftConfig, tmp_path: Path) -> None:
     wrong = {
         "--tv-weight": {"tv_weight": 1.5},
         "--heads": {"heads": 3},

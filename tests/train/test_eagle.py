@@ -114,7 +114,7 @@ def test_strided_positions_unroll_the_same_way(finished: EagleTrainer) -> None:
     assert sum(strided) / 3 == pytest.approx(whole, rel=1e-4)
 
 
-def test_the_kernels_read_what_the_module_says(finished: EagleTrainer) -> None:
+def test_kernels_and_module_give_the_same_features(finished: EagleTrainer) -> None:
     stream = torch.from_numpy(finished.documents.streams[0].ids.astype("int64"))
     windows = stream[:93].view(3, 31)
     reader = finished._reader
@@ -134,7 +134,7 @@ def test_the_kernels_read_what_the_module_says(finished: EagleTrainer) -> None:
 # -- training --------------------------------------------------------------------------------
 
 
-def test_the_head_learns_what_the_target_says(learnt: training_runs.Learnt) -> None:
+def test_the_head_learns_the_targets_distribution(learnt: training_runs.Learnt) -> None:
     seen, history = learnt.seen, learnt.trainer.history
     assert seen[-1].loss < 0.6 * seen[0].loss
     after = total(seen[-1].acceptance.values()).mean_accepted_length
@@ -264,9 +264,7 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     longer.run()
 
 
-def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long(
-    config: EagleTrainConfig, tmp_path: Path
-) -> None:
+def test_documents_are_packed_every_nth_step(config: EagleTrainConfig, tmp_path: Path) -> None:
     own = replace(config, seq_len=64, max_positions=64, long_every=3)
     trainer = EagleTrainer(own, tmp_path, device="cpu")
     batches = [trainer.micro_batches(step) for step in range(6)]
@@ -277,7 +275,7 @@ def test_now_and_then_documents_are_joined_also_where_single_ones_may_be_as_long
     ] * 2
 
 
-def test_only_what_is_to_be_learnt_counts(finished: EagleTrainer) -> None:
+def test_only_the_loss_mask_counts(finished: EagleTrainer) -> None:
     """What stands before is read, what does not count changes nothing."""
     ids = torch.from_numpy(finished.documents.streams[0].ids[:30].astype("int64"))[None]
     loss_mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -389,7 +387,7 @@ def test_held_out_acceptance_is_what_the_engine_measures(
         ({"ttt_steps": 0}, ConfigError, "--ttt-steps"),
     ],
 )
-def test_what_cannot_work_is_refused_and_leaves_nothing(
+def test_invalid_options_are_refused_and_leave_no_files(
     config: EagleTrainConfig,
     tmp_path: Path,
     changes: dict[str, object],

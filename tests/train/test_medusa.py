@@ -44,7 +44,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 # -- what the heads are taught ---------------------------------------------------------------
 
 
-def test_head_k_is_taught_the_distribution_two_and_k_further_on(
+def test_head_k_learns_the_distribution_k_plus_two_tokens_ahead(
     config: MedusaTrainConfig, tmp_path: Path
 ):
     """The loss is lowest where head k says what the target says k + 1 rows later."""
@@ -124,7 +124,7 @@ def test_the_accuracy_is_written_for_the_tree(finished: MedusaTrainer) -> None:
 # -- the measurement -------------------------------------------------------------------------
 
 
-def test_accuracy_counts_ranks_where_a_node_had_its_chance() -> None:
+def test_accuracy_is_conditional_on_the_previous_heads() -> None:
     ranks = torch.tensor([[0, 1], [0, 3], [1, 0], [3, 0], [0, -1]])  # 3: not a candidate
     first, second = accuracy_of(ranks, 3)
     assert first == pytest.approx((3 / 5, 1 / 5, 0))
@@ -141,7 +141,7 @@ def test_accuracy_counts_ranks_where_a_node_had_its_chance() -> None:
         ({"medusa_layers": 0}, "leaves no weights"),
     ],
 )
-def test_options_that_cannot_work_leave_nothing(
+def test_invalid_options_leave_no_files(
     config: MedusaTrainConfig, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -62,7 +62,7 @@ def test_all_stages_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("lasting", "count"), [("sample", 2), ("eagle3", 1)])
-def test_a_stop_reaches_what_runs(
+def test_an_interruption_stops_all_processes(
     lasting: str, count: int, sent: signal.Signals, tmp_path: Path
 ) -> None:
     """Whoever asked again would otherwise have two processes write one file."""

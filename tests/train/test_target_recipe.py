@@ -89,7 +89,7 @@ def test_the_result_is_a_transformers_model_in_bf16(finished: TargetTrainer) -> 
     assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " day"
 
 
-def test_excluded_licences_are_not_learnt(
+def test_records_with_excluded_licences_are_left_out(
     config: TargetConfig, corpus: Path, tmp_path: Path
 ) -> None:
     everything = TargetTrainer(replace(config, exclude_licenses=()), tmp_path / "all", device="cpu")

@@ -1,7 +1,5 @@
-"""The base of all trainers of heads: runs the frozen target, and measures held-out acceptance.
-
-The target's features and logits are used at once, and stored only on request (``cache_features``).
-"""
+"""The base of all trainers of heads: runs the frozen target, whose features and logits are stored
+only on request (``cache_features``), and measures held-out acceptance."""
 
 from __future__ import annotations
 

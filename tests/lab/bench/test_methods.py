@@ -55,7 +55,7 @@ def test_plain_decoding_always_comes_first_and_nothing_twice() -> None:
     assert [method.name for method in parsed] == ["plain", "ngram"]
 
 
-def test_lengths_go_to_those_that_name_none() -> None:
+def test_lengths_apply_to_methods_without_one() -> None:
     texts = ["ngram", "draft@auto", "url:http://a:1"]
     parsed = parse_methods(texts, DRAFT, (2, 4))
     assert [(method.name, method.length) for method in parsed] == [
@@ -67,7 +67,7 @@ def test_lengths_go_to_those_that_name_none() -> None:
     ]
 
 
-def test_who_remembers() -> None:
+def test_methods_that_learn_from_requests() -> None:
     remembering = {"suffix", "recycling", "hybrid:ngram+suffix"}
     for text in (*remembering, "ngram", "draft", "hybrid:ngram+lookahead", "plain"):
         assert parse_method(text, DRAFT).remembers == (text in remembering), text

@@ -204,7 +204,7 @@ def test_categories_and_counts_are_chosen_evenly(tmp_path: Path) -> None:
     assert len(load_prompts(file, per_category=99)) == 12
 
 
-def test_what_does_not_fit_is_named(llm: LLM) -> None:
+def test_prompts_that_do_not_fit_are_listed(llm: LLM) -> None:
     long = BenchPrompt("long", "text", "word " * 2000, False)
     short = BenchPrompt("short", "text", "Once upon a time", False)
     fitting, left_out = fit([long, short], llm, 100)
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_named(llm: LLM) -> None:
         fit([short], llm, remaining + 1, "shorter prompts")
 
 
-def test_chats_go_through_the_template_with_what_was_said_before(llm: LLM) -> None:
+def test_chats_are_rendered_with_earlier_messages(llm: LLM) -> None:
     prompt = BenchPrompt(
         "c", "chat", "Why?", True, earlier=(("user", "Hi"), ("assistant", "Hello"))
     )
@@ -288,7 +288,7 @@ def test_bad_records_name_their_line(tmp_path: Path, line: str, message: str) ->
     assert refused(file).startswith(f"prompts.jsonl, line 2: {message}")
 
 
-def test_bad_items_of_a_list_name_their_place(tmp_path: Path) -> None:
+def test_bad_items_of_a_list_give_their_position(tmp_path: Path) -> None:
     file = write(tmp_path, '[{"prompt": "P"}, 7]', name="list.json")
     assert (
         refused(file) == "list.json, item 2: not a JSON object; each record is one, with a prompt"

@@ -37,7 +37,7 @@ def contest(todo: list[BenchJob], rounds: int = 2) -> list[JobResult]:
     return record
 
 
-def test_every_pair_is_judged_once() -> None:
+def test_every_pair_of_texts_is_compared_once() -> None:
     compared = compare(contest([job(index=0), job("code", 1)]), judge)
     assert compared.counts == {
         "same": {"identical": 2},
@@ -60,7 +60,7 @@ def result(texts: Comparison, *methods: Method, idle: dict[str, str] | None = No
     return BenchResult("m", {}, {}, methods, [], texts, idle or {})
 
 
-def test_a_bug_is_ours_alone() -> None:
+def test_only_our_engines_have_bugs() -> None:
     compared = compare(contest([job()]), judge)
     plain = Method("plain", length=0)
     ours = result(compared, plain, Method("liar", "ngram"), Method("tie", "ngram"))

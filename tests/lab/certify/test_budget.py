@@ -27,7 +27,7 @@ SMALL = Effort(num_prompts=2, max_tokens=16, prefixes=2, samples=600)
 # -- the order ------------------------------------------------------------------------------------
 
 
-def test_any_beginning_has_a_little_of_everything(llm: LLM, prompts: Named) -> None:
+def test_any_beginning_of_a_run_covers_all_tests(llm: LLM, prompts: Named) -> None:
     certifier = Certifier(llm, prompts, None, replace(SMALL, num_prompts=3))
     seen: list[tuple[int, list[int]]] = []  # texts compared, samples of each prefix
 
@@ -70,7 +70,9 @@ def ended_after(
     ("seconds", "lack"),
     [(0.5, "no greedy text"), (6.5, "no seeded text"), (8.5, "no prefix has enough samples")],
 )
-def test_too_little_certifies_nothing(llm: LLM, prompts: Named, seconds: float, lack: str) -> None:
+def test_too_little_evidence_certifies_nothing(
+    llm: LLM, prompts: Named, seconds: float, lack: str
+) -> None:
     certifier, said = ended_after(llm, prompts, seconds)
     assert said
     certificate = certifier.certificate()
@@ -142,7 +144,7 @@ def test_no_whole_prefix_and_no_rule_certify_nothing(complete: Certifier) -> Non
     assert certificate.verdict.startswith("NOT ENOUGH: ") and not certificate.lossless
 
 
-def test_enough_is_certified_and_says_what_it_could_have_seen(llm: LLM, prompts: Named) -> None:
+def test_a_certificate_states_the_detectable_bias(llm: LLM, prompts: Named) -> None:
     certifier, said = ended_after(llm, prompts, 34)
     assert said[0].startswith("greedy") and any(": sampling" in what for what in said)
     certificate = certifier.certificate()
@@ -185,7 +187,7 @@ def test_an_interruption_leaves_whole_pieces(
 
 
 @pytest.mark.parametrize("given", [3, 16, 17, 40])
-def test_laws_are_those_of_the_whole_text(llm: LLM, given: int) -> None:
+def test_distributions_equal_those_of_one_forward(llm: LLM, given: int) -> None:
     start = Start(tuple(range(1, given + 1)), SamplingParams(temperature=1.0), (5, 6))
     scorer = Scorer(llm.target, start)
     strings = [(), (7,), (8, 9), (7, 7, 7)]
@@ -195,7 +197,7 @@ def test_laws_are_those_of_the_whole_text(llm: LLM, given: int) -> None:
             assert torch.allclose(distribution, last.softmax(-1), atol=1e-5), string
 
 
-def test_what_texts_have_in_common_is_read_once(llm: LLM) -> None:
+def test_the_common_beginning_is_prefilled_once(llm: LLM) -> None:
     """64 texts behind 100 tokens are not 6,400 rows, as they were."""
     rows: list[int] = []
 

@@ -84,7 +84,9 @@ def pruned_by_its_chance(tree: TokenTree) -> TokenTree:
         (pruned_by_its_chance, COOL),
     ],
 )
-def test_a_drafter_that_lies(llm: LLM, prompts: Named, change, params: SamplingParams) -> None:
+def test_a_drafter_with_a_wrong_declared_distribution(
+    llm: LLM, prompts: Named, change, params: SamplingParams
+) -> None:
     llm.engine.drafter = Altered(llm.engine.drafter, change)
     faulty = parts(outcome(llm, prompts, params))
     assert {"drafter", "sampling"} <= faulty

@@ -22,7 +22,7 @@ PENALISED = SamplingParams(temperature=0.8, top_p=0.9, logit_bias={7: 2.0}, **PE
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=1.0), PENALISED])
-def test_a_right_engine_is_certified(llm: LLM, prompts: Named, params: SamplingParams) -> None:
+def test_a_correct_engine_is_certified(llm: LLM, prompts: Named, params: SamplingParams) -> None:
     certificate = certify(llm, prompts, params, effort=SMALL)
     assert certificate.lossless, certificate.verdict
     assert certificate.verdict.startswith("CERTIFIED: ")
@@ -58,7 +58,7 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
     assert not [t for t in certifier.certificate().rows("tests") if t.part == "drafter"]
 
 
-def test_the_rule_is_enumerated_where_a_look_up_finds_something(llm: LLM) -> None:
+def test_the_rule_is_enumerated_where_a_lookup_matches(llm: LLM) -> None:
     """It was "not enumerated" where nothing was drafted at the prefix itself."""
     tokens = tuple(range(20, 60))  # no token comes twice
     ngram = llm.beside("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
@@ -95,7 +95,7 @@ def test_greedy_only(llm: LLM, prompts: Named) -> None:
         (Effort(2, 16, 1, 100), "or more would have been detected"),
     ],
 )
-def test_little_is_no_certificate_also_where_no_more_was_asked_for(
+def test_small_effort_settings_give_no_certificate(
     llm: LLM, prompts: Named, effort: Effort, lack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # These distributions have few cells, so that few samples see much.
@@ -119,14 +119,14 @@ class Silent:
         return getattr(self._drafter, name)
 
 
-def test_nothing_drafted_is_nothing_certified(llm: LLM, prompts: Named) -> None:
+def test_without_drafts_nothing_is_certified(llm: LLM, prompts: Named) -> None:
     llm.engine.drafter = Silent(llm.engine.drafter, llm.engine.drafter._empty)
     certificate = certify(llm, prompts, effort=SMALL)
     assert not certificate.lossless
     assert "the drafter proposed nothing for greedy requests" in certificate.verdict
 
 
-def test_what_was_cut_short_is_never_certified(
+def test_an_interrupted_run_is_never_certified(
     llm: LLM, prompts: Named, interrupt_at: Callable[[int], Callable[[str], None]]
 ) -> None:
     certifier = Certifier(llm, prompts, None, SMALL)

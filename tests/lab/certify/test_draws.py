@@ -46,12 +46,12 @@ def p_value(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> float
     return outcome.p_value
 
 
-def test_honest_draws_pass() -> None:
+def test_correct_draws_pass() -> None:
     for siblings in (1, 2, 3):
         assert p_value(DISTRIBUTION, DISTRIBUTION, siblings) > 1e-3
 
 
-def test_another_temperature_does_not() -> None:
+def test_draws_at_another_temperature_fail() -> None:
     for siblings in (1, 2):
         assert p_value(DISTRIBUTION.square(), DISTRIBUTION, siblings) < 1e-6
 
@@ -70,7 +70,7 @@ def test_deterministic_drafts_have_nothing_to_test() -> None:
     assert DrawCounts().test() is None
 
 
-def test_the_largest_tree_of_a_kind_is_kept_as_it_was_proposed() -> None:
+def test_the_largest_tree_of_each_kind_is_kept() -> None:
     declared = DISTRIBUTION.clone()
     recorder = RecordingDrafter(Sampler(DISTRIBUTION, declared, 1), DrawCounts())
     recorder.propose(OneSlice())

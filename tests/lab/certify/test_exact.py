@@ -69,7 +69,7 @@ def test_drafts_are_a_distribution(name: str) -> None:
     assert len({tokens for tokens, _ in listed}) == len(listed)
 
 
-def test_a_wrong_draft_distribution_shows() -> None:
+def test_a_wrong_draft_distribution_is_detected() -> None:
     """The verifier is told another distribution than the drafts were drawn from."""
 
     class Misled(Verifier):
@@ -94,13 +94,13 @@ def a_little_lenient(questions: Sequence[SampledSpan], uniforms: torch.Tensor) -
 
 @pytest.mark.skipif(functions() is None, reason="the kernels are not there")
 @pytest.mark.parametrize("fault", [without_residual, a_little_lenient])
-def test_a_fault_of_the_kernels_is_theirs(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_kernels_is_detected(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.verify.verifier.decide_in_kernels", fault)
     lower, upper, *of_torch = distances(Verifier(), STEPS["chain"])
     assert max(lower, upper) > 1e-3 and max(of_torch) < 1e-7
 
 
-def test_a_fault_of_torch_shows_though_the_kernels_are_right() -> None:
+def test_an_error_of_torch_is_detected_beside_correct_kernels() -> None:
     class Late(Verifier):
         """Accepts a little more than its own chances say."""
 
@@ -132,7 +132,7 @@ def sampled(parents: tuple[int, ...], draw: Draw, vocab: int = 50) -> TokenTree:
 
 
 @pytest.mark.parametrize("rule", ["auto", "coupled"])
-def test_large_trees_are_cut_to_their_beginning(rule: str) -> None:
+def test_large_trees_are_truncated(rule: str) -> None:
     wide = (-1,) * 4 + (0,) * 4 + (1,) * 4
     for tree in (
         TokenTree(torch.arange(12), wide),
@@ -150,7 +150,7 @@ def test_a_draft_may_have_another_vocabulary(vocab: int) -> None:
     assert checked(sampled(chain_parents(2), Draw.IID, vocab)).passed
 
 
-def test_the_whole_of_a_small_vocabulary() -> None:
+def test_a_small_vocabulary_is_enumerated_completely() -> None:
     check = checked(sampled(chain_parents(2), Draw.IID, 4), vocab=4)
     assert check.passed and check.whole and check.vocabulary == 4
 
@@ -161,7 +161,7 @@ def test_a_draft_that_has_run_out_of_tokens() -> None:
     assert checked(TokenTree(torch.tensor([7, 8]), (-1, -1), Draw.WITHOUT_REPLACEMENT, q)).passed
 
 
-def test_a_missing_residual_shows() -> None:
+def test_a_missing_residual_is_detected() -> None:
     """What ends a step behind a refused draft is drawn from p itself."""
 
     class NoResidual(Verifier):

@@ -39,7 +39,7 @@ def outcome(
 
 
 @pytest.mark.parametrize("compared", [True, False])
-def test_a_server_in_order_is_certified(compared: bool) -> None:
+def test_a_correct_server_is_certified(compared: bool) -> None:
     certificate = outcome(PlantedServer(), PlantedServer(seed=8) if compared else None)
     assert certificate.lossless, certificate.verdict
     assert certificate.verdict.startswith("CERTIFIED: ")
@@ -62,34 +62,34 @@ def test_a_server_in_order_is_certified(compared: bool) -> None:
     ],
     ids=["records", "strict", "cuts"],
 )
-def test_ways_of_other_servers_are_no_faults(planted: PlantedServer) -> None:
+def test_formats_of_other_servers_are_accepted(planted: PlantedServer) -> None:
     """llama.cpp's layout of logprobs, its top-k of its own, and OpenAI's refusals."""
     certificate = outcome(planted, effort=Effort(requests=250, max_tokens=24))
     assert certificate.lossless, (certificate.verdict, certificate.problems)
     assert certificate.rows("tests")[0].samples > 200
 
 
-def test_faults_show_in_the_other_layout_too() -> None:
+def test_errors_are_detected_in_llama_cpps_format() -> None:
     for fault in ("zeros", "corrupt"):
         certificate = outcome(PlantedServer(fault, logprobs="records"))
         assert FAULTS[fault] in {problem.part for problem in certificate.problems}
 
 
 @pytest.mark.parametrize(("fault", "compared"), diagonal(list(FAULTS), [True, False]))
-def test_each_planted_fault_is_found_and_named(fault: str, compared: bool) -> None:
+def test_each_planted_error_is_detected(fault: str, compared: bool) -> None:
     certificate = outcome(PlantedServer(fault), PlantedServer(seed=8) if compared else None)
     assert not certificate.lossless
     assert certificate.verdict.startswith("NOT LOSSLESS: ")
     assert FAULTS[fault] in {problem.part for problem in certificate.problems}, certificate.problems
 
 
-def test_penalties_that_are_ignored_show_against_another_server() -> None:
+def test_ignored_penalties_are_detected_with_a_reference() -> None:
     certificate = outcome(PlantedServer("unpenalised"), PlantedServer(seed=8))
     assert {problem.part for problem in certificate.problems} == {"limits"}
     assert "with penalties" in certificate.problems[0].what
 
 
-def test_a_near_tie_is_none_of_the_servers_faults() -> None:
+def test_a_near_tie_is_not_an_error() -> None:
     """Two words a tenth of a nat apart, which rounding may swap."""
 
     def two_words(second: str, logprob: float, likeliest: dict[str, float]) -> AnswerChoice:
@@ -114,7 +114,7 @@ def test_a_near_tie_is_none_of_the_servers_faults() -> None:
     )
 
 
-def test_one_that_gives_no_logprobs_and_no_chats_says_what_was_left_out() -> None:
+def test_missing_logprobs_and_chats_are_noted() -> None:
     certificate = outcome(PlantedServer(chats=False, logprobs=None), PlantedServer(seed=8))
     notes = certificate.notes
     assert not certificate.problems, certificate.problems
@@ -168,7 +168,7 @@ def test_too_few_requests_certify_nothing() -> None:
     )
 
 
-def test_samples_that_see_nothing_certify_nothing() -> None:
+def test_samples_without_power_certify_nothing() -> None:
     certificate = outcome(PlantedServer())
     assert certificate.lossless
     assert not lacks_of(certificate.rows("parts"), certificate.rows("tests"))
@@ -183,7 +183,7 @@ def test_samples_that_see_nothing_certify_nothing() -> None:
         assert lacks_of(few, certificate.rows("tests")) == [f"whole texts compared: {texts}, not 2"]
 
 
-def test_addresses_where_nobody_answers() -> None:
+def test_addresses_without_a_server() -> None:
     with pytest.raises(ConfigError, match="no server answers at"):
         connect("http://127.0.0.1:9", timeout=2)
     with pytest.raises(ConfigError, match="is no URL"):

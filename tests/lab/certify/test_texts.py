@@ -29,7 +29,7 @@ def text(prompts: Named) -> Start:
 
 
 @pytest.mark.parametrize(("second", "ties", "bugs"), [(None, 1, 0), (0.05, 2, 0), (3.0, 1, 1)])
-def test_what_comes_after_a_tie_is_compared(
+def test_text_after_a_tie_is_compared(
     on_reference: LLM,
     prompts: Named,
     text: Start,
@@ -67,7 +67,7 @@ def test_what_comes_after_a_tie_is_compared(
     assert given[:2] == [(), plain[:3]]
 
 
-def test_decoding_goes_on_from_given_output(llm: LLM, text: Start) -> None:
+def test_decoding_continues_given_output(llm: LLM, text: Start) -> None:
     """With penalties on the output: what is given counts as output, not as prompt."""
     params = SamplingParams(max_tokens=12, frequency_penalty=1.5)
     text = replace(text, params=params)
@@ -78,7 +78,7 @@ def test_decoding_goes_on_from_given_output(llm: LLM, text: Start) -> None:
     assert not llm.engine.has_work
 
 
-def test_a_standstill_is_noticed(llm: LLM, text: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standstill_is_an_error(llm: LLM, text: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.engine, "step", list)
     with pytest.raises(StandstillError, match="committed no token"):
         decode(llm.engine, [text], 2)

@@ -46,7 +46,7 @@ def with_template(folder: Folder, template: str) -> str:
     return str(folder)
 
 
-def test_a_model_in_order_has_none_of_them(chatml: Folder) -> None:
+def test_a_sound_model_has_no_findings(chatml: Folder) -> None:
     assert not codes(examine(str(chatml))) & ABOUT_CHATS
     assert not codes(examine("paceline/tiny")) & ABOUT_CHATS
 
@@ -58,12 +58,12 @@ def test_a_template_of_another_model(chatml: Folder) -> None:
     assert "<start_of_turn>, <end_of_turn>" in finding.text and "tokens" in finding.text
 
 
-def test_a_template_without_marks_is_nothing_foreign(chatml: Folder) -> None:
+def test_a_template_without_markers_is_accepted(chatml: Folder) -> None:
     """Llama 2 writes [INST] in letters, and opens no answer: its template is in order."""
     assert not codes(examine(with_template(chatml, INST))) & ABOUT_CHATS
 
 
-def test_a_template_that_opens_no_answer(chatml: Folder) -> None:
+def test_a_template_without_generation_prompt(chatml: Folder) -> None:
     deaf = CHATML.partition("{% if add_generation_prompt")[0]
     finding = only(examine(with_template(chatml, deaf)), "chat-template-no-prompt")
     assert "<|im_start|>assistant" in finding.text and "add_generation_prompt" in finding.cure
@@ -77,7 +77,7 @@ def test_a_template_that_refuses(chatml: Folder) -> None:
     assert "no system message" in finding.text
 
 
-def test_turns_that_no_end_token_ends(chatml: Folder) -> None:
+def test_a_turn_end_that_is_no_end_token(chatml: Folder) -> None:
     """The base model's end token with the tuned one's template: answers run on."""
     for name in ("generation_config.json", "config.json"):
         chatml.json(name, eos_token_id=0)
@@ -121,7 +121,7 @@ def padded(folder: Folder, row: torch.Tensor) -> Folder:
     return folder.config(vocab_size=1064, initializer_range=0.02).tensors(change)
 
 
-def test_padding_rows_that_nothing_has_trained(chatml: Folder) -> None:
+def test_untrained_padding_rows(chatml: Folder) -> None:
     finding = only(examine(str(padded(chatml, torch.zeros(32)))), "vocabulary-padded")
     assert finding.severity is Severity.WARNING
     assert "1,064 rows for 1,000 ids: rows 1000 to 1063 are padding" in finding.text
@@ -129,12 +129,12 @@ def test_padding_rows_that_nothing_has_trained(chatml: Folder) -> None:
     assert "resize_token_embeddings" in finding.cure
 
 
-def test_padding_rows_that_training_pushed_away(chatml: Folder) -> None:
+def test_padding_rows_suppressed_by_training(chatml: Folder) -> None:
     finding = only(examine(str(padded(chatml, torch.full((32,), -0.4)))), "vocabulary-padded")
     assert finding.severity is Severity.NOTE
 
 
-def test_a_padding_row_is_drawn_as_the_model_says_and_has_no_text(chatml: Folder) -> None:
+def test_a_padding_row_can_be_sampled_and_has_no_text(chatml: Folder) -> None:
     """As the finding says: the distribution is the model's own, and transformers would draw them,
     too."""
     llm = LLM(str(padded(chatml, torch.zeros(32))), draft="none", dtype="float32", draft_length=0)
@@ -146,7 +146,7 @@ def test_a_padding_row_is_drawn_as_the_model_says_and_has_no_text(chatml: Folder
     assert "The quick" + finding.text == backend.decode(before + finding.token_ids)
 
 
-def test_a_tied_model_whose_file_has_one_of_the_two(chatml: Folder) -> None:
+def test_a_tied_model_stores_one_matrix(chatml: Folder) -> None:
     def drop(name: str) -> Folder:
         return chatml.tensors(lambda tensors: tensors.pop(name))
 
@@ -158,7 +158,7 @@ def test_a_tied_model_whose_file_has_one_of_the_two(chatml: Folder) -> None:
     assert "lm_head.weight" in finding.text and "tie_word_embeddings" in finding.cure
 
 
-def test_ends_and_templates_of_a_draft_do_not_matter(chatml: Folder, copy: Copy) -> None:
+def test_end_tokens_and_template_of_a_draft_are_ignored(chatml: Folder, copy: Copy) -> None:
     for name in ("generation_config.json", "config.json"):
         chatml.json(name, eos_token_id=0)
     with_template(chatml, CHATML.replace("im_start", "begin"))
@@ -166,7 +166,7 @@ def test_ends_and_templates_of_a_draft_do_not_matter(chatml: Folder, copy: Copy)
     assert not codes(findings, "draft") & (ABOUT_CHATS - {"vocabulary-padded"})
 
 
-def test_unreadable_generation_config_is_no_crash(chatml: Folder) -> None:
+def test_an_unreadable_generation_config_is_ignored(chatml: Folder) -> None:
     (chatml.path / "generation_config.json").write_text("[1]")
     assert json.loads((chatml.path / "generation_config.json").read_text()) == [1]
     assert "end-tokens-differ" not in codes(examine(str(chatml)))
@@ -180,7 +180,7 @@ def test_a_head_that_repeats_the_embedding(chatml: Folder) -> None:
     assert finding.severity is Severity.NOTE and "tied: False" in finding.text
 
 
-def test_a_head_of_its_own_that_the_config_denies(chatml: Folder) -> None:
+def test_an_untied_head_contradicts_the_config(chatml: Folder) -> None:
     text = "The quick brown fox"
     head = (
         LLM(str(chatml), draft="none", dtype="float32", draft_length=0).generate(text)[0].token_ids

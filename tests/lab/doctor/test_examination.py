@@ -54,12 +54,12 @@ def test_the_embedded_pair_is_healthy(spec: str) -> None:
     assert {item.severity for item in findings} <= {Severity.NOTE, Severity.OK}
 
 
-def test_no_draft_is_that_of_none() -> None:
+def test_no_draft_equals_draft_none() -> None:
     ours, theirs = examine(TARGET), examine(TARGET, "none")
     assert [item.code for item in ours] == [item.code for item in theirs]
 
 
-def test_members_are_told_apart() -> None:
+def test_members_of_a_hybrid_are_numbered() -> None:
     head = "eagle3:paceline/tiny-eagle3"
     drafts: list[str | list[str]] = [f"hybrid:ngram+{head}", ["ngram", head]]
     for draft in drafts:
@@ -70,7 +70,7 @@ def test_members_are_told_apart() -> None:
     assert only(findings, "memory-fits").text.partition(",")[0] != plain.partition(",")[0]
 
 
-def test_own_layers() -> None:
+def test_draft_from_the_targets_layers() -> None:
     assert "4 of the target's 12" in only(examine(TARGET, "early_exit"), "draft-own-layers").text
     noticed = only(examine(TARGET, "layer_skip:skip=2x3x4x5x8"), "draft-own-layers").text
     assert "7 of the target's 12" in noticed
@@ -95,13 +95,13 @@ def test_own_layers() -> None:
         "hybrid:ngram+unknown",
     ],
 )
-def test_specs_that_make_no_sense(spec: str) -> None:
+def test_invalid_specs_are_refused(spec: str) -> None:
     with pytest.raises(ConfigError) as caught:
         examine(TARGET, spec)
     assert "\n" not in str(caught.value)
 
 
-def test_folders_that_are_none(tmp_path: Path) -> None:
+def test_missing_folders_are_refused(tmp_path: Path) -> None:
     def refused(*arguments: str) -> str:
         with pytest.raises(ModelLoadError) as caught:
             examine(*arguments)
@@ -122,7 +122,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     assert "give the path" in refused("someone/far-away")
 
 
-def test_settings_that_there_are_not() -> None:
+def test_unknown_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="dtype"):
         examine(TARGET, dtype="int3")
     with pytest.raises(ConfigError, match="device"):
@@ -166,7 +166,7 @@ def test_recurrent_states_take_memory(tmp_path: Path, kind: str) -> None:
     assert "2 sequences need 6 states" in only(short, "memory-short").text
 
 
-def test_code_out_of_folders(copy: Copy) -> None:
+def test_code_in_model_folders_is_not_run(copy: Copy) -> None:
     code = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
     folder = copy("tiny-draft").config(**code)
     assert only(examine(str(folder)), "remote-code").severity is Severity.NOTE
@@ -188,7 +188,7 @@ def test_quantised_weights(copy: Copy) -> None:
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_memory_of_what_is_rounded_when_loaded(precision: str, backend: str) -> None:
+def test_memory_of_a_model_quantised_when_loaded(precision: str, backend: str) -> None:
     """By the numbers that a loaded model says of itself."""
     plain = examine(TARGET, dtype="float32", device="cpu")
     rounded = examine(TARGET, dtype="float32", device="cpu", quantize=precision)

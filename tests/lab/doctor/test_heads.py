@@ -34,7 +34,7 @@ def test_layers_under_eagle_config(copy: Copy) -> None:
     assert "head-layers-shifted" in codes(examine(TARGET, f"eagle3:{folder}"))
 
 
-def test_layers_that_are_not_given(copy: Copy) -> None:
+def test_feature_layers_that_are_not_given(copy: Copy) -> None:
     folder = copy("tiny-eagle3").config(**{AUX: None})
     finding = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-assumed")
     assert (finding.severity, "[2, 6, 9]" in finding.text) == (Severity.NOTE, True)
@@ -160,7 +160,7 @@ def test_medusa_with_a_reduced_vocabulary(copy: Copy) -> None:
     assert finding == REDUCED
 
 
-def test_a_pickled_head_is_not_looked_into(copy: Copy) -> None:
+def test_a_pickled_head_is_not_inspected(copy: Copy) -> None:
     folder = copy("tiny-eagle3")
     folder.weights.rename(folder.path / "pytorch_model.bin")
     assert codes(examine(TARGET, f"eagle3:{folder}")) == {"weights-pickled"}
@@ -169,6 +169,6 @@ def test_a_pickled_head_is_not_looked_into(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize("spec", ["eagle3", "medusa", "eagle3:x,tree=2", "medusa:x,layers=1"])
-def test_specs_that_make_no_sense(spec: str) -> None:
+def test_invalid_specs_are_refused(spec: str) -> None:
     with pytest.raises(ConfigError):
         examine(TARGET, spec)

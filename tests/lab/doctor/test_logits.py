@@ -67,14 +67,14 @@ def test_the_embedded_pair_is_equal(name: str) -> None:
     assert "native" not in check_logits(name, backend="reference").text
 
 
-def test_stages_are_told() -> None:
+def test_stages_are_reported() -> None:
     with heard() as told:
         check_logits("paceline/tiny")
     assert told.stages[0] == "comparing paceline/tiny with transformers"
     assert told.notes == ["transformers' logits", "on torch", "on the native kernels"]
 
 
-def test_learnt_positions(tmp_path: Path) -> None:
+def test_learned_positions(tmp_path: Path) -> None:
     noticed = check_logits(write_gpt2(tmp_path))
     assert noticed.code == "logits-equal", noticed.text
     assert "32 to 63 (torch;" in noticed.text
@@ -90,7 +90,7 @@ def test_a_prefix_has_each_kind_of_layer(tmp_path: Path) -> None:
     assert noticed.code == "logits-equal" and "; 4 layers" in noticed.text, noticed.text
 
 
-def test_only_those_layers_are_read(copy: Copy) -> None:
+def test_only_the_compared_layers_are_read(copy: Copy) -> None:
     def poison(tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             if ".layers." in name and int(name.split(".")[2]) > 1:
@@ -121,7 +121,7 @@ def ministral(folder: Path) -> str:
     return write(folder, sized(Ministral3Config, **rope("yarn", **yarn, **more)))
 
 
-def test_a_scale_of_queries_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_query_scale_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Ministral's, which begins at the original length, undone on the way to attention."""
     name = ministral(tmp_path)
     assert check_logits(name).code == "logits-equal"
@@ -140,7 +140,7 @@ def test_a_scale_of_queries_that_is_lost(tmp_path: Path, monkeypatch: pytest.Mon
     assert noticed.cure == KINDS["logits-differ"].cure
 
 
-def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rope_tables_that_are_too_short_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the reference's rows, as if what is tried when it is loaded had not seen it."""
     run = TorchBackend.run
 
@@ -154,7 +154,7 @@ def test_rotations_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_kernels
-def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernels_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of theirs that end early, as if what is tried when it is loaded had not seen it."""
     made = handle.RopeTables._table
 
@@ -177,7 +177,7 @@ def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what is not compared --------------------------------------------------------------------------
 
 
-def test_what_is_not_compared_says_why(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_comparison_gives_the_reason(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copy("tiny-draft")
     folder.config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
     noticed = check_logits(str(folder))
@@ -235,7 +235,7 @@ CASES: dict[str, tuple[Callable[[Path], str], str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_case_is_named_in_one_line(case: str, tmp_path: Path) -> None:
+def test_each_case_gives_one_line(case: str, tmp_path: Path) -> None:
     make, code, words = CASES[case]
     name = make(tmp_path)
     findings = [item for item in examine(name) if item.code == code] or [check_logits(name)]

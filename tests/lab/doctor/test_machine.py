@@ -46,7 +46,7 @@ def test_dtypes(
         assert only(findings, code).severity is Severity.WARNING
 
 
-def test_large_weights_on_a_processor() -> None:
+def test_large_weights_on_a_cpu() -> None:
     (suits, absent) = check_dtype(Setting(EngineOptions(), CPU, torch.bfloat16), 14 << 30)
     assert (suits.code, absent.code) == ("dtype-suits", "gpu-absent")
     assert "14.0 GiB" in absent.text

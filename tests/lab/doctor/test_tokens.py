@@ -21,7 +21,7 @@ def swap(said: Any, a: str, b: str) -> None:
     vocab[a], vocab[b] = vocab[b], vocab[a]
 
 
-def test_two_tokens_that_changed_places(copy: Copy) -> None:
+def test_swapped_tokens_are_reported(copy: Copy) -> None:
     vocab = json.loads((copy("tiny").path / "tokenizer.json").read_text())["model"]["vocab"]
     one, other = sorted(vocab, key=vocab.__getitem__)[-2:]
     folder = copy("tiny-draft").tokenizer(lambda said: swap(said, one, other))
@@ -37,7 +37,7 @@ def test_another_vocabulary(tiny_pair: TinyPair) -> None:
     assert "vocabulary-same" not in {item.code for item in findings}
 
 
-def test_a_wish_for_texts(copy: Copy) -> None:
+def test_string_translation_may_be_forced(copy: Copy) -> None:
     finding = only(
         examine(TARGET, f"model:{copy('tiny-draft')},vocab=string"), "vocabulary-differs"
     )
@@ -46,7 +46,7 @@ def test_a_wish_for_texts(copy: Copy) -> None:
         examine(TARGET, "model:paceline/tiny-draft,vocab=words")
 
 
-def test_a_draft_with_too_few_rows(copy: Copy) -> None:
+def test_a_draft_with_fewer_rows_than_the_target(copy: Copy) -> None:
     folder = rows(copy("tiny-draft"), 4000)
     findings = examine(TARGET, str(folder))
     assert only(findings, "vocabulary-refused").severity is Severity.ERROR
@@ -67,7 +67,7 @@ def rows(folder: Folder, count: int) -> Folder:
     return folder.config(vocab_size=count).tensors(change)
 
 
-def test_padded_rows_are_harmless(copy: Copy) -> None:
+def test_padding_rows_are_only_a_note(copy: Copy) -> None:
     folder = rows(copy("tiny-draft"), 4160)
     findings = examine(TARGET, str(folder))
     padded = [item for item in findings if item.code == "vocabulary-padded"]
@@ -77,7 +77,7 @@ def test_padded_rows_are_harmless(copy: Copy) -> None:
     assert only(findings, "vocabulary-same").severity is Severity.OK
 
 
-def test_merges_in_another_order(copy: Copy) -> None:
+def test_different_order_of_merges(copy: Copy) -> None:
     def change(said: Any) -> None:
         merges = said["model"]["merges"]
         merges[7], merges[8] = merges[8], merges[7]
@@ -89,7 +89,7 @@ def test_merges_in_another_order(copy: Copy) -> None:
     assert "merges" in finding.text
 
 
-def test_another_pre_tokenizer(copy: Copy) -> None:
+def test_different_pre_tokenizer(copy: Copy) -> None:
     folder = copy("tiny-draft").tokenizer(
         lambda said: said.update(pre_tokenizer={"type": "Whitespace"})
     )
@@ -104,7 +104,7 @@ def test_special_tokens(copy: Copy) -> None:
     assert "bos_token" not in finding.text
 
 
-def test_another_padding_token_is_a_note(copy: Copy) -> None:
+def test_different_padding_token_is_a_note(copy: Copy) -> None:
     folder = copy("tiny-draft").json("tokenizer_config.json", pad_token="<|im_end|>")
     assert only(examine(TARGET, str(folder)), "special-tokens-differ").severity is Severity.NOTE
 

@@ -39,7 +39,7 @@ def test_shards(copy: Copy) -> None:
     assert files[1] in finding.text
 
 
-def test_an_index_that_is_none(copy: Copy) -> None:
+def test_an_invalid_index(copy: Copy) -> None:
     folder = copy("tiny-draft")
     shard(folder)
     (folder.path / "model.safetensors.index.json").write_text("[]")
@@ -55,7 +55,7 @@ def test_no_weights(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 100, -1000])
-def test_a_file_that_was_cut_off(copy: Copy, size: int) -> None:
+def test_a_truncated_file(copy: Copy, size: int) -> None:
     folder = copy("tiny-draft")
     content = folder.weights.read_bytes()
     folder.weights.write_bytes(content[:size])
@@ -100,7 +100,7 @@ def test_names_without_the_prefix_of_the_body(copy: Copy) -> None:
     assert codes(examine(str(copy("tiny-draft").tensors(strip))), "target") == set()
 
 
-def test_merged_experts_are_known_by_their_old_names(tmp_path: Any) -> None:
+def test_merged_experts_match_their_separate_tensors(tmp_path: Any) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(**SMALL, vocab_size=64, num_local_experts=2)
@@ -134,12 +134,12 @@ def test_a_random_model_of_transformers(tiny_pair: Any) -> None:
     assert "weights-untrained" in codes(examine(tiny_pair.target), "target")
 
 
-def test_another_spread_is_no_initialisation(copy: Copy) -> None:
+def test_another_standard_deviation_is_not_initial(copy: Copy) -> None:
     folder = copy("tiny-draft").tensors(fresh(0.031))
     assert "weights-untrained" not in codes(examine("paceline/tiny", str(folder)))
 
 
-def test_trained_norms_are_no_initialisation(copy: Copy) -> None:
+def test_trained_norms_are_not_initial(copy: Copy) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         norms = {key: value.clone() for key, value in tensors.items() if value.ndim == 1}
         fresh(0.02)(tensors)

@@ -48,7 +48,7 @@ def test_sizes_are_read_without_the_weights() -> None:
 # -- what the user did not name ------------------------------------------------------------------
 
 
-def test_a_full_disk_is_no_reason_for_another_draft(
+def test_a_full_disk_does_not_change_the_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Export, save: object) -> str:
@@ -287,7 +287,7 @@ def test_plain_decoding_cannot_be_exported() -> None:
 
 
 @pytest.mark.parametrize("to", DIALECTS)
-def test_the_files_say_how_to_run_it(tmp_path: Path, to: str) -> None:
+def test_run_sh_has_the_command(tmp_path: Path, to: str) -> None:
     made = exported(to, "paceline/tiny-draft", tmp_path)
     script = (tmp_path / "run.sh").read_text()
     assert script.splitlines()[-1] == f"exec {made.command_line}"
@@ -305,7 +305,7 @@ def test_the_openvino_program_is_python(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
 @pytest.mark.parametrize("draft", [f"{HEAD},nodes=0", "paceline/tiny-draft", *BLOCKS])
-def test_an_export_is_read_again(tmp_path: Path, to: str, draft: str) -> None:
+def test_an_export_can_be_imported(tmp_path: Path, to: str, draft: str) -> None:
     """Our own file goes out and comes in, with the layers that it had."""
     exported(to, draft, tmp_path)
     taken = foreign_of(f"@{tmp_path}/export.json")

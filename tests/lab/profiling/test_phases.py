@@ -83,13 +83,13 @@ def test_slow_products_are_nearest_to_a_limit() -> None:
         (PHASES[LAUNCH].explain(), ("take 20% of it", "operators (400) 50%", "between them 30%")),
     ],
 )
-def test_words_carry_the_figures(words: str, parts: tuple[str, ...]) -> None:
+def test_explanations_contain_the_figures(words: str, parts: tuple[str, ...]) -> None:
     assert [part for part in parts if part not in words] == []
 
 
 @pytest.mark.parametrize("limited", PHASES.values(), ids=PHASES)
 @pytest.mark.parametrize("name", ["draft", "target", "verify", "other"])
-def test_every_phase_has_a_cure_for_every_bound(limited: Phase, name: str) -> None:
+def test_every_phase_has_advice_for_every_bound(limited: Phase, name: str) -> None:
     words = replace(limited, name=name).explain()
     assert words.endswith(".") and len(words.partition("What helps: ")[2]) > 15
 

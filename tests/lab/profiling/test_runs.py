@@ -30,7 +30,7 @@ def test_warnings() -> None:
     assert "had the processor for 25% of the time" in busy
 
 
-def test_the_step_is_what_most_of_it_is() -> None:
+def test_the_verdict_on_a_step_is_that_of_most_of_its_time() -> None:
     parts = {"draft": (0.02, 0.0, 0.01, 0.01), "target": (0.03, 0.03, 0.0, 0.0)}
     phases = tuple(
         Phase(name, *seconds, Work(), seconds[0] / 0.05, 25e9, 40e9)
@@ -43,7 +43,7 @@ def test_the_step_is_what_most_of_it_is() -> None:
     assert [line.partition(":")[0] for line in words[1:]] == ["target", "draft"]
 
 
-def test_one_slow_call_among_hundreds_is_not_what_a_step_waits_for() -> None:
+def test_one_slow_call_does_not_distort_the_shares() -> None:
     """One call of 6.9 ms, in which another program ran, was blamed on kernel launches."""
     events = []
     for number in range(20):
@@ -57,7 +57,7 @@ def test_one_slow_call_among_hundreds_is_not_what_a_step_waits_for() -> None:
     assert share.kernel_seconds == pytest.approx(20 * 80e-6)
 
 
-def test_steps_without_a_draft_do_not_stand_for_those_with_one() -> None:
+def test_steps_with_and_without_drafts_are_kept_apart() -> None:
     """Where most steps drafted nothing, the draft phase was said to be Python alone."""
     events = []
     for products in (0, 0, 0, 2, 2):
@@ -80,7 +80,7 @@ def event(name: str, micros: float, parent: Any = None, device: float = 0.0) -> 
     )
 
 
-def test_events_find_their_phase() -> None:
+def test_events_are_assigned_to_phases() -> None:
     step = event("paceline: step", 100)
     target = event("paceline: target", 70, step)
     linear = event("aten::linear", 30, target)

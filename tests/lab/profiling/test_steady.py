@@ -24,7 +24,7 @@ def llm(tiny_pair: TinyPair) -> LLM:
     return LLM(tiny_pair.target, tiny_pair.draft, dtype="float32", draft_length=2, max_batch_size=2)
 
 
-def test_phases_are_entered_from_outside(llm: LLM) -> None:
+def test_a_context_manager_is_entered_in_each_phase(llm: LLM) -> None:
     entered: Counter[str] = Counter()
 
     @contextmanager
@@ -50,7 +50,7 @@ def test_the_same_steps_each_time(llm: LLM) -> None:
     assert first.sums.context / first.sums.sequences > 3 + steady.WARM_UP
 
 
-def test_it_says_who_drafted_and_why_nobody_did(llm: LLM) -> None:
+def test_drafters_and_reasons_without_drafts_are_counted(llm: LLM) -> None:
     drafted = steady.run(llm, PROMPTS, 6)
     assert sum(drafted.drafters.values()) == drafted.sums.accepted and not drafted.not_drafted
     plain = llm.beside("ngram:min=3", max_batch_size=2)
@@ -68,7 +68,7 @@ def test_no_room_for_a_steady_state(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
-def test_fewer_steps_than_asked_where_room_ends(llm: LLM) -> None:
+def test_the_context_limits_the_steps(llm: LLM) -> None:
     plain = llm.beside(None, max_batch_size=1)
     prompt = [5] * (llm.target.max_positions - 40)
     stretch = steady.run(plain, [prompt], 100).sums

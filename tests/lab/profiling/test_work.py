@@ -88,7 +88,7 @@ def test_only_steps_are_counted_and_each_phase_has_its_own() -> None:
     assert (draft.weight_bytes, draft.distinct_bytes) == (2 * 48, 48)
 
 
-def test_products_of_every_spelling() -> None:
+def test_all_operators_of_products_are_counted() -> None:
     a, b, bias = torch.ones(2, 3), torch.ones(3, 4), torch.ones(4)
     batch = torch.ones(5, 2, 3), torch.ones(5, 3, 4)
     spellings = [

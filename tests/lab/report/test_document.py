@@ -86,7 +86,7 @@ def test_no_word_breaks_on_a_narrow_screen(width: int) -> None:
         assert shown[word] == count, word
 
 
-def test_a_word_without_room_goes_on_below() -> None:
+def test_a_word_wider_than_its_column_is_folded() -> None:
     out, path = io.StringIO(), "/a/path/" + 20 * "folder/"
     print_table(Table(["file", "size"], [[path, 3]]), Console(file=out, width=60))
     lines = out.getvalue().splitlines()
@@ -111,7 +111,7 @@ def test_html_is_one_file_without_outside_requests(tmp_path: Path) -> None:
     assert [cell.text for cell in ET.fromstring(body).iter("td")][:2] == ["a|b", "1.83x"]
 
 
-def test_bad_names_are_refused() -> None:
+def test_bad_file_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"end its name in \.md or \.html"):
         write(Report("x"), "r.pdf")
     with pytest.raises(ConfigError, match="cannot write"):

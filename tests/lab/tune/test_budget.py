@@ -60,7 +60,7 @@ def run(
     return outcome, said
 
 
-def test_a_drafter_is_tried_whole_or_not_at_all(llm: LLM, folders: tuple[str, str]) -> None:
+def test_a_drafter_is_tried_completely_or_not_at_all(llm: LLM, folders: tuple[str, str]) -> None:
     outcome, said = run(llm, folders, 6)
     assert outcome.completed is not None and outcome.completed.spent <= 6
     assert len(outcome.not_tried) == 2 and outcome.completed.missing == tuple(outcome.not_tried)
@@ -81,9 +81,7 @@ def test_a_drafter_is_tried_whole_or_not_at_all(llm: LLM, folders: tuple[str, st
     assert report_of(outcome).sections
 
 
-def test_a_default_that_does_not_load_is_left_out_and_one_that_does_is_confirmed(
-    llm: LLM, folders: tuple[str, str]
-) -> None:
+def test_the_default_draft_is_confirmed_if_it_loads(llm: LLM, folders: tuple[str, str]) -> None:
     for spec, there in (("suffix", True), ("model:nowhere/at/all", False)):
         default = DrafterCandidate("usual", spec, spec.partition(":")[0], default=True)
         outcome = TuningOutcome.start(OPTIONS, llm)
@@ -102,7 +100,7 @@ def test_two_rounds_confirm(llm: LLM, folders: tuple[str, str]) -> None:
     assert outcome.chosen is not None
 
 
-def test_an_interrupted_round_counts_for_nobody(llm: LLM, folders: tuple[str, str]) -> None:
+def test_an_interrupted_round_does_not_count(llm: LLM, folders: tuple[str, str]) -> None:
     outcome = TuningOutcome.start(OPTIONS, llm)
     seen: list[str] = []
 

@@ -23,7 +23,7 @@ def test_the_embedded_pair_has_its_own_candidates() -> None:
     assert families[:3] == ["ngram", "suffix", "recycling"]  # those that run a model are dearer
 
 
-def test_what_a_drafter_is_of_is_named() -> None:
+def test_labels_name_the_weights() -> None:
     """The 4- and 8-bit forms of the target were called "int4" and "int4 int8"."""
     labels = [
         candidate.label for text in ("quantized", "some/draft") for candidate in variants(text)
@@ -42,7 +42,7 @@ def test_the_default_draft_is_always_a_candidate() -> None:
     assert composed.label == "suffix + ngram + smollm2-eagle3 (default)" and composed.default
 
 
-def test_other_targets_have_what_is_given_and_what_needs_no_training() -> None:
+def test_candidates_of_other_targets() -> None:
     proposed = at_hand("other", ["some/draft", "ngram:min=2"])
     assert [c.spec for c in proposed if c.requested] == [
         "model:some/draft,nodes=0",

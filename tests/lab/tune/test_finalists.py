@@ -94,7 +94,7 @@ def test_the_winner() -> None:
     assert winner([plain]) is plain
 
 
-def test_what_rounds_disagree_on_is_not_chosen() -> None:
+def test_a_draft_that_is_faster_in_half_of_the_rounds_is_not_chosen() -> None:
     """Two rounds, 0.05x and 4x, chose a draft; the mean of both was 2x."""
     plain, default = entry(PLAIN, [1.0, 1.0], 0), of_spec("usual", "auto")
     wild = entry(of_spec("a", 4), [0.05, 4.0])
@@ -106,7 +106,7 @@ def test_what_rounds_disagree_on_is_not_chosen() -> None:
     assert winner([plain, steady, usual]) is steady
 
 
-def test_a_round_in_which_the_machine_stood_still() -> None:
+def test_one_slow_round_changes_no_choice() -> None:
     """The table had 2 tokens a second against 10, and the choice 1.97x: one was of all rounds
     together, the other their median."""
     outcome = synthetic()
@@ -119,7 +119,7 @@ def test_a_round_in_which_the_machine_stood_still() -> None:
     assert "look, length 8: 6 tokens/s against 3, 2.5" in decision(outcome)
 
 
-def test_a_busy_machine_is_named() -> None:
+def test_a_busy_machine_is_reported() -> None:
     quick, slow = (StepSums(2, 2, 2, seconds={"target": seconds}) for seconds in (1.0, 4.0))
     assert unrest_between([quick, slow]) == 4.0
     assert unrest_between([StepSums()]) == 1.0
@@ -154,13 +154,13 @@ def test_a_fast_run_without_accepted_drafts_is_no_gain() -> None:
     assert [one.label for one in chosen] == ["plain", "look", "look", "lucky", "lucky"]
 
 
-def test_lookups_that_gain_are_confirmed_before_what_runs_a_model() -> None:
+def test_gaining_lookup_drafters_are_confirmed_before_model_drafters() -> None:
     losing = [TRIALS[0], trial("look", 0.9, passes=False)]
     assert [one.label for one in choose(losing)] == ["plain", "a", "a", "look", "look"]
     assert [one.label for one in choose([])] == ["plain"]
 
 
-def test_the_default_draft_is_confirmed_also_where_time_is_short() -> None:
+def test_the_default_draft_is_confirmed_even_with_little_time() -> None:
     usual = DrafterCandidate("usual", "hybrid:ngram+suffix", "hybrid", default=True)
     chosen = choose(TRIALS, usual)
     assert [one.label for one in chosen[:3]] == ["plain", "usual", "look"]
@@ -189,7 +189,7 @@ def test_rounds_shrink_until_two_of_them_fit() -> None:
         assert (len(finalists), size) == expected
 
 
-def test_what_was_confirmed_beats_what_was_tried() -> None:
+def test_confirmations_take_precedence_over_trials() -> None:
     """It confirmed 0.70x and 0.92x, and then named a draft "predicted to reach 1.43x"."""
     outcome = synthetic()
     outcome.finalists = [PLAIN, of_spec("look", "auto"), of_spec("a", 6)]
@@ -209,7 +209,7 @@ def test_what_was_confirmed_beats_what_was_tried() -> None:
     )
 
 
-def test_an_interrupted_outcome_says_what_it_has() -> None:
+def test_an_interrupted_outcome_reports_its_measurements() -> None:
     outcome = synthetic()
     outcome.finalists.append(PLAIN)
     assert decision(outcome).startswith("Not confirmed: a reached 1.50x plain decoding")

@@ -106,7 +106,7 @@ def test_rounds_beyond_those_wanted_are_complete(
     assert "More --seconds" not in outcome.completed.line
 
 
-def test_what_cannot_be_tuned(folders: tuple[str, str]) -> None:
+def test_invalid_tuning_options_are_refused(folders: tuple[str, str]) -> None:
     llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
     with pytest.raises(DataError, match=r"room for 500 new tokens .*, 160 tokens"):
         tune(

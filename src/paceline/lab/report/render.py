@@ -1,4 +1,4 @@
-"""A report on a terminal (by Rich), as Markdown, and as one HTML file."""
+"""Renders a report on a terminal (with rich), as Markdown, or as an HTML file."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from paceline.files import check_writable, render_template, replace_files, write
 from paceline.files.ownership import is_signed, signed
 from paceline.lab.report.document import Report, Table, is_number, show
 
-_SHORT = 24  # characters of a column that stays on one line
-_GAP = 2  # characters between columns, and half of it at the edges
+_SHORT = 24  # a column whose cells have at most this many characters is not wrapped
+_GAP = 2  # characters between columns
 
 
 def check_path(path: str | Path) -> None:
-    """Refuse a report of unknown kind, or over a file that is none of ours, before the
-    measuring begins. Raises ConfigError."""
+    """Check the path of a report before measuring. Raises ConfigError on another suffix, or if the
+    file exists and is no report of ours."""
     if Path(path).suffix not in (".md", ".html"):
         raise ConfigError(f"report {str(path)!r}: end its name in .md or .html")
     check_writable(path, "the report", is_signed)
 
 
 def write(report: Report, path: str | Path) -> None:
-    """Write ``.md`` or ``.html``. Raises ConfigError on another suffix, and WriteError."""
+    """Write a ``.md`` or ``.html`` file. Raises ConfigError as ``check_path``, and WriteError."""
     check_path(path)
     path = Path(path)
     template = Path(__file__).with_name(f"report{path.suffix}")
-    text = render_template(
-        template, report=report, as_table=as_table, is_number=is_number, show=show
-    )
+    functions = {"as_table": as_table, "is_number": is_number, "show": show}
+    text = render_template(template, report=report, **functions)
     with write_errors("the report", path):
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_files({path: signed(text).encode("utf-8")}, "the report", is_signed)
 
 
 def print_report(report: Report, console: Console, details: bool = True) -> None:
-    """All sections, or those that are no ``detail``."""
+    """Print all sections or, without ``details``, those that are not marked as ``detail``."""
     for section in report.sections:
         if section.detail and not details:
             continue
@@ -58,32 +57,33 @@ def print_report(report: Report, console: Console, details: bool = True) -> None
 
 
 def print_table(table: Table, console: Console) -> None:
-    """With its title above and its note below, both as wide as the console. A table that is too
-    wide is printed in parts, each with the columns that tell the rows apart; no word breaks that
-    has room on a line."""
+    """Print a table below its title and above its note. A table that is wider than the console is
+    printed in parts, which all have the columns that identify a row. Words that fit on a line are
+    not broken."""
     columns, rows = range(len(table.columns)), table.rows
     keys = next((n for n in columns if len({tuple(row[:n]) for row in rows}) == len(rows)), 1) or 1
     part, parts = [*columns[:keys]], list[list[int]]()
     for column in columns[keys:]:
-        least = sum(_needs(table, i)[0] + _GAP for i in (*part, column))
-        if len(part) > keys and least > console.width:
+        width = sum(_column_width(table, i)[0] + _GAP for i in (*part, column))
+        if len(part) > keys and width > console.width:
             parts.append(part)
             part = part[:keys]
         part.append(column)
     if table.title:
         console.print(RichText(table.title, style="italic"))
-    for chosen in (*parts, part):
-        cells = [[row[i] for i in chosen] for row in rows]
-        console.print(_rich_table(Table([table.columns[i] for i in chosen], cells), console.width))
+    for indices in (*parts, part):
+        cells = [[row[i] for i in indices] for row in rows]
+        shown = Table([table.columns[i] for i in indices], cells)
+        console.print(_rich_table(shown, console.width))
     if table.note:
         console.print(RichText(table.note, style="dim italic"))
 
 
 def _rich_table(table: Table, width: int) -> RichTable:
-    """A table's columns; numbers stand to the right."""
+    """The table for rich, with numbers aligned right."""
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    needs = [_needs(table, index) for index in range(len(table.columns))]
-    widths = _widths(needs, width - _GAP * len(needs))
+    needs = [_column_width(table, index) for index in range(len(table.columns))]
+    widths = _distribute(needs, width - _GAP * len(needs))
     columns = zip(table.columns, _of_numbers(table), widths, strict=True)
     for heading, numbers, wide in columns:
         shown.add_column(
@@ -94,9 +94,9 @@ def _rich_table(table: Table, width: int) -> RichTable:
     return shown
 
 
-def _needs(table: Table, index: int) -> tuple[int, int]:
-    """Characters of a column: of its longest word (a short column stays on one line), and of its
-    longest line."""
+def _column_width(table: Table, index: int) -> tuple[int, int]:
+    """The least width of a column, that of its longest word or, if it is short, of its longest
+    line; and the width of its longest line."""
     cells = [table.columns[index], *(show(row[index]) for row in table.rows)]
     lines = [line for cell in cells for line in cell.split("\n")]
     most = max(1, *map(cell_len, lines))
@@ -104,9 +104,9 @@ def _needs(table: Table, index: int) -> tuple[int, int]:
     return (most if most <= _SHORT else max(words)), most
 
 
-def _widths(needs: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Of columns that share ``room`` characters: words stay whole where they can, and what is left
-    goes to the columns with the longest lines for their widths."""
+def _distribute(needs: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """Distribute ``room`` characters among columns. Each gets its least width if possible; the rest
+    goes to the columns with the longest lines relative to their widths."""
     widths, columns = [least for least, _ in needs], range(len(needs))
     while sum(widths) > room and max(widths) > 1:
         widths[widths.index(max(widths))] -= 1
@@ -123,7 +123,7 @@ def _of_numbers(table: Table) -> list[bool]:
 
 
 def as_table(table: Table) -> str:
-    """A table as Markdown writes it, with its title above and its note below."""
+    """A table in Markdown, with its title above and its note below."""
 
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
