@@ -152,7 +152,7 @@ def as_report(records: Sequence[Record]) -> Report:
         if compared := [row for row in rows if row["of_best"]]:
             tables.append(table_of(compared, _OF_BEST, _BEST, "The adaptive length"))
         below = Text(f"Below {WANTED} of plain decoding: {'; '.join(slow) or 'none'}.")
-        report.add(target, *(table for table in tables if table.rows), below)
+        report.add(target, *tables, below)
         report.add(f"{target}: tokens per step", _grid("First requests", passes["first"], _step))
     tokens = sorted({record["settings"]["tokens"] for record in records})
     about = {_MACHINE.format(**record["machine"]) for record in records}

@@ -216,27 +216,24 @@ class _Pages:
     def steps(self) -> None:
         first = self.temperatures[0]
         rows = [row for row in self.totals if row.temperature == first and row.phases]
-        if rows:
-            table = table_of(rows, [*self.swept(rows), *_PHASES], _NOTES["steps"])
-            self.report.add("Time per step", table, detail=True)
+        table = table_of(rows, [*self.swept(rows), *_PHASES], _NOTES["steps"])
+        self.report.add("Time per step", table, detail=True)
 
     def texts(self) -> None:
         counts, unequal = self.result.texts.counts, self.result.unequal
-        if counts:
-            rows = [
-                [self.label[name], *(str(kinds.get(kind, 0)) for kind in KINDS)]
-                for name, kinds in counts.items()
-            ]
-            table = Table(["method", *KINDS], rows, note=_NOTES["texts"])
-            self.report.add("Same text", table, detail=not self.result.texts.divergences)
-        if unequal:
-            headings = ["method", *(aspect.replace("_", " ") for aspect in ASPECTS)]
-            lines = [
-                [self.label[name], *(differences[aspect] for aspect in ASPECTS)]
-                for name, differences in unequal.items()
-            ]
-            table = Table(headings, lines, note=_NOTES["unequal"])
-            self.report.add("Differences from other engines' runs", table)
+        rows = [
+            [self.label[name], *(str(kinds.get(kind, 0)) for kind in KINDS)]
+            for name, kinds in counts.items()
+        ]
+        table = Table(["method", *KINDS], rows, note=_NOTES["texts"])
+        self.report.add("Same text", table, detail=not self.result.texts.divergences)
+        headings = ["method", *(aspect.replace("_", " ") for aspect in ASPECTS)]
+        lines = [
+            [self.label[name], *(differences[aspect] for aspect in ASPECTS)]
+            for name, differences in unequal.items()
+        ]
+        table = Table(headings, lines, note=_NOTES["unequal"])
+        self.report.add("Differences from other engines' runs", table)
 
 
 def labels(names: Sequence[str]) -> dict[str, str]:

@@ -168,8 +168,7 @@ class Certificate:
     def report(self) -> Report:
         report = Report(self.title)
         for table in self.tables:
-            if table.rows:
-                report.add(table.title, table_of(table.rows, table.columns, table.note))
+            report.add(table.title, table_of(table.rows, table.columns, table.note))
         lines = [Text(note) for note in self.notes]
         lines += [Text(f"{item.part}: {item.what}", warning=True) for item in self.problems[1:]]
         if self.completed not in self.verdict:

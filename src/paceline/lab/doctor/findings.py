@@ -128,7 +128,6 @@ def report_of(target: str, draft: str | None, findings: Sequence[Finding]) -> Re
         errors, warnings = (sum(f.severity is s for f in bad) for s in (ERROR, WARNING))
         counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
         document.add("Findings", table_of(bad, _COLUMNS), Text(counts, warning=errors > 0))
-    if fine := [item for item in findings if item.severity is OK]:
-        rows = [(item.about, item.text) for item in fine]
-        document.add("In order", Table(("about", "found"), rows))
+    rows = [(item.about, item.text) for item in findings if item.severity is OK]
+    document.add("In order", Table(("about", "found"), rows))
     return document

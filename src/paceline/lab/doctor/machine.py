@@ -100,14 +100,8 @@ class Needs:
 
     def __add__(self, other: Needs) -> Needs:
         """The needs of both, of which ``other`` is loaded last."""
-        return Needs(
-            self.weights + other.weights,
-            self.cache_bytes + other.cache_bytes,
-            self.feature_bytes + other.feature_bytes,
-            max(self.loading, self.weights + other.loading),
-            self.state + other.state,
-            self.files + other.files,
-        )
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return Needs(**sums | {"loading": max(self.loading, self.weights + other.loading)})
 
     def shared(self, ranks: int) -> Needs:
         return Needs(self.weights // ranks, self.cache_bytes // ranks, 0, self.loading // ranks)

@@ -58,7 +58,10 @@ class Report:
     sections: list[Section] = field(default_factory=list)
 
     def add(self, title: str, *blocks: Block, detail: bool = False) -> None:
-        self.sections.append(Section(title, list(blocks), detail))
+        """Add a section. Tables without rows, empty texts and empty sections are left out."""
+        filled = [b for b in blocks if (b.rows if isinstance(b, Table) else b.text)]
+        if filled:
+            self.sections.append(Section(title, filled, detail))
 
 
 def show(cell: Cell) -> str:

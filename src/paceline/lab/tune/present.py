@@ -115,22 +115,15 @@ def report_of(outcome: TuningOutcome) -> Report:
     if trials:
         how = f"{options.concurrency} at once, temperature {options.temperature:g}"
         title = f"Each drafter compared with plain decoding, adaptive length, {how}"
-        left = "; ".join(f"{what}: {why}" for what, why in outcome.left_out)
-        report.add(
-            "Search",
-            *(
-                [Text(_NOTES["busy"].format(outcome.unrest), True)]
-                if outcome.unrest > MAX_UNREST
-                else []
-            ),
-            table_of(trials, _TRIED, _NOTES["tried"].format(outcome), title),
-            *([Text(f"Left out: {left}")] if left else []),
-        )
+        busy = _NOTES["busy"].format(outcome.unrest) if outcome.unrest > MAX_UNREST else ""
+        table = table_of(trials, _TRIED, _NOTES["tried"].format(outcome), title)
+        left_out = "; ".join(f"{what}: {why}" for what, why in outcome.left_out)
+        report.add("Search", Text(busy, True), table, Text(left_out and f"Left out: {left_out}"))
     if results and results[0].ratios:
         note = _NOTES["confirmed"].format(len(results[0].ratios))
         report.add("Confirmed by decoding", table_of(results, _CONFIRMED, note))
-    completed = [] if outcome.completed is None else [Text(outcome.completed.line)]
-    report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), *completed)
+    completed = Text("" if outcome.completed is None else outcome.completed.line)
+    report.add("Choice", Text(decision(outcome), warning=outcome.chosen is None), completed)
     return report
 
 
