@@ -28,7 +28,7 @@ ISSUE = (
 
 
 def wave(sets: str, seconds: dict[str, float], name: str = "first") -> dict[str, Any]:
-    """Ten tokens by everybody, in so many seconds."""
+    """Ten tokens by every engine, in these numbers of seconds."""
     counts = {"tokens": 10, "steps": 5, "drafted": 8, "accepted": 4, "drafting": 2, "same": 1}
     by = {one: {**counts, "seconds": took} for one, took in seconds.items()}
     return {"pass": name, "sets": sets.split(","), "by": by}
@@ -203,7 +203,7 @@ def test_later_prompts_are_others_and_the_same_come_again(pair: tuple[str, str])
 
 
 def test_every_cell_starts_without_any_history(pair: tuple[str, str]) -> None:
-    """What an LLM learns must not reach the next one by way of the shared weights or a module."""
+    """What an LLM learns must not reach the next one through shared weights or a module."""
     args = drafters.parse(line(pair[0], "--drafters", "suffix,recycling", "--fixed", "4"))
     bench = drafters.Bench(args, Path("nowhere"))
     bench.base, bench.ends = LLM(pair[0], draft="none", dtype="float32"), frozenset()

@@ -117,7 +117,7 @@ def test_inflated_medusa_heads_predict_the_same(shared: bool) -> None:
 
 
 def decode(target: str, spec: str) -> tuple[list[list[int]], list[tuple[int, int]], list[Any]]:
-    """Texts, (drafted, accepted) of each, and every token that was proposed."""
+    """The texts, (drafted, accepted) for each, and all proposed tokens."""
     llm = LLM(target, spec, dtype="float32", draft_length=3)
     drafter = llm.engine.drafter
     propose, proposed = drafter.propose, []

@@ -13,7 +13,7 @@ from support.real_prompts import write_prompts
 
 
 class Bytes:
-    """Stands for an LLM: a token a byte, chats in U: and A:."""
+    """Stands for an LLM: a token per byte, chats with U: and A:."""
 
     chat_template = "there is one"
 

@@ -53,7 +53,7 @@ class Fewer(Again):
 
 
 class Drawing(Again):
-    """Says that its tokens, which are always the same, were drawn from an even distribution."""
+    """Declares that its tokens, which are always the same, were sampled uniformly."""
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         width = 4096
@@ -74,7 +74,7 @@ def silent() -> LookupDrafter:
 
 
 def broken(kind: Any, name: str) -> str:
-    """How a law is broken; those after it are not run."""
+    """The broken law and how it is broken; later laws are not run."""
     return next(law.broken for law in laws("it", kind, TARGET) if law.name == name)
 
 
@@ -121,7 +121,7 @@ def test_planted_bugs_are_named(
 
 
 def test_a_wrong_q_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No single tree shows it: the distribution does."""
+    """No single tree shows the error, only the distribution."""
     monkeypatch.setattr("paceline.lab.laws._WAYS", {})
     monkeypatch.setattr("paceline.lab.laws._ANSWERS", 200)
     width = LLM(TARGET, draft=None).target.vocab_size

@@ -27,5 +27,5 @@ def learnt(
 
 @pytest.fixture(scope="module")
 def finished(learnt: training_runs.Learnt) -> Any:
-    """Its trainer."""
+    """The trainer of this configuration."""
     return learnt.trainer

@@ -44,7 +44,7 @@ def config(corpus: str, target: str) -> EagleTrainConfig:
 
 
 def chain_by_hand(trainer: EagleTrainer, seen: TargetOutputs, t: int) -> list[int]:
-    """Greedy drafts from position t, one row after the other."""
+    """Greedy drafts from position t, computed row by row."""
     chain = chain_logits(trainer, seen, t)
     return [int(trainer.head.to_target_ids(logits.argmax(-1))) for logits in chain]
 

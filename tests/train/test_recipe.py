@@ -48,7 +48,7 @@ def started(folder: Path, lasting: str = "") -> subprocess.Popen[bytes]:
 
 
 def said(folder: Path, word: str) -> list[tuple[str, int]]:
-    """The stages that said it, and their processes."""
+    """The stages that reported, and their processes."""
     file = folder / "said"
     lines = file.read_text().splitlines() if file.exists() else []
     found = [line.split() for line in lines]

@@ -28,7 +28,7 @@ PROMPTS = [("chat", [1, 2]), ("chat", [3]), ("code", [4, 5, 6]), ("code", [7])]
 
 @dataclass
 class Timed(Fake):
-    """Takes ten seconds a request of a clock that it moves itself; warm-ups take none."""
+    """Takes ten seconds per request on a simulated clock; warm-ups take no time."""
 
     clock: Clock = field(default_factory=Clock)
 

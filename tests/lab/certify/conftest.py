@@ -44,7 +44,7 @@ def prompts(loaded: LLM) -> list[tuple[str, list[int]]]:
 
 @pytest.fixture
 def interrupt_at() -> Callable[[int], Callable[[str], None]]:
-    """Ctrl-C when the n-th piece of work is announced."""
+    """Ctrl-C before the n-th task."""
 
     def planted(number: int) -> Callable[[str], None]:
         said: list[str] = []

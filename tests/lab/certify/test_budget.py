@@ -57,7 +57,7 @@ def ended_after(
     seconds: float,
     effort: Effort = SMALL,
 ) -> tuple[Certifier, list[str]]:
-    """A run in which every piece of work takes a second; and what it said."""
+    """A run in which every task takes a second, and its progress messages."""
     budget = SecondEach(seconds)
     certifier = Certifier(llm, prompts, None, effort, budget=budget)
     certifier.evidence.tokens = effort.max_tokens
@@ -103,7 +103,7 @@ def test_few_samples_are_not_enough_however_well_they_fit(
 
 @pytest.fixture(scope="module")
 def whole(loaded: LLM, prompts: Named) -> tuple[Certifier, list[str]]:
-    """A run without an end, and what it said."""
+    """A run without a time limit, and its progress messages."""
     certifier = Certifier(loaded, prompts, None, SMALL)
     said: list[str] = []
     certifier.run(said.append)
@@ -112,7 +112,7 @@ def whole(loaded: LLM, prompts: Named) -> tuple[Certifier, list[str]]:
 
 @pytest.fixture
 def complete(whole: tuple[Certifier, list[str]]) -> Certifier:
-    """The same with evidence of its own, which a test may take from."""
+    """The same run with a copy of the evidence, from which a test may remove parts."""
     certifier = copy.copy(whole[0])
     certifier.evidence = copy.deepcopy(certifier.evidence)
     assert certifier.certificate().lossless

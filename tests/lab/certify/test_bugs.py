@@ -43,7 +43,7 @@ def outcome(llm: LLM, prompts: Named, params: SamplingParams = WARM) -> Certific
 
 
 class Altered:
-    """A drafter whose sampled chains are changed on their way out."""
+    """A drafter whose sampled chains are changed before they are returned."""
 
     def __init__(self, drafter, change: Callable[[TokenTree], TokenTree]) -> None:
         self._drafter, self._change = drafter, change
@@ -57,13 +57,13 @@ class Altered:
 
 
 def temperature_forgotten(tree: TokenTree) -> TokenTree:
-    """Declares the distribution at temperature 1, drawn from at 0.5."""
+    """Declares the distribution at temperature 1, but samples at 0.5."""
     warm = tree.q.sqrt()
     return replace(tree, q=warm / warm.sum(-1, keepdim=True))
 
 
 def argmax_with_softmax(tree: TokenTree) -> TokenTree:
-    """A chosen token, declared as drawn."""
+    """A chosen token that is declared as sampled."""
     return TokenTree(tree.q[:1].argmax(-1), (-1,), Draw.IID, tree.q[:1])
 
 
@@ -97,7 +97,7 @@ def test_a_drafter_with_a_wrong_declared_distribution(
 
 
 class NoResidual(Verifier):
-    """Refused drafts are replaced by a draw from p itself."""
+    """Rejected drafts are replaced by samples from p itself."""
 
     def rule_probabilities(
         self, probs: torch.Tensor, spans: Sequence[Span]
@@ -111,7 +111,7 @@ class NoResidual(Verifier):
 
 
 class Lenient(Verifier):
-    """Accepts whatever it likes every other time."""
+    """Accepts arbitrary tokens every other time."""
 
     def _decide(self, scores: torch.Tensor, rows: Rows, checks: Sequence[Span]) -> DeviceDecisions:
         decisions = super()._decide(scores, rows, checks)

@@ -107,7 +107,7 @@ def test_small_effort_settings_give_no_certificate(
 
 
 class Silent:
-    """Proposes nothing, whatever is asked of it."""
+    """Never proposes anything."""
 
     def __init__(self, drafter, empty) -> None:
         self._drafter, self._empty = drafter, empty

@@ -16,7 +16,7 @@ PROBS = torch.tensor([0.02, 0.5, 0.0, 0.3, 0.01, 0.17])
     ("samples", "tokens"), [(50, [1, 3]), (200, [1, 3, 5]), (333, [1, 3, 5]), (17, [1])]
 )
 def test_cells_are_likely_tokens_and_one_for_the_others(samples: int, tokens: list[int]) -> None:
-    """Likely are those that five of the samples should have."""
+    """Tokens are likely if five samples are expected."""
     moved, least = PROBS.roll(1), 5 / samples
     cells = Cells.of(PROBS, moved, samples)
     assert cells.likely == tokens

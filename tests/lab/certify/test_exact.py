@@ -46,7 +46,7 @@ STEPS = {
 
 
 def distances(verifier: Verifier, over: SmallStep) -> list[float]:
-    """In the kernels where they can decide, then in torch; at either end of the intervals."""
+    """With the kernels if they can decide and with torch, at both ends of the intervals."""
     found = [over.distance(verifier, *way) for way in product(_PARAMS, (False, True))]
     assert min(outcomes for _, outcomes in found) > 10
     return [distance for distance, _ in found]
@@ -70,7 +70,7 @@ def test_drafts_are_a_distribution(name: str) -> None:
 
 
 def test_a_wrong_draft_distribution_is_detected() -> None:
-    """The verifier is told another distribution than the drafts were drawn from."""
+    """The verifier gets another distribution than that from which the drafts were sampled."""
 
     class Misled(Verifier):
         def __call__(self, logits, spans, greedy=None):
@@ -162,7 +162,7 @@ def test_a_draft_that_has_run_out_of_tokens() -> None:
 
 
 def test_a_missing_residual_is_detected() -> None:
-    """What ends a step behind a refused draft is drawn from p itself."""
+    """The token after a rejected draft is sampled from p itself."""
 
     class NoResidual(Verifier):
         def rule_probabilities(self, probs, spans):

@@ -63,7 +63,7 @@ def test_a_correct_server_is_certified(compared: bool) -> None:
     ids=["records", "strict", "cuts"],
 )
 def test_formats_of_other_servers_are_accepted(planted: PlantedServer) -> None:
-    """llama.cpp's layout of logprobs, its top-k of its own, and OpenAI's refusals."""
+    """llama.cpp's format of logprobs, its default top-k, and OpenAI's refusals."""
     certificate = outcome(planted, effort=Effort(requests=250, max_tokens=24))
     assert certificate.lossless, (certificate.verdict, certificate.problems)
     assert certificate.rows("tests")[0].samples > 200

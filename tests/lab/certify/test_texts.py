@@ -38,7 +38,7 @@ def test_text_after_a_tie_is_compared(
     ties: int,
     bugs: int,
 ) -> None:
-    """A first text that parts at token 2 by a tie; later ones as ``second`` says."""
+    """The first text differs at token 2 by a tie; later texts are given by ``second``."""
     llm = on_reference
     subject = Certifier(llm, prompts, PARAMS)
     ((plain, _),) = decode(llm.engine, [text], 0)
@@ -68,7 +68,7 @@ def test_text_after_a_tie_is_compared(
 
 
 def test_decoding_continues_given_output(llm: LLM, text: Start) -> None:
-    """With penalties on the output: what is given counts as output, not as prompt."""
+    """With penalties on the output: given tokens count as output, not as prompt."""
     params = SamplingParams(max_tokens=12, frequency_penalty=1.5)
     text = replace(text, params=params)
     ((whole, counts),) = decode(llm.engine, [text], 2)

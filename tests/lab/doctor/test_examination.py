@@ -189,7 +189,7 @@ def test_quantised_weights(copy: Copy) -> None:
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_memory_of_a_model_quantised_when_loaded(precision: str, backend: str) -> None:
-    """By the numbers that a loaded model says of itself."""
+    """Compares with the numbers of a loaded model."""
     plain = examine(TARGET, dtype="float32", device="cpu")
     rounded = examine(TARGET, dtype="float32", device="cpu", quantize=precision)
     noticed = only(rounded, "quantised-when-loaded")

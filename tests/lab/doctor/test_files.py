@@ -27,7 +27,7 @@ def test_files_without_a_table(copy: Copy, content: bytes) -> None:
 def on_the_hub(
     monkeypatch: pytest.MonkeyPatch, folder: Path, local: bool, headers: dict[str, Any] | None
 ) -> list[Any]:
-    """A hub whose one model lies in ``folder``; returns the patterns that were asked for."""
+    """A hub whose only model is in ``folder``; returns the requested file patterns."""
     asked: list[Any] = []
 
     def snapshot(name: str, local_files_only: bool = False, allow_patterns: Any = None) -> str:

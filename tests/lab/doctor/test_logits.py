@@ -30,7 +30,7 @@ needs_kernels = pytest.mark.skipif(not are_kernels_here(), reason="there are no 
 
 
 def write(folder: Path, config: Any) -> str:
-    """A random model whose weights make every part of it matter."""
+    """A random model whose weights are so large that every part affects the logits."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

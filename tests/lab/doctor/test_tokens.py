@@ -56,7 +56,7 @@ def test_a_draft_with_fewer_rows_than_the_target(copy: Copy) -> None:
 
 
 def rows(folder: Folder, count: int) -> Folder:
-    """Cut or pad the embedding to so many rows."""
+    """Cut or pad the embedding to this number of rows."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         old = tensors["model.embed_tokens.weight"]

@@ -172,7 +172,7 @@ def test_block_drafters_that_an_engine_cannot_run(
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
 def test_causal_blocks_are_recorded(to: str, tmp_path: Path) -> None:
-    """JetSpec's, in the only option that both engines read."""
+    """Causal blocks (JetSpec), in the only option that both engines read."""
     config = replace(load_block("paceline/tiny-dflash", TINY, "dflash").config, causal=True)
     save_block(BlockHead(config), tmp_path / "head")
     exported(to, f"dflash:{tmp_path / 'head'}", tmp_path / "out")
@@ -306,7 +306,7 @@ def test_the_openvino_program_is_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
 @pytest.mark.parametrize("draft", [f"{HEAD},nodes=0", "paceline/tiny-draft", *BLOCKS])
 def test_an_export_can_be_imported(tmp_path: Path, to: str, draft: str) -> None:
-    """Our own file goes out and comes in, with the layers that it had."""
+    """An exported file is imported with the same feature layers."""
     exported(to, draft, tmp_path)
     taken = foreign_of(f"@{tmp_path}/export.json")
     assert taken is not None

@@ -74,7 +74,7 @@ def test_what_is_exported_is_parsed_to_what_was_meant(
 def test_its_reader_takes_the_layers_and_blocks_of_a_head(
     folder: str, kind: str, tmp_path: Path
 ) -> None:
-    """As they are here: counted by what layers put out, one less."""
+    """The feature layers numbered by outputs, which is one less."""
     spec = parse_draft(f"{kind}:paceline/tiny-{kind}")
     export("sglang", "paceline/tiny", str(spec), draft_length=4, out=tmp_path)
     run = parsed(folder, ["head", str(tmp_path / "head")])

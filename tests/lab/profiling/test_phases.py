@@ -19,7 +19,7 @@ from paceline.lab.profiling.steady import Share
 
 
 def work(size: float = 0.0, flops: float = 0.0, passes: float = 1.0) -> Work:
-    """Of a step: bytes of weights, read so often."""
+    """The work of a step that reads these bytes of weights this many times."""
     elements = size / 2
     return Work(
         ops=400,
@@ -104,7 +104,7 @@ def test_an_empty_phase_is_no_division_by_zero() -> None:
 
 
 def divided(share: Share, product_seconds: float = 0.0) -> tuple[float, float, float]:
-    """A second of a phase, by what it did in ten profiled steps."""
+    """How a second of a phase is split, from ten profiled steps."""
     return share.split(1.0, product_seconds, steps=10)
 
 

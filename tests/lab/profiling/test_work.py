@@ -19,7 +19,7 @@ WEIGHTS = LAYERS * PER_LAYER + VOCAB * WIDTH
 
 
 def forward_of(model: CausalModel, coded: bool = False) -> Work:
-    """One pending token and two nodes behind five cached tokens, in float32."""
+    """One pending token and two nodes after five cached tokens, in float32."""
     cache = PagedCache(model.cache_shapes, 4, 16, torch.int8 if coded else model.dtype, "cpu")
     cache.admit(1, [0])
     cache.reserve(1, CONTEXT + ROWS)
@@ -65,7 +65,7 @@ def test_a_view_reads_none_of_the_layers_that_it_skips() -> None:
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_an_outer_product_reads_no_weight(inference: bool) -> None:
-    """Older transformers multiply frequencies and positions of rope so."""
+    """How older transformers multiply frequencies and positions of RoPE."""
     counter = WorkCounter()
     with torch.inference_mode(inference), counter.phase("step"):
         torch.ones(1, HEAD // 2, 1) @ torch.ones(1, 1, ROWS)

@@ -47,7 +47,7 @@ def test_terminal() -> None:
 
 
 def test_no_heading_breaks_on_a_narrow_screen() -> None:
-    """A wide table is printed in parts, and each begins with what tells the rows apart."""
+    """A wide table is printed in parts, each of which begins with the columns that identify a row."""
     out, names = io.StringIO(), [f"long_name_{n}" for n in range(12)]
     rows = [[4, method, *(f"{n}.00x" for n in range(12))] for method in ("plain", "ngram")]
     print_table(
@@ -71,7 +71,7 @@ def test_a_note_is_as_wide_as_the_screen_below_a_narrow_table() -> None:
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_no_word_breaks_on_a_narrow_screen(width: int) -> None:
-    """Columns of long texts share what is left; the widest word of each fits."""
+    """Columns of long texts share the remaining width; the widest word of each fits."""
     found = "drafts 3,072 of the target's 4,096 tokens"
     consequence = "Tokens outside the draft vocabulary are never drafted: right for other names."
     cure = "Nothing to do unless your text is of another kind than the training data."
@@ -124,7 +124,7 @@ def test_table_with_title_and_note() -> None:
 
 
 def test_a_column_is_described_once() -> None:
-    """With a key it is in JSON, with a heading in tables; what is not known is an empty cell."""
+    """With a key it is in JSON, with a heading in tables; an unknown value is an empty cell."""
     columns = (
         Column("speed", "tok/s", "rate.median", "{:.0f}".format),
         Column("share", "", "share", stored=str),

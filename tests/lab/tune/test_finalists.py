@@ -33,7 +33,7 @@ PLAIN = Finalist("plain", "none", 0)
 def trial(
     label: str, speedup: float, passes: bool = True, levels: int = 4, family: str = ""
 ) -> DrafterTrial:
-    """One in which every draft had so many levels."""
+    """A trial in which every draft had this depth."""
     counts = {"drafted": 10 * levels, "levels": 10 * levels, "reached_at": [10], "accepted_at": [9]}
     costs = {label: PassCosts((1,), (0.1,))} if passes else {}
     one = DrafterCandidate(label, label, family or label)
@@ -61,7 +61,7 @@ def of_spec(spec: str, length: int | str) -> Finalist:
 
 
 def confirm_by_hand(outcome: TuningOutcome, ratios: Sequence[float]) -> None:
-    """One round in which the finalists had these speeds by plain decoding's."""
+    """A round in which the finalists had these speeds relative to plain decoding."""
     runs = {
         finalist.key: timed(1 / ratio, drafted=9)
         for finalist, ratio in zip(outcome.finalists, ratios, strict=True)

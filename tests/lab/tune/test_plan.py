@@ -52,7 +52,7 @@ def words(count: int) -> list[BenchPrompt]:
 
 
 def rows_are_cheap(*args: Any, **options: Any) -> TargetCosts:
-    """Measures as always, but says that a forward takes 1 ms, and a further row a hundredth."""
+    """Measures as usual, but returns 1 ms per forward and a hundredth of that per further row."""
     costs = measure_target(*args, **options)
     curve = CostCurve((1, 25), (1e-3, 1.24e-3))
     return replace(costs, curves=(curve,) * len(costs.batches))
