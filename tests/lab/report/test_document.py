@@ -47,7 +47,7 @@ def test_terminal() -> None:
 
 
 def test_no_heading_breaks_on_a_narrow_screen() -> None:
-    """A wide table is printed in parts, each of which begins with the columns that identify a row."""
+    """A wide table is printed in parts, which all have the columns that identify a row."""
     out, names = io.StringIO(), [f"long_name_{n}" for n in range(12)]
     rows = [[4, method, *(f"{n}.00x" for n in range(12))] for method in ("plain", "ngram")]
     print_table(
