@@ -65,7 +65,7 @@ from paceline.lab.bench.prompts import evenly, interleave
 from paceline.lab.bench.result import machine_of
 from paceline.lab.report.render import print_report, write
 from paceline.llm import LLM
-from prompts import ALL_SUITES, FOLDER, at_hand, load_suites
+from prompts import ALL_SUITES, FOLDER, available_suites, load_suites
 from rows import Weights, specs_of, weights_of, write_useless
 from waves import WaveEngine, texts_of, together
 
@@ -203,7 +203,7 @@ class Bench:
         self.began = time.perf_counter()
         self.weights = weights_of(args)
         self.specs = chosen_specs(args, self.weights)
-        args.sets = at_hand(args.prompts_dir, args.sets)
+        args.sets = available_suites(args.prompts_dir, args.sets)
         self.settings = {
             key: getattr(args, key)
             for key in ("pair", "weights", "form", "sets", "prompts", "later", "again", "tokens")

@@ -11,7 +11,7 @@ Each figure is the median over rounds of the milliseconds of one forward of a ch
 backend. With ``--quantize`` the native backend runs weights of 8 or 4 bits, the reference plain
 ones, because its code for quantised weights is slow. With ``--kv-cache-dtype`` the native backend
 runs twice, with unquantised and with 8-bit keys and values. The last line says how fast the native
-backend's one row reads weights and cache, beside a plain sum over memory in the same run."""
+backend's one row reads weights and cache, compared with a sum over memory in the same run."""
 
 from __future__ import annotations
 

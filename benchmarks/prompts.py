@@ -49,7 +49,7 @@ def read_suites(folder: str | Path, names: Sequence[str]) -> dict[str, list[Benc
     return suites
 
 
-def at_hand(folder: str | Path, suites: Sequence[str]) -> list[str]:
+def available_suites(folder: str | Path, suites: Sequence[str]) -> list[str]:
     """The suites with a file or shipped prompts; if there are none, all shipped suites. A message
     names those that are left out."""
     missing = [name for name in suites if not _source(folder, name)[0].is_file()]

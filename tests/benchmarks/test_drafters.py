@@ -13,7 +13,7 @@ from inflate import Sizes
 from paceline.core.params import SamplingParams
 from paceline.lab.report.render import write
 from paceline.llm import LLM
-from prompts import ALL_SUITES, SHIPPED, at_hand
+from prompts import ALL_SUITES, SHIPPED, available_suites
 from rows import Weights, skip_option, specs_of, weights_of
 from support.engine_models import write_pair
 from support.random_heads import write_eagle
@@ -263,9 +263,9 @@ def test_the_inflated_pair_is_written_if_missing(
 
 def test_missing_sets_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "spec_bench.jsonl").write_text("{}")
-    assert at_hand(tmp_path, ["gsm8k", "qa", "rag"]) == ["qa", "rag"]
+    assert available_suites(tmp_path, ["gsm8k", "qa", "rag"]) == ["qa", "rag"]
     assert f"left out gsm8k: not in {tmp_path}\n" in capsys.readouterr().err
-    assert at_hand(tmp_path, ["gsm8k"]) == [*SHIPPED]
+    assert available_suites(tmp_path, ["gsm8k"]) == [*SHIPPED]
     assert "using the shipped prompts of stories" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""The demo's prompts and figures: one prompt a row, plain decoding beside decoding with drafts."""
+"""The demo's prompts and figures: a row per prompt compares plain decoding with drafts."""
 
 from __future__ import annotations
 

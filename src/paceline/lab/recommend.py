@@ -73,16 +73,16 @@ class PricedForm:
         return f" --quantize {self.precision}" if self.precision else ""
 
 
-_yes = {True: "yes", False: "no"}.__getitem__
+_yes_or_no = {True: "yes", False: "no"}.__getitem__
 _FORMS = (
     Column("name", "form"),
     Column("quantize", path="precision"),
     Column("draft"),
     Column("tokens_per_second", "tokens/s", "rate", "{:.3g}".format),
-    Column("keeps_text", "keeps the text", shown=_yes),
+    Column("keeps_text", "keeps the text", shown=_yes_or_no),
     Column("memory_bytes", "memory", "memory", machine.size),
     Column("loading_bytes", "while loading", "loading", machine.size),
-    Column("fits", "fits", shown=_yes),
+    Column("fits", "fits", shown=_yes_or_no),
 )
 
 
@@ -159,7 +159,7 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
     composed = compose_auto(model, setting, budget - process - plain.weights)
     drafts = [(spec, folder_of(spec)) for spec, _ in composed.taken]
     _, drafted = check_drafts(drafts, model, setting, plain)
-    # Of the made-up model and of the toy, on which it is measured, nothing is shown.
+    # The stages of measuring the sample model and the toy are not shown.
     with stage("measuring this machine"), listening(Listener()):
         sample, added = _sample(model, setting.loaded), _added()
         asked = {8 * setting.width: None} | {bits: precision for precision, bits in BITS.items()}
@@ -167,7 +167,7 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
         prices = {bits: curve for bits, (curve, _) in measured.items()}
 
     def forward(bits: int, size: float) -> CostCurve:
-        """One that reads ``size`` bytes of weights in so many bits."""
+        """The cost of a forward that reads ``size`` bytes of weights of ``bits`` bits."""
         price = prices[min(n for n in prices if n >= min(bits, *prices))]
         return replace(price, seconds=tuple(size * second for second in price.seconds))
 
@@ -180,7 +180,7 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
             rates += [_drafted(spec, step, passes) for spec, _ in drafts if spec.acceptance]
         cache = needs.cache_bytes * min(_CONTEXT, model.max_positions)
         total = process + needs.weights + cache
-        # Pages of the files are given up on demand.
+        # The system drops pages of the files when memory is short.
         peak = max(total, process + needs.loading - model.files.stored_bytes)
         return PricedForm(
             title, how.precision(model), draft, max(rates), total, peak, peak <= budget
@@ -203,13 +203,13 @@ def _model(name: str) -> Model:
 
 
 def _read_bytes(model: Model, setting: Setting) -> float:
-    """Of the weights that a plain step reads: of an embedding it is one row, of experts few."""
+    """Bytes of weights that a plain step reads: without the embedding and unused experts."""
     embedded = model.vocab_size * model.hidden_size
     named = model.skeleton.named_parameters()
     experts: int = sum(numbers.numel() for key, numbers in named if ".experts." in key)
-    there: int = next((n for key in _EXPERTS if (n := getattr(model.config, key, 0))), 1)
-    asked: int = getattr(model.config, "num_experts_per_tok", None) or there
-    idle = (1 - asked / there) * experts / (model.parameters - embedded)
+    total: int = next((n for key in _EXPERTS if (n := getattr(model.config, key, 0))), 1)
+    active: int = getattr(model.config, "num_experts_per_tok", None) or total
+    idle = (1 - active / total) * experts / (model.parameters - embedded)
     return (1 - idle) * (machine.weight_bytes(model, setting) - embedded * setting.width)
 
 

@@ -86,7 +86,7 @@ def examine(
         draft_setting = replace(setting, kernels=kernels)
     for name, folder in (lora or {}).items():
         count, rank = adapter_size(name, folder)
-        # With the kernels a packed copy of the adapter is kept beside the original.
+        # With the kernels a packed copy of the adapter is kept as well.
         size = count * setting.width * (2 if setting.kernels else 1)
         needs = replace(needs, weights=needs.weights + size)
         values: Any = {"size": machine.size(size), "count": count, "rank": rank}

@@ -151,8 +151,8 @@ def _llama_cpp(export: Export) -> None:
         draft_file = _gguf(export, export.draft_path, "draft.gguf")
         flags = ["--spec-type", "draft-simple", "-md", draft_file]
     elif isinstance(draft, Eagle) and draft.version == 3:
-        head, beside = export.write_eagle(draft, "eagle"), export.target_path
-        draft_file = _gguf(export, head, "head.gguf", "--target-model-dir", beside)
+        head, target_folder = export.write_eagle(draft, "eagle"), export.target_path
+        draft_file = _gguf(export, head, "head.gguf", "--target-model-dir", target_folder)
         flags = ["--spec-type", "draft-eagle3", "-md", draft_file]
     elif isinstance(draft, NGram):
         flags = ["--spec-type", "ngram-simple"]
