@@ -116,11 +116,11 @@ def forced_tokens(matcher: Matcher, tokens: Sequence[int]) -> int:
     count = position = 0
     while position < len(tokens):
         pairs = zip(matcher.forced_tokens(), tokens[position:], strict=False)
-        right = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
-        if right is None:
-            right = min(len(matcher.forced_tokens()), len(tokens) - position)
-        matcher.consume(tokens[position : position + max(right, 1)])
-        position, count = position + max(right, 1), count + right
+        matching = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
+        if matching is None:
+            matching = min(len(matcher.forced_tokens()), len(tokens) - position)
+        matcher.consume(tokens[position : position + max(matching, 1)])
+        position, count = position + max(matching, 1), count + matching
     return count
 
 
@@ -130,37 +130,37 @@ def main() -> None:
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    real = Matcher.forced
-    ways = {False: lambda *_: (), True: real}
-    engines = {forced: LLM(args.model, draft=args.draft) for forced in ways}
+    original = Matcher.forced
+    methods = {False: lambda *_: (), True: original}
+    engines = {forced: LLM(args.model, draft=args.draft) for forced in methods}
     compiler = engines[True]._grammars
-    total = dict.fromkeys(ways, 0.0)
+    total = dict.fromkeys(methods, 0.0)
     gains = {}
-    for case, (schema, asks) in CASES.items():
-        seconds, steps = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
-        tokens = sure = 0
+    for case, (schema, questions) in CASES.items():
+        seconds, steps = dict.fromkeys(methods, 0.0), dict.fromkeys(methods, 0)
+        tokens = forced_count = 0
         system = "Answer in JSON that fits this schema: " + json.dumps(schema)
-        for seed, ask in enumerate(asks):
+        for seed, question in enumerate(questions):
             grammar = Grammar.json(schema)
             sampled = {"temperature": args.temperature, "seed": seed}
             params = SamplingParams(grammar=grammar, max_tokens=200, **sampled)
-            chat = [{"role": "system", "content": system}, {"role": "user", "content": ask}]
+            chat = [{"role": "system", "content": system}, {"role": "user", "content": question}]
             texts = []
-            for forced in sorted(ways, reverse=bool(seed % 2)):
-                Matcher.forced = ways[forced]  # type: ignore[method-assign,assignment]
+            for forced in sorted(methods, reverse=bool(seed % 2)):
+                Matcher.forced = methods[forced]  # type: ignore[method-assign,assignment]
                 (done,) = engines[forced].chat(chat, params)
                 seconds[forced] += done.stats.arrivals[-1][0] - done.stats.arrivals[0][0]
                 steps[forced] += done.stats.target_steps
                 texts.append(done.token_ids)
-            assert texts[0] == texts[1], f"{case}: another text"
-            Matcher.forced = real  # type: ignore[method-assign]
+            assert texts[0] == texts[1], f"{case}: the texts differ"
+            Matcher.forced = original  # type: ignore[method-assign]
             tokens += len(done.token_ids)
-            sure += forced_tokens(compiler.matcher(grammar), done.token_ids)
-        for forced in ways:
+            forced_count += forced_tokens(compiler.matcher(grammar), done.token_ids)
+        for forced in methods:
             total[forced] += seconds[forced]
         gains[case] = {
             "speedup": round(seconds[False] / seconds[True], 2),
-            "forced": round(sure / tokens, 2),
+            "forced": round(forced_count / tokens, 2),
             "tokens": tokens,
             "steps": [*steps.values()],
             "ms_per_token": [round(1e3 * s / tokens, 2) for s in seconds.values()],
