@@ -291,7 +291,7 @@ class Bench:
             if draft == USELESS:
                 draft = write_useless(self.weights, self.scratch)
             try:
-                llm = self.base.beside(
+                llm = self.base.with_draft(
                     draft,
                     max_batch_size=cell.batch,
                     draft_length=length,
@@ -334,7 +334,7 @@ class Bench:
         self.info(f"{cell.key}: {brief(record)}")
 
     def _warm_up(self, cell: Cell, prompts: list[Prompt]) -> None:
-        plain = self.base.beside(None, max_batch_size=cell.batch, prefix_sharing=False)
+        plain = self.base.with_draft(None, max_batch_size=cell.batch, prefix_sharing=False)
         params = [cell.params(prompt.index, WARM_UP) for prompt in prompts]
         together([WaveEngine(PLAIN, plain)], [prompt.ids for prompt in prompts], params)
         plain.close()

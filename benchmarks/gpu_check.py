@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     for kind, spec in {"none": "none", **specs(args.model)}.items():
         if args.only and kind not in args.only:
             continue
-        written = texts(plain.beside(spec, draft_length=4))
+        written = texts(plain.with_draft(spec, draft_length=4))
         differing = [name for name in PARAMS if written[name] != wanted[name]]
         wrong += [f"{kind} ({name})" for name in differing]
         console.print(

@@ -94,7 +94,9 @@ def decode(
     plain: LLM, draft: str, files: Sequence[Path], tokens: int, length: int, chats: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Figures and texts of chats, one after another, prefill included."""
-    llm = plain.beside(None if draft == "none" else draft, draft_length=length, max_batch_size=1)
+    llm = plain.with_draft(
+        None if draft == "none" else draft, draft_length=length, max_batch_size=1
+    )
     cold = ColdTarget(llm.engine.target, files)
     llm.engine.target = cold  # type: ignore[assignment]
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)

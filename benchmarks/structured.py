@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    original = Matcher.forced
+    original = Matcher.forced_tokens
     methods = {False: lambda *_: (), True: original}
     engines = {forced: LLM(args.model, draft=args.draft) for forced in methods}
     compiler = engines[True]._grammars
@@ -147,13 +147,13 @@ def main() -> None:
             chat = [{"role": "system", "content": system}, {"role": "user", "content": question}]
             texts = []
             for forced in sorted(methods, reverse=bool(seed % 2)):
-                Matcher.forced = methods[forced]  # type: ignore[method-assign,assignment]
+                Matcher.forced_tokens = methods[forced]  # type: ignore[method-assign,assignment]
                 (done,) = engines[forced].chat(chat, params)
                 seconds[forced] += done.stats.arrivals[-1][0] - done.stats.arrivals[0][0]
                 steps[forced] += done.stats.target_steps
                 texts.append(done.token_ids)
             assert texts[0] == texts[1], f"{case}: the texts differ"
-            Matcher.forced = original  # type: ignore[method-assign]
+            Matcher.forced_tokens = original  # type: ignore[method-assign]
             tokens += len(done.token_ids)
             forced_count += forced_tokens(compiler.matcher(grammar), done.token_ids)
         for forced in methods:

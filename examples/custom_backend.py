@@ -14,13 +14,13 @@ import torch
 
 from paceline import LLM, SamplingParams, register_backend
 from paceline.core.batch import Batch, ModelOutput, Span
-from paceline.model.backends.base import Adapted, Backend
+from paceline.model.backends.base import Backend, BackendModel
 from paceline.model.paged.cache import PagedCache
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
-def make(model: Adapted) -> Backend | str:
+def make(model: BackendModel) -> Backend | str:
     """The backend, or in a few words why it does not run this model."""
     if type(model.hf).__name__ != "LlamaForCausalLM":
         return f"{type(model.hf).__name__} is no Llama"
@@ -36,9 +36,9 @@ class NumpyLlama(Backend):
 
     name = "numpy"
     runs_torch = False
-    same_bits = True
+    batch_invariant = True
 
-    def __init__(self, model: Adapted) -> None:
+    def __init__(self, model: BackendModel) -> None:
         config, base = model.hf.config, model.hf.model
         self._rope = base.rotary_emb
         self._heads, self._eps = config.num_attention_heads, config.rms_norm_eps
@@ -94,7 +94,7 @@ class NumpyLlama(Backend):
         rows = _product(self._head, hidden.reshape(-1, hidden.shape[-1]).numpy())
         return torch.from_numpy(rows).view(*hidden.shape[:-1], -1)
 
-    def without(self, skipped: frozenset[int]) -> Backend:
+    def without_layers(self, skipped: frozenset[int]) -> Backend:
         other = copy.copy(self)
         other._skipped = skipped
         return other

@@ -21,8 +21,8 @@ llm = LLM(model)
 print(prompt + fast.text)
 print(f"{len(fast.token_ids)} tokens in {fast.stats.target_steps} forwards of the target")
 
-# The same weights without drafts; `beside` loads nothing again. On our kernels the texts are equal
+# The same weights without drafts: `with_draft` loads no model. On our kernels the texts are equal
 # bit for bit. Where torch runs the forwards (`paceline doctor` says which), a tie may turn in bf16.
-(plain,) = llm.beside(draft="none").generate(prompt, params)
+(plain,) = llm.with_draft(draft="none").generate(prompt, params)
 assert fast.token_ids == plain.token_ids
 print(f"without drafts the same text, in {plain.stats.target_steps} forwards")

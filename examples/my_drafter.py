@@ -14,7 +14,7 @@ class Repeat(DraftSpec):
 
     kind = "repeat"
     page = "https://example.org/repeat"
-    tried = "always"  # `paceline tune` tries it without being asked
+    tune_tries = "always"  # `paceline tune` tries it without being asked
     examples = ("repeat", "repeat:longest=4")  # specs that tests decode with
 
     longest: int = 16
@@ -34,7 +34,7 @@ class RepeatDrafter(LookupDrafter):
         super().__init__(device)
         self.longest, self.breaks = longest, breaks
 
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+    def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         """The drafted tokens, and the index of each one's parent among them."""
         tokens = list(item.seq.tokens)
         ends = [index for index, token in enumerate(tokens) if token in self.breaks]

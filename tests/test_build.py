@@ -124,4 +124,4 @@ def test_a_head_draws_trees_by_measured_prices(
 def test_what_is_looked_up_may_be_as_long_as_prices_are_known() -> None:
     llm = LLM("paceline/tiny", "suffix", dtype="float32")
     profile = llm.engine.controller.cost.drafters["suffix"]  # type: ignore[attr-defined]
-    assert profile.longest == 32
+    assert profile.max_length == 32

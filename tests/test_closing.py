@@ -51,7 +51,7 @@ stream = llm.stream("y", long)
 next(stream)
 waiting = llm.owner.requests
 async def main():
-    task = asyncio.create_task(AsyncLLM.over(llm).generate("z", long))
+    task = asyncio.create_task(AsyncLLM.from_llm(llm).generate("z", long))
     await asyncio.sleep(0.05)
 asyncio.run(main())
 print("over", flush=True)

@@ -128,7 +128,7 @@ def test_logits_processors_give_the_same_text_with_every_drafter(
     params = SamplingParams(max_tokens=20, logits_processors=(capitals,), **SAMPLED[sampled])
     (expected,) = plain.generate(PROMPT, params)
     assert [token % 2 for token in expected.token_ids[:4]] == [1, 0, 1, 0]
-    beside = plain.beside(SPECS[kind], draft_length=3)
+    beside = plain.with_draft(SPECS[kind], draft_length=3)
     assert beside.generate(PROMPT, params)[0].token_ids == expected.token_ids
 
 

@@ -51,7 +51,7 @@ def test_stream_joins_to_the_completion(llm: LLM) -> None:
 
 
 def test_without_a_draft_nothing_was_accepted_or_refused(llm: LLM) -> None:
-    plain = llm.beside(None)
+    plain = llm.with_draft(None)
     (completion,) = plain.generate(PROMPT, FREE)
     assert completion.stats.drafted_tokens == 0
     assert completion.stats.acceptance_rate is None

@@ -40,14 +40,14 @@ def defaults_of(table: type, place: str) -> dict[str, Any]:
     ("method", "place", "besides"),
     [
         (LLM.__init__, "LLM", {"self", "model", "draft", "config", "controller", "lora"}),
-        (LLM.beside, "beside", {"self", "draft", "controller"}),
+        (LLM.with_draft, "with_draft", {"self", "draft", "controller"}),
     ],
 )
 def test_the_keywords_of_an_llm(method: Callable[..., Any], place: str, besides: set[str]) -> None:
     parameters = inspect.signature(method).parameters
     keywords = {name: p.default for name, p in parameters.items() if name not in besides}
     assert keywords == defaults_of(EngineSettings, place)
-    docs = f"{LLM.__doc__}{LLM.beside.__doc__}"
+    docs = f"{LLM.__doc__}{LLM.with_draft.__doc__}"
     assert not [name for name in keywords if f"``{name}``" not in docs]
 
 

@@ -109,7 +109,7 @@ def test_each_thread_gets_the_answer_that_it_gets_alone(
 
 
 def test_coroutines_and_threads_share_the_steps(llm: LLM, alone: list[list[Answer]]) -> None:
-    both = AsyncLLM.over(llm)
+    both = AsyncLLM.from_llm(llm)
 
     async def streamed(number: int) -> list[Answer]:
         done = [e.completion async for e in both.stream(*asked(number)) if e.completion is not None]
@@ -210,7 +210,7 @@ def test_a_lost_engine_reaches_every_caller(llm: LLM, monkeypatch: pytest.Monkey
 def test_closing_ends_those_who_generate(
     llm: LLM, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = llm.beside(max_batch_size=4)
+    own = llm.with_draft(max_batch_size=4)
     begun, step = threading.Semaphore(0), own.engine.step
 
     def slow() -> Any:
@@ -242,7 +242,7 @@ def test_closing_ends_those_who_generate(
 
 def test_closing_from_within_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a signal handler may: the engine is let go of behind the step, and nothing waits."""
-    own = llm.beside()
+    own = llm.with_draft()
     forward = own.engine.forward
 
     def closing(*args: Any) -> Any:
@@ -312,7 +312,7 @@ def test_two_engines_in_two_threads(llm: LLM, alone: list[list[Answer]]) -> None
 
 def test_cancelling_a_coroutine_cancels_its_requests(llm: LLM) -> None:
     async def main() -> None:
-        both = AsyncLLM.over(llm)
+        both = AsyncLLM.from_llm(llm)
         task = asyncio.create_task(both.generate(TEXTS[0], LONG))
         stream = both.stream(TEXTS[1], LONG)
         assert (await anext(stream)).token_ids
@@ -335,7 +335,7 @@ def test_abort_returns_what_there_is(llm: LLM) -> None:
     whole = llm.generate(TEXTS[0], SamplingParams(max_tokens=200, ignore_eos=True))[0].token_ids
 
     async def main() -> None:
-        both = AsyncLLM.over(llm)
+        both = AsyncLLM.from_llm(llm)
         events = []
         async for event in both.stream(TEXTS[0], LONG, request_id="mine"):
             events.append(event)
@@ -360,7 +360,7 @@ def test_the_event_loop_goes_on(llm: LLM) -> None:
     async def main() -> int:
         ticks = 0
         params = SamplingParams(max_tokens=150, ignore_eos=True)
-        task = asyncio.create_task(AsyncLLM.over(llm).generate(list(TEXTS), params))
+        task = asyncio.create_task(AsyncLLM.from_llm(llm).generate(list(TEXTS), params))
         while not task.done():
             await asyncio.sleep(0.001)
             ticks += 1

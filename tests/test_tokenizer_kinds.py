@@ -199,7 +199,7 @@ def test_stop_strings_across_tokens(kind: Kind) -> None:
     stops = [stop for stop in stops if "\ufffd" not in stop][:6]
     assert len(stops) > 2
     params = [replace(SEEDED, stop=(stop,)) for stop in stops]
-    drafting = kind.llm.beside("ngram:min=1", draft_length=4)
+    drafting = kind.llm.with_draft("ngram:min=1", draft_length=4)
     for llm in (kind.llm, drafting):
         for stop, found in zip(stops, streamed(llm, [TEXT] * len(stops), params), strict=True):
             assert found.text == whole[: whole.index(stop)]
@@ -221,7 +221,7 @@ def test_stop_strings_of_cut_characters(kind: Kind) -> None:
 def test_drafts_change_nothing(kind: Kind) -> None:
     """Every kind with one of the two that look text up."""
     draft = ("ngram:min=1", "suffix")[list(MAKERS).index(kind.name) % 2]
-    llm = kind.llm.beside(draft, draft_length=4, max_batch_size=4)
+    llm = kind.llm.with_draft(draft, draft_length=4, max_batch_size=4)
     assert same_tokens(kind, llm, *params_list(kind)) > 0
     llm.close()
 
@@ -229,7 +229,7 @@ def test_drafts_change_nothing(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", TRANSLATED, indirect=True)
 def test_a_draft_of_the_same_kind(kind: Kind) -> None:
     """With more rows of logits than tokens, and with as many."""
-    llm = kind.llm.beside(f"model:{kind.noisy}", draft_length=4, max_batch_size=4)
+    llm = kind.llm.with_draft(f"model:{kind.noisy}", draft_length=4, max_batch_size=4)
     assert same_tokens(kind, llm, "greedy") > 0
     llm.close()
 
@@ -258,7 +258,7 @@ def test_grammars_with_drafts(kind: Kind) -> None:
     expected = kind.llm.generate(prompts, list(CONSTRAINED.values()))
     translated = ["model:{other}"] if kind.name in TRANSLATED else []
     for draft in ["ngram:min=1", *translated]:
-        llm = kind.llm.beside(draft.format(other=kind.other), draft_length=4)
+        llm = kind.llm.with_draft(draft.format(other=kind.other), draft_length=4)
         found = streamed(llm, prompts, list(CONSTRAINED.values()))
         for (name, _), ours, theirs in zip(CONSTRAINED, found, expected, strict=True):
             assert ours.token_ids == theirs.token_ids and ours.text == theirs.text
@@ -269,7 +269,7 @@ def test_grammars_with_drafts(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 def test_a_draft_of_another_kind(kind: Kind) -> None:
     for way in ("intersection", "string") if kind.name in TRANSLATED else ("intersection",):
-        llm = kind.llm.beside(f"model:{kind.other},vocab={way}", draft_length=4)
+        llm = kind.llm.with_draft(f"model:{kind.other},vocab={way}", draft_length=4)
         assert llm.draft_vocabulary is not None
         accepted = same_tokens(kind, llm, "greedy", "torn")
         assert accepted > 0 or way == "string"

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial, wraps
 from typing import Concatenate, ParamSpec
 
+from paceline.core.keywords import renamed
 from paceline.core.params import SamplingParams, shown
 from paceline.errors import ConfigError
 from paceline.llm import LLM, Lora, Prompt
@@ -25,6 +26,7 @@ def _as_llm(
     return wraps(LLM.__init__, ("__annotations__",))
 
 
+@renamed(over="from_llm")
 class AsyncLLM:
     """``LLM`` with ``await``: the requests of all coroutines share the engine's steps.
 
@@ -40,7 +42,7 @@ class AsyncLLM:
         self._calls: dict[object, list[Request]] = {}  # by request_id
 
     @classmethod
-    def over(cls, llm: LLM) -> AsyncLLM:
+    def from_llm(cls, llm: LLM) -> AsyncLLM:
         """Make an AsyncLLM that uses an existing LLM."""
         async_llm = cls.__new__(cls)
         async_llm.llm, async_llm._calls = llm, {}

@@ -296,13 +296,13 @@ def adaptive_controller(
             batches = sorted({1, costs.batches[-1]})
             seconds = measure(member.warm_up, batches, device, budget=_WARM_UP_SECONDS)
         kind = DRAFTERS.get(member.name, DraftSpec)
-        longest = max(options.max_draft_length, kind.deepest)
+        longest = max(options.max_draft_length, kind.max_useful_length)
         origin: Origin | None = getattr(member, "origin", None)
         stated = origin.stated if origin and member.passes(1) else None
         prior = kind.acceptance or (() if stated is None else (stated,))
         known = DrafterCosts.of(member, longest, seconds, _COSTLESS, prior)
         cost.add(name, known)
-        if isinstance(member, LookupDrafter) and member.offers:
+        if isinstance(member, LookupDrafter) and member.drafts_before_choice:
             lookups[name] = member
         return name
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
 from paceline.control.controller import Controller
 from paceline.core.batch import Commit
-from paceline.core.keywords import forgiving
+from paceline.core.keywords import forgiving, renamed
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SEQUENCE_IDS, SequenceState
 from paceline.core.stages import stage
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 
+@renamed(beside="with_draft")
 class LLM:
     """A target model, the drafters for it, and the engine that decodes with them.
 
@@ -101,7 +102,7 @@ class LLM:
 
     sampling_defaults: SamplingDefaults
     notes: tuple[str, ...] = ()  # for the user, about the set-up
-    known_costs: KnownCosts | None = None  # costs of the target, for ``beside``; None: measured
+    known_costs: KnownCosts | None = None  # costs of the target, for ``with_draft``; None: measured
     _ranks: Ranks | None = None  # set in the LLM that loaded the target, which ends them
 
     @forgiving("LLM")
@@ -169,7 +170,7 @@ class LLM:
                 parse_draft(spec)  # misspelt specs raise before anything is loaded
         with stage(f"loading {model}"):
             target = load_target(model, options)
-        self._ranks, notes = target.ranks, [target.note]
+        self._ranks, notes = target.ranks, [target.load_note]
         if tuned is not None and config is not None:
             tuned.check_model(target, config)
             if follows:
@@ -182,7 +183,7 @@ class LLM:
         self.adapters = Adapters(target, lora)
         self._assemble(target, load_tokenizer(model), draft, options)
 
-    def beside(
+    def with_draft(
         self,
         draft: DraftLike | Sequence[DraftLike] | None = None,
         *,
@@ -205,7 +206,7 @@ class LLM:
         """Another LLM over the same weights, with its own drafter, cache and settings, to compare
         settings without loading a model twice. ``max_draft_length`` limits the draft length "auto"
         (None: 8). The other arguments, and the errors, are those of the constructor."""
-        given = explicit(locals(), "beside")
+        given = explicit(locals(), "with_draft")
         known = self.known_costs
         options = EngineOptions(dtype=self._dtype, **given, controller=controller, known=known)
         other = LLM.__new__(LLM)

@@ -227,7 +227,7 @@ def test_seeded_texts_do_not_depend_on_the_drafter(pair: tuple[str, str]) -> Non
     llm = LLM(pair[0], draft="none", dtype="float32")
     both = [
         WaveEngine("plain", llm),
-        WaveEngine("draft", llm.beside(f"model:{pair[1]}", draft_length=2)),
+        WaveEngine("draft", llm.with_draft(f"model:{pair[1]}", draft_length=2)),
     ]
     plain, fast = together(both, [[3, 4, 5], [6, 7]], [cell.params(n, 9) for n in (5, 6)])
     counts = drafters._counts(fast, plain)

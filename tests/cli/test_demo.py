@@ -152,7 +152,7 @@ def test_both_take_turns_on_clocks_of_their_own(
 ) -> None:
     """Nobody's time holds the other's, or the drawing."""
     plain = LLM(tiny_pair.target, dtype="float32", draft="none")
-    fast = plain.beside(tiny_pair.draft, draft_length=2)
+    fast = plain.with_draft(tiny_pair.draft, draft_length=2)
     monkeypatch.setattr(demo_module, "_bars", lambda *drives: time.sleep(0.05) or "")
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     start = time.perf_counter()

@@ -124,7 +124,7 @@ def test_a_free_draft_is_tried_again_soon() -> None:
 
 def test_a_free_draft_may_be_twice_as_long() -> None:
     def longest(drafter: Guesser) -> int:
-        return DrafterCosts.of(drafter, 8, CostCurve((1,), (0.1,))).longest
+        return DrafterCosts.of(drafter, 8, CostCurve((1,), (0.1,))).max_length
 
     assert longest(Guesser("lookup", always(1.0))) == 16
     assert longest(Guesser("model", always(1.0), pass_seconds=0.1)) == 8
@@ -333,7 +333,7 @@ def test_reading_a_prompt_must_be_earned() -> None:
     """A level is worth its pass, but the drafter has not seen the long prompt."""
 
     def first(prompt: int, remaining: int) -> int:
-        reads = dataclasses.replace(profile(0.3), reads=True)
+        reads = dataclasses.replace(profile(0.3), needs_prefill=True)
         control = controlled(reads)
         drive(control, 0.7, 200, seq_id=7)  # it has shown what it is worth
         for _ in range(20):
@@ -349,7 +349,7 @@ def test_reading_a_prompt_must_be_earned() -> None:
 
 def test_a_head_that_follows_has_read_what_was_prefilled_again() -> None:
     """After a preemption that is the prompt and all of the answer so far."""
-    control = controlled(dataclasses.replace(profile(0.3), reads=True, follows=True))
+    control = controlled(dataclasses.replace(profile(0.3), needs_prefill=True, sees_prompts=True))
     control.cost.learn_reading("fake", 0.05 * 4096, 4096)
     request = seq()
     levels(control, [request])

@@ -17,7 +17,7 @@ from paceline.core.batch import Commit, Slice
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import Guess, LookupDrafter, Offer
+from paceline.draft.base import LookupDraft, LookupDrafter, Proposal
 from paceline.draft.hybrid import HybridDrafter
 from support.simulated_batch import Batches, Truth, steady
 from support.simulated_time import REST, STEP, TOKEN, Guesser, Machine, always, costs
@@ -40,7 +40,7 @@ def test_the_budget_is_a_share_of_the_time_and_bounded_both_ways() -> None:
 
 
 def test_a_member_that_must_read_first_is_charged_for_it() -> None:
-    reads = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1, 1024), (0.2, 10.43)), reads=True)
+    reads = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1, 1024), (0.2, 10.43)), needs_prefill=True)
     control = AdaptiveController(CostModel(costs(), {"model": reads}))
     request = SequenceState(0, [1] * 400, 400, SamplingParams(max_tokens=100), cached=399)
     fresh = control.draft_options(request, "model", 1)
@@ -57,8 +57,8 @@ class Sure(Guesser):
 
     match = 1
 
-    def guess(self, item: Slice) -> Guess:
-        tokens, parents = super().guess(item)
+    def propose_one(self, item: Slice) -> Proposal:
+        tokens, parents = super().propose_one(item)
         return tokens, parents, self.match
 
 
@@ -127,7 +127,7 @@ def test_rows_are_all_that_a_useless_look_up_costs() -> None:
 def test_a_draft_that_ends_early_is_priced_by_the_levels_it_has() -> None:
     """Three levels in the mean, always right: the deepest draft is asked for, whatever it would
     cost if it went on."""
-    costs_of = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1,), (0.3,)), ends_early=True)
+    costs_of = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1,), (0.3,)), stops_early=True)
     control = AdaptiveController(CostModel(costs(), {"model": costs_of}))
     request, asked = seq(), []
     for step in range(80):
@@ -146,7 +146,7 @@ def test_a_draft_that_ends_early_is_priced_by_the_levels_it_has() -> None:
 def test_drafts_that_end_early_are_longer_where_they_are_right() -> None:
     """Two sequences take turns: of the one six levels are drafted and right, of the other two, of
     which one is."""
-    costs_of = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1,), (0.3,)), ends_early=True)
+    costs_of = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1,), (0.3,)), stops_early=True)
     control = AdaptiveController(CostModel(costs(), {"model": costs_of}))
     requests, levels_of = (seq(0), seq(1)), (6, 2)
     for step in range(300):
@@ -163,7 +163,7 @@ def test_drafts_that_end_early_are_longer_where_they_are_right() -> None:
 def test_a_tree_that_ends_early_and_leaves_out_nodes_is_priced_by_what_it_has() -> None:
     """Four nodes a level at most, of which half are verified, in three levels in the mean."""
     nodes = tuple(4 * length for length in LENGTHS)
-    costs_of = DrafterCosts(nodes, LENGTHS, CostCurve((1,), (0.3,)), ends_early=True)
+    costs_of = DrafterCosts(nodes, LENGTHS, CostCurve((1,), (0.3,)), stops_early=True)
     cost = CostModel(costs(), {"head": costs_of})
     control, request, taken = AdaptiveController(cost), seq(), []
     for step in range(200):
@@ -347,7 +347,7 @@ def test_lookups_that_win_less_than_asking_takes_are_asked_in_one_of_some_steps(
     machine = Machine(HybridDrafter([lookup], "cpu"))
     asked = 0
 
-    def look(slices: Sequence[Slice]) -> list[Offer | None]:
+    def look(slices: Sequence[Slice]) -> list[LookupDraft | None]:
         nonlocal asked
         asked += 1
         return LookupDrafter.lookup(lookup, slices)

@@ -14,7 +14,7 @@ from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, Guess, LookupDrafter, Offer
+from paceline.draft.base import Drafter, LookupDraft, LookupDrafter, Proposal
 from paceline.draft.hybrid import HybridDrafter
 from paceline.drafters import DraftModel, Eagle3, Hybrid, NGram, parse_draft
 from paceline.errors import ConfigError
@@ -122,8 +122,8 @@ class Sure(Guesser):
     def __init__(self) -> None:
         super().__init__("sure", lambda position: 1.0 if position % 4 else 0.0)
 
-    def guess(self, item: Slice) -> Guess:
-        tokens, parents = super().guess(item)
+    def propose_one(self, item: Slice) -> Proposal:
+        tokens, parents = super().propose_one(item)
         return tokens, parents, 8 if len(item.seq.tokens) % 4 else 1
 
 
@@ -199,7 +199,7 @@ def test_what_was_cut_has_no_more_nodes_than_there_is_room_for() -> None:
         def max_nodes(self, length: int) -> int:
             return length + 1
 
-        def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
             return [5, 6, 7, 8], [-1, -1, -1, 0]
 
     wide = Wide()
@@ -209,9 +209,9 @@ def test_what_was_cut_has_no_more_nodes_than_there_is_room_for() -> None:
 
 
 def test_a_tree_is_cut_by_its_levels() -> None:
-    offer = Offer((5, 6, 7, 8), (-1, -1, 0, 2), 4)
+    offer = LookupDraft((5, 6, 7, 8), (-1, -1, 0, 2), 4)
     assert list(offer.nodes) == [0, 2, 3, 4]
-    assert offer.cut(1) == ([5, 6], (-1, -1)) and offer.cut(2) == ([5, 6, 7], (-1, -1, 0))
+    assert offer.truncate(1) == ([5, 6], (-1, -1)) and offer.truncate(2) == ([5, 6, 7], (-1, -1, 0))
 
 
 def test_nothing_is_learnt_from_what_a_grammar_forces() -> None:
@@ -220,7 +220,7 @@ def test_nothing_is_learnt_from_what_a_grammar_forces() -> None:
     class Half(LookupDrafter):
         name = "half"
 
-        def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int], int, int]:
+        def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int], int, int]:
             return [5, 6, 9, 9], [-1, 0, 1, 2], 1, 2
 
     cost = CostModel(TargetCosts((1,), (CostCurve((1,), (1.0,)),)))
@@ -230,7 +230,7 @@ def test_nothing_is_learnt_from_what_a_grammar_forces() -> None:
     for seq_id in range(1, 20):
         seqs = [SequenceState(seq_id, [1, 2], 2, SamplingParams(max_tokens=90), cached=1)]
         offers = follower.lookup(seqs, lambda seq: ["half"], 0, False)
-        assert offers is not None and offers[seq_id]["half"].certain == 2
+        assert offers is not None and offers[seq_id]["half"].forced_levels == 2
         seqs[0].tokens += [5, 6, 7]
         follower.forget(seq_id)
     after = cost.acceptance.of_all("half", 1).rates()
@@ -245,7 +245,7 @@ def test_a_model_behind_forced_text_learns_of_the_rest_alone() -> None:
             return (5, 6)
 
     model = Guesser("model", always(1.0), 0.1)
-    model.takes_forced = 8
+    model.max_forced_tokens = 8
     controller = controller_of(model)
     acceptance, lengths = controller.cost.acceptance.of_all(0), list[int]()
     before = acceptance.rates()[0]

@@ -253,14 +253,14 @@ def test_an_offloaded_target_whose_form_the_kernels_do_not_run(
     taken = LLM(str(folder), **how, **OPTIONS)
     if "quantized:int4" not in taken.drafts[0]:
         pytest.skip("no kernels here")
-    monkeypatch.setattr(CausalModel, "optimised", refusing)
+    monkeypatch.setattr(CausalModel, "use_requested_backend", refusing)
     llm = LLM(str(folder), **how, **OPTIONS)
     assert llm.drafts == (f"hybrid:suffix+ngram+eagle3:{folder}/eagle3",)
     assert "not quantized:int4: it takes the native kernels (no such layer)" in llm.notes[-1]
 
 
 def refusing(model: CausalModel) -> CausalModel:
-    model.refused = "no such layer"
+    model.backend_refusal = "no such layer"
     return model
 
 

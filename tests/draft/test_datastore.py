@@ -52,7 +52,7 @@ def guess(store: Store, text: list[int], length: int = 8, **options: Any) -> tup
     spec = Datastore(str(store.path), **options)
     seq = SequenceState(0, text, len(text), SamplingParams())
     drafter = DatastoreDrafter("cpu", spec, store)
-    return drafter.guess(cast(Slice, SimpleNamespace(seq=seq, draft_length=length)))
+    return drafter.propose_one(cast(Slice, SimpleNamespace(seq=seq, draft_length=length)))
 
 
 def searched(
@@ -231,7 +231,7 @@ def test_answers_that_were_stored_are_fast(tmp_path: Path, spec: str) -> None:
     file = tmp_path / "answers.datastore"
     ids = np.array(plain.tokenizer.encode("The dog") + list(wanted.token_ids))
     write(file, [ids], load_tokenizer("paceline/tiny"), 1)
-    llm = plain.beside(spec.format(datastore=file), draft_length=8)
+    llm = plain.with_draft(spec.format(datastore=file), draft_length=8)
     (found,) = llm.generate("The dog", params)
     assert found.token_ids == wanted.token_ids
     assert found.stats.mean_accepted_length > 3

@@ -35,7 +35,7 @@ def plain() -> LLM:
 
 @pytest.fixture(scope="module", params=SPECS)
 def drafted(plain: LLM, request: pytest.FixtureRequest) -> LLM:
-    return plain.beside(SPECS[request.param], draft_length=4, max_batch_size=4)
+    return plain.with_draft(SPECS[request.param], draft_length=4, max_batch_size=4)
 
 
 @pytest.mark.parametrize("distribution", PROBS)
@@ -56,7 +56,7 @@ def test_without_a_seed_it_is_still_the_targets_distribution(plain: LLM) -> None
     params = SamplingParams(grammar=GRAMMAR, max_tokens=24, temperature=2.0, n=150)
     counts = []
     for spec in (None, SPECS["chain"]):
-        llm = plain.beside(spec, draft_length=4, max_batch_size=32, seed=1)
+        llm = plain.with_draft(spec, draft_length=4, max_batch_size=32, seed=1)
         counts.append(Counter(json.loads(one.text) for one in llm.generate(PROMPTS[0], params)))
     first, second = (count[WORDS[0]] / 150 for count in counts)
     share = (first + second) / 2

@@ -96,7 +96,7 @@ def test_the_text_is_plain_decodings(
     target: LLM, expected: list[tuple[list[SamplingParams], list[list[int]]]], draft: str
 ) -> None:
     """Alone, and beside requests without a grammar; greedy and seeded, of any draft length."""
-    llm = target.beside(draft, max_batch_size=4)
+    llm = target.with_draft(draft, max_batch_size=4)
     for asked, texts in expected:
         for length in (None, 6):
             params = [replace(request, draft_length=length) for request in asked]
@@ -109,7 +109,7 @@ def test_the_text_is_plain_decodings(
 def test_keys_and_brackets_take_no_step_of_their_own(target: LLM) -> None:
     """N-grams find nothing here: the text has no repetition."""
     params = SamplingParams(max_tokens=80, grammar=Grammar.json(SCHEMA))
-    (drafted,) = target.beside("ngram:min=4").generate(PROMPT, params)
+    (drafted,) = target.with_draft("ngram:min=4").generate(PROMPT, params)
     assert drafted.stats.target_steps <= 0.6 * len(drafted.token_ids)
     matcher = target._grammars.matcher(params.grammar)
     assert matcher.forced_tokens()
@@ -133,10 +133,10 @@ def test_a_drafter_takes_them_into_its_chain(
         return real(self, *args)
 
     monkeypatch.setattr(drafter, "_run_spans", first)
-    for takes_forced in (0, 64):
+    for max_forced_tokens in (0, 64):
         passes.append(0)
-        monkeypatch.setattr(drafter, "takes_forced", takes_forced)
-        (done,) = target.beside(draft, draft_length=12).generate(PROMPT, params)
+        monkeypatch.setattr(drafter, "max_forced_tokens", max_forced_tokens)
+        (done,) = target.with_draft(draft, draft_length=12).generate(PROMPT, params)
         steps.append(done.stats.target_steps)
     assert steps[1] < steps[0]
     assert passes[-1] < 0.7 * done.stats.drafted_tokens
@@ -152,7 +152,7 @@ def test_drafts_go_on_behind_it(target: LLM, draft: str) -> None:
         for seed in (None, 3):
             asked = {"temperature": 0.0} if seed is None else {"temperature": 1.0, "seed": seed}
             params = SamplingParams(max_tokens=120, grammar=Grammar.json(schema), **asked)
-            llm = target.beside(draft, draft_length=12)
+            llm = target.with_draft(draft, draft_length=12)
             if not takes:
                 set_aside(llm.engine.drafter)
             (done,) = llm.generate(PROMPT, params)
@@ -167,7 +167,7 @@ def set_aside(drafter: Any) -> None:
     """Make the drafter leave forced tokens to a draft of their own."""
     for member in with_members(drafter):
         kind = type(member)
-        member.__class__ = type(kind.__name__, (kind,), {"takes_forced": Fixed()})
+        member.__class__ = type(kind.__name__, (kind,), {"max_forced_tokens": Fixed()})
 
 
 class Fixed:
@@ -189,7 +189,7 @@ def test_a_tree_has_room_for_what_is_forced(target: LLM, draft: str) -> None:
     params = SamplingParams(max_tokens=90, grammar=grammar, temperature=1.0)
     begun = 0
     for length in (2, 5, 9, 16):
-        llm = target.beside(draft, draft_length=length, max_batch_size=3, strict=True)
+        llm = target.with_draft(draft, draft_length=length, max_batch_size=3, strict=True)
         drafter = llm.engine.drafter
         real = drafter.propose
 
@@ -216,7 +216,7 @@ def test_a_tree_has_room_for_what_is_forced(target: LLM, draft: str) -> None:
 @pytest.mark.parametrize("draft", ["quantized", "paceline/tiny-draft"])
 def test_chains_end_with_the_text(target: LLM, draft: str, sampled: dict[str, Any]) -> None:
     """At most one token is drafted after the end of the text."""
-    llm = target.beside(draft, draft_length=16, seed=0)
+    llm = target.with_draft(draft, draft_length=16, seed=0)
     params = SamplingParams(max_tokens=40, grammar=Grammar("regex", "(ab|cde)"), **sampled)
     for done in llm.generate([PROMPT] * 3, params):
         assert 0 < done.stats.drafted_tokens <= (len("cde") + 1) * done.stats.target_steps
@@ -226,7 +226,7 @@ def test_chains_end_where_they_are_unlikely(
     target: LLM, expected: list[tuple[list[SamplingParams], list[list[int]]]], monkeypatch: Any
 ) -> None:
     """Chains along a grammar end early, too, and their verdicts calibrate the drafter."""
-    llm = target.beside("quantized", draft_length=12)
+    llm = target.with_draft("quantized", draft_length=12)
     drafter, passes = llm.engine.drafter, list[int]()
     assert isinstance(drafter, SelfDrafter)
     real, learnt = SelfDrafter._run_spans, drafter._calibrations.of(SamplingParams()).power
@@ -282,7 +282,7 @@ def test_forced_text_is_tokenised_as_the_tokenizer_does(target: LLM, name: str) 
 
 @pytest.mark.parametrize("draft", ["ngram", "quantized"])
 def test_unseeded_sampling_follows_the_grammar(target: LLM, draft: str) -> None:
-    llm = target.beside(draft, seed=2)
+    llm = target.with_draft(draft, seed=2)
     params = SamplingParams(max_tokens=80, temperature=1.0, grammar=Grammar.json(SCHEMA))
     for completion in llm.generate([PROMPT] * 4, params):
         assert set(json.loads(completion.text)) == {"name", "postal_address"}

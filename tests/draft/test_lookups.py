@@ -11,7 +11,7 @@ import pytest
 from paceline.core.batch import Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import Guess, LookupDrafter
+from paceline.draft.base import LookupDrafter, Proposal
 from paceline.draft.lookahead import LookaheadDrafter
 from paceline.draft.ngram import NGramDrafter
 from paceline.draft.recycling import RecyclingDrafter
@@ -60,7 +60,7 @@ def test_forgetting_one_sequence_keeps_the_offers_of_others() -> None:
         name = "counting"
         asked: list[int]
 
-        def guess(self, item: Slice) -> Guess:
+        def propose_one(self, item: Slice) -> Proposal:
             self.asked.append(item.seq.seq_id)
             return (7, 8), (-1, 0)
 

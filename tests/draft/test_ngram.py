@@ -42,7 +42,7 @@ def test_the_latest_longest_match_is_continued() -> None:
     drafter = NGramDrafter("cpu", NGram(min=1, max=3, length=3, candidates=1))
     seq = request([1, 2, 7, 8, 9, 1, 2, 4, 5, 6, 3, 2, 4, 1, 2])
     (offer,) = drafter.lookup([Slice(seq, 1, 8)])
-    assert offer is not None and offer.confidence == 2
+    assert offer is not None and offer.match_length == 2
     tree = propose(drafter, seq)
     assert tree.tokens.tolist() == [4, 5, 6]
     assert tree.parents == (-1, 0, 1)

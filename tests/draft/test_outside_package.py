@@ -31,7 +31,7 @@ plain = LLM("paceline/tiny", dtype="float32", draft_length=4)
 bias = {{end: 60.0}}  # empty lines without end: the last one comes again
 (wanted,) = plain.generate({LINES!r}, SamplingParams(max_tokens=24, logit_bias=bias))
 for draft in ("repeat", Repeat(longest=3), Hybrid(NGram(min=3), Repeat()), ["ngram", "repeat"]):
-    llm = plain.beside(draft, draft_length=4)
+    llm = plain.with_draft(draft, draft_length=4)
     own = SamplingParams(max_tokens=24, logit_bias=bias, drafter=llm.drafters[-1])
     (found,) = llm.generate({LINES!r}, own)
     assert found.token_ids == wanted.token_ids and found.stats.accepted_tokens > 0, draft

@@ -43,7 +43,7 @@ def test_the_text_is_that_of_plain_decoding(
     plain: LLM, pair: tuple[str, str], options: str, sampling: dict[str, float]
 ) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True, **sampling)  # type: ignore[arg-type]
-    drafted = plain.beside(f"model:{pair[1]}{options}", draft_length=4, max_batch_size=2)
+    drafted = plain.with_draft(f"model:{pair[1]}{options}", draft_length=4, max_batch_size=2)
     assert isinstance(drafted.engine.drafter, ParallelDrafter)
     assert drafted.engine.drafter.passes(4) == 1
     texts = [[one.token_ids for one in llm.generate(PROMPTS, params)] for llm in (plain, drafted)]
@@ -52,7 +52,7 @@ def test_the_text_is_that_of_plain_decoding(
 
 
 def test_chains_equal_the_dense_computation(plain: LLM, pair: tuple[str, str]) -> None:
-    drafted = plain.beside(f"model:{pair[1]}", draft_length=4, max_batch_size=2)
+    drafted = plain.with_draft(f"model:{pair[1]}", draft_length=4, max_batch_size=2)
     drafter, seen = drafted.engine.drafter, list[tuple[list[int], list[int]]]()
     assert isinstance(drafter, ParallelDrafter)
     propose = drafter.propose
@@ -79,8 +79,8 @@ def test_off_and_a_mask_that_is_no_token(plain: LLM, tmp_path: Path) -> None:
     _, draft = write_pair(tmp_path)
     name_mask(draft, 10_000)
     with pytest.raises(ConfigError, match="has 10000 as the token for parallel drafting"):
-        plain.beside(f"model:{draft}")
-    alone = plain.beside(f"model:{draft},parallel=off", draft_length=4)
+        plain.with_draft(f"model:{draft}")
+    alone = plain.with_draft(f"model:{draft},parallel=off", draft_length=4)
     assert alone.engine.drafter.passes(4) == 4
 
 

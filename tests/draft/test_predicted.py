@@ -27,7 +27,7 @@ def test_it_is_a_draft_and_nothing_else(
 ) -> None:
     params = SamplingParams(max_tokens=60, seed=seed, temperature=0.0 if seed is None else 0.8)
     expected = target.generate(PROMPT, params)[0].token_ids
-    llm = target.beside(draft, max_batch_size=4)
+    llm = target.with_draft(draft, max_batch_size=4)
     right = tuple(expected)
     edited = (*right[:20], 7, 8, *right[26:])
     wrong = tuple(range(40, 80))
@@ -45,7 +45,7 @@ def test_it_is_a_draft_and_nothing_else(
 
 
 def test_unseeded_sampling_goes_on(target: LLM) -> None:
-    llm = target.beside("paceline/tiny-draft", seed=1)
+    llm = target.with_draft("paceline/tiny-draft", seed=1)
     params = SamplingParams(
         max_tokens=30, temperature=1.0, prediction=tuple(range(30)), draft_length=8
     )
@@ -56,7 +56,7 @@ def test_without_a_drafter_decoding_is_plain(target: LLM) -> None:
     """It was drafted into blocks that nobody had reserved: a step failed, and drafting was off."""
     plain = target.generate(PROMPT, SamplingParams(max_tokens=20))[0]
     told = SamplingParams(max_tokens=20, prediction=tuple(plain.token_ids), draft_length=16)
-    (found,) = target.beside(strict=True).generate(PROMPT, told)
+    (found,) = target.with_draft(strict=True).generate(PROMPT, told)
     assert found.token_ids == plain.token_ids
     assert found.stats.drafted_tokens == 0
 

@@ -69,7 +69,7 @@ def test_steps_without_operators_of_torch_skip_its_inference_mode(folder: str, l
         folder, draft="hybrid:suffix+quantized:int4", dtype="float32", device="cpu", backend=layout
     )
     assert runs_torch(llm.engine.drafter) == (layout == "reference")
-    assert not runs_torch(llm.beside("hybrid:suffix+ngram").engine.drafter)
+    assert not runs_torch(llm.with_draft("hybrid:suffix+ngram").engine.drafter)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -104,7 +104,7 @@ def test_it_drafts_what_the_quantised_model_says(folder: str) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     prompts = ["The quick brown fox", "def add(a, b):"]
     plain = [c.token_ids for c in llm.generate(prompts, params)]
-    drafted = llm.beside("quantized:int8", draft_length=3)
+    drafted = llm.with_draft("quantized:int8", draft_length=3)
     found = drafted.generate(prompts, params)
     assert [c.token_ids for c in found] == plain
     assert sum(c.stats.accepted_tokens for c in found) > 40
@@ -176,7 +176,7 @@ def test_a_copy_on_the_reference_is_still_the_copy(folder: str) -> None:
         pytest.skip(model.backend_reason)
     copied, whole = quantised_copy(model, "int4"), trial_logits(model)
     wanted = trial_logits(copied)
-    assert copied.use("reference")
+    assert copied.use_backend("reference")
     for got, right, other in zip(trial_logits(copied), wanted, whole, strict=True):
         # Activations that are rounded otherwise turn codes: 0.2; the model itself has 1.0.
         assert relative_error(got, right) < 0.5 * relative_error(other, right)

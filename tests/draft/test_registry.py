@@ -91,7 +91,7 @@ def test_unseeded_pairs_follow_the_targets_distribution(
     """
     spec = example.format(**WEIGHTS)
     options = {"draft_length": 2, "max_batch_size": 200, "kv_cache_memory": CACHE}
-    theirs = pairs_of(plain.beside(spec, seed=5, **options))
+    theirs = pairs_of(plain.with_draft(spec, seed=5, **options))
     pairs = ours.keys() | theirs.keys()
     statistic = sum((ours[p] - theirs[p]) ** 2 / (ours[p] + theirs[p]) for p in pairs)
     assert len(pairs) <= 9 and statistic < 27.9
@@ -201,7 +201,7 @@ class CountingDrafter(LookupDrafter):
 
     name = "counting"
 
-    def guess(self, item: Slice) -> tuple[list[int], range]:
+    def propose_one(self, item: Slice) -> tuple[list[int], range]:
         last, length = item.seq.tokens[-1], item.draft_length
         return [(last + n) % 4096 for n in range(1, 1 + length)], range(-1, length - 1)
 
@@ -219,7 +219,7 @@ class Counting(DraftSpec):
 def test_objects_and_specs_stand_beside_strings(plain: LLM) -> None:
     own = CountingDrafter(plain.engine.cache.device)
     assert isinstance(own, Drafter)
-    llm = plain.beside([own, NGram(min=2), "ngram", Counting()], draft_length=3)
+    llm = plain.with_draft([own, NGram(min=2), "ngram", Counting()], draft_length=3)
     assert llm.drafters == ("counting", "ngram", "ngram-2", "counting-2")
     prompt, asked = "7 + 5 = 12, 7 + 6 =", {"max_tokens": 8, "ignore_eos": True}
     wanted = plain.generate(prompt, SamplingParams(**asked))[0]  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ def test_objects_and_specs_stand_beside_strings(plain: LLM) -> None:
         (found,) = llm.generate(prompt, SamplingParams(drafter=name, **asked))  # type: ignore[arg-type]
         assert found.token_ids == wanted.token_ids
         assert found.stats.drafted_tokens or name.startswith("ngram")
-    alone = plain.beside(own, draft_length="auto")
+    alone = plain.with_draft(own, draft_length="auto")
     assert alone.drafters == ("counting",)
     assert alone.generate(prompt, SamplingParams(**asked))[0].token_ids == wanted.token_ids  # type: ignore[arg-type]
 
@@ -235,7 +235,7 @@ def test_objects_and_specs_stand_beside_strings(plain: LLM) -> None:
 def test_what_is_no_drafter_is_told_what_it_lacks(plain: LLM) -> None:
     wrong: Any = object()
     with pytest.raises(ConfigError, match=r"lacks .*propose.*your_own\.md"):
-        plain.beside(wrong)
+        plain.with_draft(wrong)
 
 
 def entry(name: str, value: str) -> EntryPoint:
@@ -265,6 +265,6 @@ def test_broken_packages_are_told_in_one_line(value: str, words: str) -> None:
 
 def test_trees_have_a_shape_for_tune() -> None:
     for record in RECORDS:
-        if issubclass(record, TreeSpec) and record.holds != "nothing":
+        if issubclass(record, TreeSpec) and record.argument_kind != "nothing":
             spec = parse_draft(f"{record.kind}:path,branching=3x1")
             assert list(spec.variants()) == ["3x1"]

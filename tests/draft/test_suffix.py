@@ -76,7 +76,7 @@ def test_the_draft_grows_with_the_match() -> None:
     run(drafter, [1], list(range(2, 20)))
     seqs = [request([*range(40, 44), *range(9 - m, 9)], m) for m in (1, 2, 3)]
     offers = drafter.lookup([Slice(seq, seq.num_pending, 8) for seq in seqs])
-    assert [(len(o.tokens), o.confidence) for o in offers if o] == [(2, 1), (4, 2), (6, 3)]
+    assert [(len(o.tokens), o.match_length) for o in offers if o] == [(2, 1), (4, 2), (6, 3)]
 
 
 def test_cancelled_requests_and_switched_off_trees_keep_nothing() -> None:

@@ -53,7 +53,7 @@ def timed(
     target_costs = TargetCosts((1,), (CostCurve((1, 101), (STEP, STEP + 100 * ROW)),))
     monkeypatch.setattr("paceline.build.measure_costs", lambda *_: target_costs)
     monkeypatch.setattr("paceline.build.measure", lambda *_, **__: CostCurve((1,), (each,)))
-    llm = target.beside(draft, draft_length=length)
+    llm = target.with_draft(draft, draft_length=length)
     drafter, controller = llm.engine.drafter, llm.engine.controller
     observe = controller.observe
 
@@ -198,7 +198,7 @@ def test_a_head_of_another_chat_template(
 def test_causes(target: LLM) -> None:
     """What texts, or the target's bits, say for certain that it may be."""
     spec = "eagle3:paceline/tiny-eagle3"
-    origin = target.beside(spec).engine.drafter.origin  # type: ignore[attr-defined]
+    origin = target.with_draft(spec).engine.drafter.origin  # type: ignore[attr-defined]
     tokenizer = target.tokenizer
     question = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Who was there?"}], add_generation_prompt=True
@@ -209,7 +209,7 @@ def test_causes(target: LLM) -> None:
     assert origin.cause(chat) == ""
     assert "which writes <|end|>" in origin.cause([([*answer, *answer], len(answer))])
     assert "trained on another language" in origin.cause([([*question, *foreign], len(question))])
-    whole = target.beside("eagle:paceline/tiny-eagle").engine.drafter
+    whole = target.with_draft("eagle:paceline/tiny-eagle").engine.drafter
     cause = whole.origin.cause([([*question, *foreign], len(question))])  # type: ignore[attr-defined]
     assert "not in Latin letters" in cause  # of a head that drafts all tokens
     rounded = LLM("paceline/tiny", draft=spec, quantize="int4", dtype="float32").engine.drafter
@@ -225,7 +225,7 @@ def test_healthy_heads(
     target: LLM, kind: str, temperature: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Eight sets of prompts, one after another."""
-    llm = target.beside(f"{kind}:paceline/tiny-{kind}", draft_length=4, seed=0)
+    llm = target.with_draft(f"{kind}:paceline/tiny-{kind}", draft_length=4, seed=0)
     with caplog.at_level(logging.WARNING):
         assert tokens_until_collapse(llm, 10**6, temperature) is None
     assert not caplog.records
@@ -250,7 +250,7 @@ def test_examining_a_block_head(target: LLM, monkeypatch: pytest.MonkeyPatch) ->
         return found
 
     monkeypatch.setattr(Origin, "examine", looked)
-    llm = target.beside("dspark:paceline/tiny-dspark", draft_length=4)
+    llm = target.with_draft("dspark:paceline/tiny-dspark", draft_length=4)
     monkeypatch.setattr(BlockDrafter, "_run_pass", counted)
     assert tokens_until_collapse(llm, TOKENS) is None
     assert looks[0] == 3 and looks == sorted(looks, reverse=True) and looks[-1] < 3

@@ -108,7 +108,7 @@ def loaded(name: str, device: str = "cpu", length: int | None = 3) -> LLM:
     if device not in LOADED:
         LOADED[device] = LLM("paceline/tiny", device=device, **HOW)
     spec = SPECS.get(name, name)
-    return LOADED[device].beside(spec, draft_length=length, seed=1, max_batch_size=2)
+    return LOADED[device].with_draft(spec, draft_length=length, seed=1, max_batch_size=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -253,7 +253,7 @@ class ClaimedRanks:
     def leave(self) -> None:
         pass
 
-    def when_lost(self, told: Any) -> None:
+    def on_failure(self, told: Any) -> None:
         pass
 
     def close(self) -> None:

@@ -173,7 +173,7 @@ class Events(RuleBasedStateMachine):
         self.recurrent = recurrent
         any_length: dict[str, Any] = {"controller": Anything(COUNTS.total())}
         how = any_length if length == "any" else {"draft_length": length}
-        self.llm = plain(recurrent).beside(draft.format(**folders()), max_batch_size=4, **how)
+        self.llm = plain(recurrent).with_draft(draft.format(**folders()), max_batch_size=4, **how)
         self.llm._ids = _IDS
         engine = self.llm.engine
         engine.scheduler.config = SchedulerConfig(4, 2 * chunk + 1, chunk, 160)

@@ -76,7 +76,7 @@ def plain() -> LLM:
 def test_each_is_served_as_if_alone(plain: LLM, spec: str) -> None:
     chance = random.Random(spec)
     vocab = len(plain.tokenizer)
-    llm = plain.beside(spec, draft_length=4, max_batch_size=4, seed=1)
+    llm = plain.with_draft(spec, draft_length=4, max_batch_size=4, seed=1)
     failed = 0
     for _ in range(BATCHES):
         params = [extreme(chance, vocab) for _ in range(4)]

@@ -60,7 +60,7 @@ def serve(llm: LLM, count: int, chooser: random.Random) -> Counter[str]:
 )
 def test_nothing_grows_with_the_requests(folders: tuple[str, str], draft: str) -> None:
     how: dict[str, Any] = {"max_batch_size": 16, "kv_cache_memory": 1 << 19}
-    llm = scripted(folders[0]).beside(folders[1] if draft == "model" else draft, **how)
+    llm = scripted(folders[0]).with_draft(folders[1] if draft == "model" else draft, **how)
     chooser = random.Random(1)
     some, many = serve(llm, SOME, chooser), serve(llm, MANY - SOME, chooser)
     assert some["llm.owner._engine.scheduler.running"] == 0 and len(some) > 50

@@ -59,7 +59,7 @@ def sent(value: Any) -> Any:
 @pytest.mark.parametrize("name", SPECS)
 def test_a_drafter_drafts_from_what_was_sent(plain: LLM, name: str) -> None:
     """All four cross a border in every step, and the texts are those of a run without one."""
-    alone, llm = (plain.beside(SPECS[name], draft_length=3, seed=1) for _ in range(2))
+    alone, llm = (plain.with_draft(SPECS[name], draft_length=3, seed=1) for _ in range(2))
     for one in (alone, llm):
         scheduler = one.engine.scheduler
         scheduler.config = replace(scheduler.config, prefill_chunk=4)

@@ -38,7 +38,7 @@ def expected(plain: LLM) -> list[list[int]]:
 
 def tight(plain: LLM, spec: str | list[str], length: int | str = 4) -> LLM:
     """Six blocks for three sequences that grow to three each."""
-    llm = plain.beside(spec, draft_length=length, max_batch_size=3, prefix_sharing=False)
+    llm = plain.with_draft(spec, draft_length=length, max_batch_size=3, prefix_sharing=False)
     pool = llm.engine.cache.pool
     pool.allocate(pool.available - BLOCKS)
     return llm
@@ -132,7 +132,7 @@ def test_the_controller_begins_anew_with_every_drafter(plain: LLM, team: bool) -
     assert isinstance(known, AdaptiveController)
     engine.controller = steady(known)
     (model,) = (own for own in with_members(engine.drafter) if isinstance(own, ModelDrafter))
-    (name,) = (own for own, entry in known.cost.drafters.items() if entry.reads)
+    (name,) = (own for own, entry in known.cost.drafters.items() if entry.needs_prefill)
     observe, drafted = model.observe, []
 
     def observed(commits: Sequence[Commit], out: ModelOutput) -> None:
@@ -163,7 +163,7 @@ def test_the_engine_asks_the_drafter_that_it_has_now(plain: LLM, expected: list[
             self.asked.add(length)
             return 3 * length
 
-        def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
             return [1, 2, 3] * item.draft_length, [-1] * (3 * item.draft_length)
 
         def forget(self, seq_id: int) -> None:

@@ -46,7 +46,7 @@ def make(plain: LLM, random_pair: tuple[str, str]) -> Make:
         draft = DRAFTS[kind]
         spec = None if draft is None else draft.format(draft=random_pair[1])
         options = {"max_batch_size": 4, "draft_length": 3} | options
-        return plain.beside(spec, prefix_sharing=False, **options)
+        return plain.with_draft(spec, prefix_sharing=False, **options)
 
     return made
 

@@ -108,7 +108,7 @@ def said(drafter: Any) -> set[str]:
     for drafts in getattr(drafter, "members", (drafter,)):
         if isinstance(drafts, LevelDrafter) and drafts._policy.nodes:
             found.add("grow.grow")  # dynamic trees, once they are grown
-        if isinstance(drafts, DSparkDrafter) and drafts.ends_early:
+        if isinstance(drafts, DSparkDrafter) and drafts.stops_early:
             found.add("block._grow_trees")  # how long each chain is
     return found
 
@@ -124,8 +124,8 @@ def drafted(llm: LLM, asked: str) -> list[tuple[list[int], int]]:
 def test_one_wait_a_step_and_one_copy_a_forward(
     plain: LLM, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = drafted(plain.beside(SPECS[name], draft_length=3, seed=1), asked)
-    llm = plain.beside(SPECS[name], draft_length=3, seed=1)
+    expected = drafted(plain.with_draft(SPECS[name], draft_length=3, seed=1), asked)
+    llm = plain.with_draft(SPECS[name], draft_length=3, seed=1)
     watch = Watch(monkeypatch)
     engine = llm.engine
     step, steps = engine.step, []
@@ -148,7 +148,7 @@ def test_one_wait_a_step_and_one_copy_a_forward(
 
 
 def test_a_plain_step_is_one_copy_and_one_wait(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = plain.beside(None)
+    llm = plain.with_draft(None)
     watch = Watch(monkeypatch)
     llm.generate(PROMPTS, LONG)
     monkeypatch.undo()
@@ -161,7 +161,7 @@ def test_a_grammar_follows_the_draft_while_the_forward_runs(
 ) -> None:
     """Its tokens are on their way before the forward begins; verifying looks at them and at the
     likeliest tokens, which the grammar is asked about."""
-    llm = plain.beside("ngram", draft_length=3)
+    llm = plain.with_draft("ngram", draft_length=3)
     grammar = Grammar("regex", "(one two ){2,9}three")
     watch = Watch(monkeypatch)
     order: list[str] = []

@@ -25,7 +25,7 @@ PROMPT = "7 + 5 = 12, 7 + 6 = 13, 7 + 7 ="
 class Again(LookupDrafter):
     name = "again"
 
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+    def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         tokens = list(item.seq.tokens)
         before = [n for n, token in enumerate(tokens[:-1]) if token == tokens[-1]]
         chain = tokens[before[-1] + 1 :][: item.draft_length] if before else []
@@ -33,15 +33,15 @@ class Again(LookupDrafter):
 
 
 class Backwards(Again):
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
-        chain, _ = super().guess(item)
+    def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        chain, _ = super().propose_one(item)
         return chain, range(1, len(chain) + 1)
 
 
 class Keeping(Again):
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+    def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         self.states.of(item.seq, lambda seq: [seq.seq_id])
-        return super().guess(item)
+        return super().propose_one(item)
 
     def forget(self, seq_id: int) -> None:
         self._offered.pop(seq_id, None)
@@ -67,7 +67,7 @@ class Drawing(Again):
 
 def silent() -> LookupDrafter:
     class Silent(Again):
-        def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+        def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
             return (), ()
 
     return Silent()
@@ -158,12 +158,12 @@ def test_strict_raises_with_the_traceback(monkeypatch: pytest.MonkeyPatch) -> No
     params = SamplingParams(max_tokens=12)
     plain = LLM(TARGET, draft=None)
     expected = plain.generate(PROMPT, params)[0].token_ids
-    lenient = plain.beside(Backwards(), draft_length=3)
+    lenient = plain.with_draft(Backwards(), draft_length=3)
     assert lenient.generate(PROMPT, params)[0].token_ids == expected
-    strict = plain.beside(Backwards(), draft_length=3, strict=True)
+    strict = plain.with_draft(Backwards(), draft_length=3, strict=True)
     with pytest.raises(ConfigError, match="parents must come before their children") as raised:
         strict.generate(PROMPT, params)
     assert "propose" in [entry.name for entry in raised.traceback]
     monkeypatch.setenv("PACELINE_STRICT", "1")
     with pytest.raises(ConfigError, match="parents must come before"):
-        plain.beside(Backwards(), draft_length=3).generate(PROMPT, params)
+        plain.with_draft(Backwards(), draft_length=3).generate(PROMPT, params)

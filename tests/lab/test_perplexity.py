@@ -23,7 +23,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_a_cache_in_8_bits_cost(tiny_pair: TinyPair, text: Path) -> None:
     llm = LLM(tiny_pair.target, draft="none", dtype="float32", kv_cache_dtype="int8")
-    assert llm.target.numbers == "float32, cache int8"
+    assert llm.target.dtype_text == "float32, cache int8"
     windows = read_windows(text, load_tokenizer(tiny_pair.target), 2000)
     coded = perplexity(llm.target, windows)
     llm.close()

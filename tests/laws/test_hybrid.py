@@ -23,7 +23,7 @@ class Lookup(LookupDrafter):
 
     name = "lookup"
 
-    def guess(self, item):
+    def propose_one(self, item):
         return (self.token,), (-1,)
 
 

@@ -140,7 +140,9 @@ def pair(request: pytest.FixtureRequest) -> tuple[CausalModel, Any]:
     name: str = request.param
     model, reference = tiny_pair(name.split()[-1])
     if name.startswith("native"):
-        assert model.use("native"), "the kernels know this architecture, and can be built here"
+        assert model.use_backend("native"), (
+            "the kernels know this architecture, and can be built here"
+        )
     return model, reference
 
 

@@ -161,8 +161,8 @@ def adapted(model: Any, backend: str) -> CausalModel:
     module = copy.deepcopy(model, weights)
     module.set_attn_implementation(ATTENTION)
     target = CausalModel(module, "tiny")
-    target.asked = backend
-    return target.optimised()
+    target.requested_backend = backend
+    return target.use_requested_backend()
 
 
 def together(target: CausalModel) -> list[Answer]:
@@ -279,7 +279,7 @@ def test_equal_or_refused(case: str) -> None:
     for backend in (REFERENCE, NATIVE):
         target = adapted(model, backend)
         if backend == NATIVE:
-            assert (target.backend.name == NATIVE) == (case in KERNELS), target.refused
+            assert (target.backend.name == NATIVE) == (case in KERNELS), target.backend_refusal
         if target.backend.name == backend:
             for prompt, answer, truth in zip(prompts(), together(target), wanted, strict=True):
                 check(prompt, answer, *truth)

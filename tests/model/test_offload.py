@@ -49,8 +49,8 @@ def test_the_text_is_that_of_a_model_in_memory(random_pair: tuple[str, str]) -> 
     (note,) = away.notes
     assert "2 of 2 layers stay on disk" in note
     assert said(away) == expected
-    assert said(away.beside(f"tree:{draft},branching=2x1", **drafting())) == expected
-    both = away.beside(f"model:{draft}", draft_offload="disk", **drafting())
+    assert said(away.with_draft(f"tree:{draft},branching=2x1", **drafting())) == expected
+    both = away.with_draft(f"model:{draft}", draft_offload="disk", **drafting())
     assert said(both) == expected
 
 
@@ -104,7 +104,7 @@ def test_a_draft_in_fewer_bits_of_a_target_on_disk(
     plain = LLM(target, "none", backend="reference", **OPTIONS)
     away = LLM(target, "none", offload="disk", weights_memory=0, **OPTIONS)
     forwards = counted(away)
-    drafted = away.beside(spec, **drafting())
+    drafted = away.with_draft(spec, **drafting())
     if spec == "auto" and KERNELS:
         assert drafted.drafts == ("hybrid:suffix+ngram+quantized:int4",)
     forwards.clear()
@@ -127,7 +127,7 @@ def test_starting_reads_the_disk_few_times(
     away = LLM(random_pair[0], "none", offload="disk", weights_memory=0, **OPTIONS)
     forwards = counted(away)
     monkeypatch.setattr(build, "_SECONDS_PER_BATCH_SIZE", 0.0)
-    away.beside("ngram", kv_cache_memory=1 << 20)
+    away.with_draft("ngram", kv_cache_memory=1 << 20)
     assert 0 < len(forwards) <= 8
 
 

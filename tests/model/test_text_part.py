@@ -64,6 +64,6 @@ def test_the_text_is_that_of_the_whole(whole: Any, newer: bool, tmp_path: Path) 
     target = CausalModel.load(str(tmp_path), dtype="float32", device="cpu")
     assert type(target.hf).__name__.endswith("ForCausalLM")
     scaled = target.hf.config.model_type == "ministral3"  # queries by their position
-    assert target.backend.name == (REFERENCE if scaled else NATIVE), target.refused
+    assert target.backend.name == (REFERENCE if scaled else NATIVE), target.backend_refusal
     for prompt, answer in zip(prompts(), together(target), strict=True):
         check(prompt, answer, *alone(whole, prompt, whole=False))

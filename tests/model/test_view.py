@@ -127,8 +127,8 @@ def test_equals_the_model_with_the_other_layers_deleted(
     shorter.config.num_hidden_layers = len(layers)
     shorter.set_attn_implementation("eager")
     model = CausalModel(hf, kind)
-    if not model.use(backend):
-        pytest.skip(str(model.refused))
+    if not model.use_backend(backend):
+        pytest.skip(str(model.backend_refusal))
     with torch.inference_mode():
         wanted = shorter(torch.tensor([TOKENS]), use_cache=False).logits[0]
     assert_close(logits_of(layer_view(model, layers)), wanted)
@@ -138,7 +138,7 @@ def test_only_the_chosen_layers_touch_the_cache() -> None:
     """Layer n of the view writes where layer n of the model would, and what it would, up to n."""
     for backend in ("native", "reference"):
         model = CausalModel(six_layers(), "six")
-        model.use(backend)
+        model.use_backend(backend)
         caches = []
         for layers in (range(6), (0, 1, 3)):
             cache = PagedCache(model.cache_shapes, 4, 4, model.dtype, "cpu")

@@ -115,7 +115,7 @@ def counted(patch: pytest.MonkeyPatch) -> list[int]:
 
 def said(llm: LLM, spec: str | None, **options: Any) -> list[list[int]]:
     """Greedy and seeded answers, in one batch; behind them the cache is whole and empty."""
-    own = llm.beside(spec, draft_length=3, **{"kv_cache_memory": MEMORY, **options})
+    own = llm.with_draft(spec, draft_length=3, **{"kv_cache_memory": MEMORY, **options})
     done = own.generate(PROMPTS, [GREEDY, SEEDED])
     check_cache(own.engine.cache)
     assert own.engine.cache.pool.available == own.engine.cache.num_blocks
@@ -167,7 +167,7 @@ def test_the_cache_has_the_least_memory_of_all_ranks(
 
 def test_prefixes_are_shared(twins: Twins) -> None:
     llms = [
-        llm.beside("ngram", draft_length=3, kv_cache_memory=MEMORY)
+        llm.with_draft("ngram", draft_length=3, kv_cache_memory=MEMORY)
         for llm in (twins.alone, twins.shared)
     ]
     prompts = [[7 + n % 90 for n in range(40)] + [last] for last in (5, 6)]
@@ -183,7 +183,7 @@ def test_a_preempted_sequence_is_read_again(twins: Twins) -> None:
     spec = f"model:{twins.folders['draft']}"
     texts = []
     for llm, share in ((twins.alone, 2), (twins.shared, 1.5)):  # the draft's cache is whole
-        tight = llm.beside(spec, draft_length=3, kv_cache_memory=int(memory * share))
+        tight = llm.with_draft(spec, draft_length=3, kv_cache_memory=int(memory * share))
         texts.append([done.token_ids for done in tight.generate(prompts, params)])
         assert tight.engine.scheduler.preemptions > 0
     assert texts[0] == texts[1]
@@ -191,7 +191,7 @@ def test_a_preempted_sequence_is_read_again(twins: Twins) -> None:
 
 def test_a_cancelled_request_leaves_nothing_behind(twins: Twins, expected: list[list[int]]) -> None:
     spec = f"model:{twins.folders['draft']}"
-    own = twins.shared.beside(spec, draft_length=3, kv_cache_memory=MEMORY)
+    own = twins.shared.with_draft(spec, draft_length=3, kv_cache_memory=MEMORY)
     stream = own.stream(PROMPTS, [GREEDY, SEEDED])
     next(stream)
     stream.close()
@@ -202,9 +202,9 @@ def test_a_cancelled_request_leaves_nothing_behind(twins: Twins, expected: list[
 
 def test_a_part_of_the_target_cannot_draft(twins: Twins) -> None:
     with pytest.raises(ConfigError, match="2 ranks cannot draft with a part of its own layers"):
-        twins.shared.beside("early_exit:layers=1")
+        twins.shared.with_draft("early_exit:layers=1")
     with pytest.raises(ConfigError, match=r"not all here \(on 2 ranks\)"):
-        twins.shared.beside("quantized:int4")
+        twins.shared.with_draft("quantized:int4")
 
 
 def test_adapters_are_refused(twins: Twins, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_rank_that_dies_ends_what_runs(twins: Twins) -> None:
     stream = shared.stream(PROMPTS, GREEDY)
     next(stream)
     told: list[str] = []
-    ranks.when_lost(told.append)
+    ranks.on_failure(told.append)
     os.kill(ranks.ranks.processes[0].popen.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineLostError, match=r"rank 1 of 2 was killed by SIGKILL"):

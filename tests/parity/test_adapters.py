@@ -113,7 +113,7 @@ def test_drafted_text_is_plain_text(
     folders = folders | {"datastore": write_texts(tmp_path, folders["target"], plain["greedy"] * 2)}
     examples = DRAFTERS[kind].examples
     for example in examples if llm.target.backend.name == "native" else examples[:1]:
-        drafted = llm.beside(example.format(**folders), draft_length=4)
+        drafted = llm.with_draft(example.format(**folders), draft_length=4)
         for name in (*REQUESTS, *(["greedy"] if example == examples[0] else [])):
             assert mixed(drafted, REQUESTS[name]) == plain[name], example
         drafted.close()
@@ -124,7 +124,7 @@ def test_a_self_draft_has_the_request_s_adapter(llm: LLM, monkeypatch: pytest.Mo
     shares = []
     for adapts in (True, False):
         monkeypatch.setattr(SelfDrafter, "runs_adapters", adapts)
-        drafted = llm.beside("quantized:int8", draft_length=4)
+        drafted = llm.with_draft("quantized:int8", draft_length=4)
         done = drafted.generate(PROMPTS, replace(GREEDY, max_tokens=24), lora="one")
         drafts = sum(out.stats.drafted_tokens for out in done)
         shares.append(sum(out.stats.accepted_tokens for out in done) / drafts)
@@ -134,7 +134,7 @@ def test_a_self_draft_has_the_request_s_adapter(llm: LLM, monkeypatch: pytest.Mo
 
 def test_caches_and_memories_are_kept_apart(llm: LLM) -> None:
     prompt = [7] * 40
-    cached = llm.beside("suffix")
+    cached = llm.with_draft("suffix")
     pool = cached.engine.cache
     for name in (None, "one", "two"):
         adapter = llm.adapters.named(name)
@@ -166,7 +166,7 @@ def test_other_precisions(folders: dict[str, str], dtype: str, quantize: str | N
     lora = {name: folders[name] for name in ("one", "two")}
     options = {"dtype": dtype, "quantize": quantize, "backend": "native"}
     llm = LLM(folders["target"], draft="none", lora=lora, **options)
-    drafted = [llm.beside(kind, draft_length=4) for kind in ("ngram", "quantized")]
+    drafted = [llm.with_draft(kind, draft_length=4) for kind in ("ngram", "quantized")]
     for params in REQUESTS.values():
         plain = mixed(llm, params)
         pairs = [(prompt, name) for prompt in PROMPTS for name in MIXED]
@@ -196,7 +196,7 @@ def test_what_is_no_table_of_adapters(llm: LLM, lora: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["ngram", "suffix", "recycling", "quantized"])
 def test_nothing_keeps_an_unloaded_adapter(llm: LLM, folders: dict[str, str], kind: str) -> None:
-    drafted = llm.beside(kind, draft_length=4)
+    drafted = llm.with_draft(kind, draft_length=4)
     adapter = ref(llm.adapters.load("gone", folders["one"]))
     drafted.generate(PROMPTS, GREEDY, lora="gone")
     llm.adapters.unload("gone")

@@ -60,7 +60,7 @@ def test_same_text_as_plain_decoding(
     exact = plain.target.dtype == torch.float32
     in_company = (list(DRAFTERS).index(drafter) + exact) % 2 == 0
     part = slice(None) if in_company else slice(1, 3)  # one after another takes longer
-    llm = plain.beside(draft, draft_length=length, max_batch_size=5 if in_company else 1)
+    llm = plain.with_draft(draft, draft_length=length, max_batch_size=5 if in_company else 1)
     others = [name for name in REQUESTS if name != "greedy"]
     for name in ("greedy", others[(list(DRAFTERS).index(drafter) + exact) % len(others)]):
         params, accepted = REQUESTS[name], 0

@@ -97,7 +97,7 @@ def test_the_same_text(
     spec, length = DRAFTS[draft]
     in_company = (list(DRAFTS).index(draft) + (dtype == "float32")) % 2 == 0
     part = slice(None) if in_company else slice(1, 3)  # one after another takes longer
-    llm = alone.beside(spec, draft_length=length, max_batch_size=4 if in_company else 1)
+    llm = alone.with_draft(spec, draft_length=length, max_batch_size=4 if in_company else 1)
     found = texts(llm, part, without="top-p" if in_company else "seeded")
     llm.close()
     assert found == {name: plain[name][part] for name in found} and len(found) == 2
@@ -108,13 +108,13 @@ def test_the_same_text(
 def test_the_same_text_of_a_cache_in_8_bits(
     coded: LLM, coded_plain: dict[str, list[list[int]]], draft: str
 ) -> None:
-    llm = coded.beside(SPECS[draft], draft_length=4, max_batch_size=4)
+    llm = coded.with_draft(SPECS[draft], draft_length=4, max_batch_size=4)
     assert texts(llm) == coded_plain
 
 
 def test_more_fits_into_a_cache_in_8_bits(coded: LLM) -> None:
     memory, target = 1 << 20, coded.target
-    cache = coded.beside(kv_cache_memory=memory).engine.cache
+    cache = coded.with_draft(kv_cache_memory=memory).engine.cache
     exact, few = (
         bytes_per_token(target.cache_shapes, kind) for kind in (target.dtype, cache.dtype)
     )
@@ -125,8 +125,8 @@ def test_more_fits_into_a_cache_in_8_bits(coded: LLM) -> None:
 
 def test_shared_beginnings_in_8_bits(coded: LLM) -> None:
     prompts, params = [PROMPTS[-1] + more for more in ("One", "Two")], REQUESTS["greedy"]
-    apart = coded.beside(prefix_sharing=False).generate(prompts, params)
-    llm = coded.beside()
+    apart = coded.with_draft(prefix_sharing=False).generate(prompts, params)
+    llm = coded.with_draft()
     one, two = (llm.generate(prompt, params)[0] for prompt in prompts)
     assert two.stats.cached_tokens > 0
     assert [one.token_ids, two.token_ids] == [done.token_ids for done in apart]
@@ -138,7 +138,7 @@ def test_acceptance_is_reproducible(alone: LLM, draft: str) -> None:
     """Drafts' bits are a row's own, too: in company the very same tokens are drafted."""
     counts = []
     for batch in (1, 4):
-        llm = alone.beside(SPECS[draft], draft_length=4)
+        llm = alone.with_draft(SPECS[draft], draft_length=4)
         found = llm.generate(PROMPTS[:batch], REQUESTS["greedy"])
         counts.append([(one.draft_mask, one.stats.target_steps) for one in found[:1]])
         llm.close()
@@ -148,7 +148,7 @@ def test_acceptance_is_reproducible(alone: LLM, draft: str) -> None:
 def test_chunks_and_preemption(alone: LLM, plain: dict[str, list[list[int]]]) -> None:
     """A cache too small for all, so that sequences give up their blocks and are read again."""
     target = alone.target
-    llm = alone.beside(
+    llm = alone.with_draft(
         "ngram",
         draft_length=4,
         max_batch_size=5,

@@ -126,7 +126,7 @@ def test_same_tokens_as_plain_decoding(
     batch: int,
     third: int,
 ) -> None:
-    llm = plain.beside(example.format(**folders), draft_length=length, max_batch_size=batch)
+    llm = plain.with_draft(example.format(**folders), draft_length=length, max_batch_size=batch)
     accepted = 0
     part = slice(None) if batch > 1 else slice(1, 3)
     for name in ("greedy", *list(REQUESTS)[1 + third :: 3]):
@@ -144,7 +144,7 @@ def test_the_target_as_its_own_draft_is_always_right(
     plain: LLM, folders: dict[str, str], rule: str
 ) -> None:
     """With q = p every rule accepts everything: any mix-up of rows or positions would show."""
-    llm = plain.beside(folders["target"], draft_length=3, rule=rule, seed=5)
+    llm = plain.with_draft(folders["target"], draft_length=3, rule=rule, seed=5)
     params = SamplingParams(max_tokens=21, temperature=1.0, ignore_eos=True)
     for completion in llm.generate(PROMPTS, params):
         assert completion.stats.acceptance_rate > 0.99
@@ -155,7 +155,7 @@ def test_mixed_requests_in_one_batch(folders: dict[str, str], plain: LLM) -> Non
     """Greedy, seeded, penalised and unseeded requests side by side; each gets its own
     distribution."""
     params_list = [*list(REQUESTS.values())[:4], SamplingParams(max_tokens=24, temperature=1.0)]
-    llm = plain.beside(f"model:{folders['draft']}", draft_length=3)
+    llm = plain.with_draft(f"model:{folders['draft']}", draft_length=3)
     got = llm.generate(PROMPTS, params_list)
     for prompt, params, completion in list(zip(PROMPTS, params_list, got, strict=True))[:4]:
         assert completion.token_ids == plain.generate(prompt, params)[0].token_ids
@@ -180,7 +180,7 @@ def test_members_of_a_hybrid_may_take_any_turns(
 
     monkeypatch.setattr(HybridDrafter, "propose", any_member)
     spec = MANY + "+lookahead+recycling+early_exit:layers=1+layer_skip:skip=0"
-    llm = plain.beside(spec.format(**folders), draft_length=4)
+    llm = plain.with_draft(spec.format(**folders), draft_length=4)
     for name in ("greedy", "temperature 1", "penalties"):
         params = REQUESTS[name]
         assert texts(llm, params, PROMPTS) == texts(plain, params, PROMPTS), name
@@ -197,7 +197,7 @@ def test_drafters_side_by_side_in_one_batch(
     hybrid = DRAFTERS["hybrid"].examples[0]
     specs = ("ngram:max=3,length=6,candidates=1", "model:{target}", hybrid, "eagle3:{eagle3}")
     drafts = [spec.format(**folders) for spec in specs]
-    llm = plain.beside(drafts, draft_length=length)
+    llm = plain.with_draft(drafts, draft_length=length)
     assert llm.drafters == ("ngram", "model", "hybrid", "eagle3")
     for sampled in ({}, {"temperature": 0.8, "seed": 31}):
         params_list = [
@@ -235,7 +235,7 @@ def test_seeded_text_does_not_depend_on_preemption_or_chunks(
 ) -> None:
     """A cache far too small for five sequences: they are preempted and computed again."""
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=21, ignore_eos=True)
-    unlimited = plain.beside(f"model:{folders['draft']}", draft_length=3)
+    unlimited = plain.with_draft(f"model:{folders['draft']}", draft_length=3)
     expected = [c.token_ids for c in unlimited.generate(PROMPTS, params)]
     tight = cramped(folders["target"], f"model:{folders['draft']}", blocks=10)
     assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected

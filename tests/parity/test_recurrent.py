@@ -184,9 +184,9 @@ def test_drafted_text_is_plain_text(
 ) -> None:
     if "{mtp}" in example and _WITH_MTP not in kind:
         with pytest.raises(ModelLoadError, match="has no MTP layer: its files hold neither"):
-            plain.beside("mtp")
+            plain.with_draft("mtp")
         return
-    llm = plain.beside(example.format_map(weights), draft_length=4)
+    llm = plain.with_draft(example.format_map(weights), draft_length=4)
     made = answers(llm, GREEDY, SEEDED)
     assert [out.token_ids for out in made] == expected
     again = answers(llm, GREEDY)
@@ -200,7 +200,7 @@ def test_drafted_text_is_plain_text(
 @pytest.mark.parametrize("kind", ["bamba", "qwen3_5_text"], indirect=True)
 def test_kept_states_are_bounded(plain: LLM) -> None:
     """Those of the oldest prompts are dropped, and their texts are read again."""
-    llm = plain.beside("ngram", max_batch_size=1)
+    llm = plain.with_draft("ngram", max_batch_size=1)
     states = llm.engine.cache.states
     assert states is not None
     total = states.pool.total
@@ -222,7 +222,7 @@ def test_a_request_s_adapter_is_as_if_merged(
     modules += ("out_proj", "q_proj", "o_proj", "w1", "w2", "up_proj", "down_proj", "output_linear")
     one = write_adapter(tmp_path / "one", folders["target"], modules=modules)
     merged = LLM(write_merged(tmp_path / "merged", folders["target"], one), "none", dtype="float32")
-    llm = plain.beside(draft.format(**folders), draft_length=4)
+    llm = plain.with_draft(draft.format(**folders), draft_length=4)
     llm.adapters.load("one", one, replace=True)
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
     theirs = merged.generate(PROMPTS, GREEDY)
@@ -275,7 +275,7 @@ def test_adapters_of_layers_within_a_recurrence(
     params: SamplingParams,
 ) -> None:
     """Several in one ragged batch, with every shape of drafts."""
-    llms = [plain.beside(draft.format(**folders), draft_length=4) for draft in ("ngram", TREE)]
+    llms = [plain.with_draft(draft.format(**folders), draft_length=4) for draft in ("ngram", TREE)]
     texts = [[out.token_ids for out in plain.generate(PROMPTS, params)]]
     for name, seed in (("one", 0), ("two", 1)):
         options = {"modules": modules, "seed": seed, "size": 0.6}
@@ -307,7 +307,7 @@ def test_undone_steps_leave_the_text(
     plain: LLM, folders: dict[str, str], expected: list[list[int]], stage: str
 ) -> None:
     """Of four sequences a step fails at this stage, or the youngest has to give way."""
-    llm = plain.beside("tree:{draft},nodes=6,width=3".format(**folders), draft_length=4)
+    llm = plain.with_draft("tree:{draft},nodes=6,width=3".format(**folders), draft_length=4)
     owner, name = STAGES["reserve" if stage == "preemption" else stage](llm)
     error = OutOfBlocksError if stage == "preemption" else RuntimeError
     fault = Fault(owner, name, lambda fault, *_: fault.calls in (3, 7), error("planted"))

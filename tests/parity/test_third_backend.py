@@ -52,7 +52,7 @@ def plain(alone: LLM) -> list[list[int]]:
 def test_every_drafter_writes_what_plain_decoding_writes(
     name: str, alone: LLM, plain: list[list[int]]
 ) -> None:
-    llm = alone.beside(SPECS[name], draft_length=4, max_batch_size=4)
+    llm = alone.with_draft(SPECS[name], draft_length=4, max_batch_size=4)
     assert texts(llm) == plain
     llm.close()
 
@@ -61,7 +61,7 @@ def test_every_drafter_writes_what_plain_decoding_writes(
 def test_its_logits_are_those_of_the_modules() -> None:
     model = CausalModel.load("paceline/tiny", "float32", "cpu", backend="reference")
     wanted = trial_logits(model)
-    assert model.use("numpy")
+    assert model.use_backend("numpy")
     for got, right in zip(trial_logits(model), wanted, strict=True):
         assert relative_error(got, right) < 1e-4
     hidden = torch.randn(2, model.hidden_size)

@@ -56,7 +56,7 @@ def test_a_head_without_features_behind_the_server(
     caplog.set_level(logging.INFO)
     folder = without_features(tmp_path / "head")
     spec = f"hybrid:suffix+ngram+eagle3:{folder}"
-    llm = plain.beside(spec, kv_cache_memory=CACHE, max_batch_size=2, log_decisions=True)
+    llm = plain.with_draft(spec, kv_cache_memory=CACHE, max_batch_size=2, log_decisions=True)
     texts = iter([prompt.text for prompt in load_prompts(per_category=5)])
     watch = llm.engine.watch
     for server in serve(service_of(llm, "smollm2", max_queue=8)):
@@ -79,7 +79,7 @@ def test_a_head_without_features_behind_the_server(
 
 @pytest.mark.parametrize("layers", ["1x14x26", "3x16x28"])
 def test_layers_one_off(plain: LLM, layers: str, caplog: pytest.LogCaptureFixture) -> None:
-    llm = plain.beside(
+    llm = plain.with_draft(
         f"eagle3:{HEAD},feature_layers={layers}",
         draft_length=4,
         kv_cache_memory=CACHE,

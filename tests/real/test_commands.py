@@ -38,7 +38,9 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def server(plain: LLM) -> Iterator[Running]:
-    llm = plain.beside("ngram:min=1", draft_length=4, kv_cache_memory=100 << 20, max_batch_size=2)
+    llm = plain.with_draft(
+        "ngram:min=1", draft_length=4, kv_cache_memory=100 << 20, max_batch_size=2
+    )
     yield from serve(service_of(llm, NAME, max_queue=8))
 
 

@@ -47,7 +47,7 @@ GIVEN: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def server(plain: LLM) -> Iterator[Running]:
-    llm = plain.beside("suffix:global=off", draft_length=8, kv_cache_memory=100 << 20)
+    llm = plain.with_draft("suffix:global=off", draft_length=8, kv_cache_memory=100 << 20)
     yield from serve(service_of(llm, NAME))
     llm.close()
 

@@ -91,7 +91,7 @@ def check(llm: LLM, greedy: list[list[int]], seeded: list[int]) -> int:
 def test_text_is_that_of_transformers(
     plain: LLM, by_transformers: list[list[int]], seeded: list[int], kind: str
 ) -> None:
-    llm = plain.beside(SPECS[kind], draft_length=4, kv_cache_memory=100 << 20, max_batch_size=3)
+    llm = plain.with_draft(SPECS[kind], draft_length=4, kv_cache_memory=100 << 20, max_batch_size=3)
     accepted = check(llm, by_transformers, seeded)
     assert accepted or kind in ("none", "lookahead", "layer_skip", "model", "tree")
     llm.close()
@@ -107,7 +107,7 @@ def test_trained_drafts(
     if not any(assets.glob("*.safetensors")):
         pytest.skip(f"this version ships no {PREFIX}{TRAINED[kind]}")
     spec = f"{kind}:{PREFIX}{TRAINED[kind]}"
-    llm = plain.beside(spec, draft_length=4, kv_cache_memory=100 << 20, max_batch_size=3)
+    llm = plain.with_draft(spec, draft_length=4, kv_cache_memory=100 << 20, max_batch_size=3)
     assert check(llm, by_transformers, seeded) > 0
     llm.close()
 
@@ -121,7 +121,7 @@ def test_it_answers_sensibly(plain: LLM) -> None:
 
 
 def test_a_stream_is_the_text_at_the_end(plain: LLM) -> None:
-    llm = plain.beside("ngram:min=1", draft_length=4, kv_cache_memory=100 << 20)
+    llm = plain.with_draft("ngram:min=1", draft_length=4, kv_cache_memory=100 << 20)
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=2, logprobs=2)
     for ids in prompts(llm):
         events = list(llm.stream(ids, params))
@@ -145,7 +145,7 @@ def test_a_schema(plain: LLM) -> None:
     }
     ids = plain.render_chat([{"role": "user", "content": "Describe Paris as a JSON object."}])
     params = SamplingParams(max_tokens=60, grammar=Grammar.json(schema))
-    llm = plain.beside("hybrid:suffix+ngram:min=1", draft_length=4, kv_cache_memory=100 << 20)
+    llm = plain.with_draft("hybrid:suffix+ngram:min=1", draft_length=4, kv_cache_memory=100 << 20)
     ours, theirs = llm.generate(ids, params)[0], plain.generate(ids, params)[0]
     assert ours.token_ids == theirs.token_ids and ours.finish_reason == "stop"
     assert set(json.loads(ours.text)) == {"city", "river", "people"}
@@ -156,6 +156,6 @@ def test_four_bits_in_float32_run_on_the_kernels(model: str) -> None:
     """Where one code of an activation that is rounded otherwise moves all logits by 4 %."""
     target = CausalModel.load(model, "float32", "cpu")
     if target.backend.name != "native":
-        pytest.skip(f"no kernels for float32 here: {target.refused}")
+        pytest.skip(f"no kernels for float32 here: {target.backend_refusal}")
     assert quantised_copy(target, "int4").backend.name == "native"
     assert CausalModel.load(model, "float32", "cpu", quantize="int4").backend.name == "native"

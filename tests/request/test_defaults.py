@@ -73,7 +73,7 @@ def test_who_has_the_last_word() -> None:
 
 def test_an_llm_without_parameters(folder: Path, llm: LLM) -> None:
     expected = SamplingParams(**SAID)
-    assert llm.default_params == llm.beside("ngram").default_params == expected
+    assert llm.default_params == llm.with_draft("ngram").default_params == expected
     assert (
         LLM(str(folder), draft="none", generation_config="none").default_params == SamplingParams()
     )
@@ -103,7 +103,7 @@ def test_out_of_range(folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(llm: LLM) -> Iterator[Running]:
-    yield from serve(service_of(llm.beside(max_batch_size=4), "said"))
+    yield from serve(service_of(llm.with_draft(max_batch_size=4), "said"))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def expected(plain: LLM) -> list[Completion]:
 def test_constrained_text_does_not_depend_on_the_draft(
     plain: LLM, expected: list[Completion], draft: str
 ) -> None:
-    llm = plain.beside(draft, draft_length=4)
+    llm = plain.with_draft(draft, draft_length=4)
     completions = llm.generate([PROMPT] * 4, MIXED)
     assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
     for completion in completions[:2]:
@@ -64,7 +64,7 @@ def test_constrained_text_does_not_depend_on_the_draft(
 
 
 def test_sampled_drafts_keep_to_the_grammar(plain: LLM) -> None:
-    llm = plain.beside("paceline/tiny-draft", draft_length=4, seed=1)
+    llm = plain.with_draft("paceline/tiny-draft", draft_length=4, seed=1)
     params = SamplingParams(grammar=Grammar.json(PERSON), temperature=1.2, max_tokens=80, n=8)
     completions = llm.generate(PROMPT, params)
     assert sum(c.stats.accepted_tokens for c in completions) > 0
@@ -163,7 +163,7 @@ def test_bad_parameters() -> None:
 
 
 def test_requests_fix_their_own_draft_length(plain: LLM) -> None:
-    llm = plain.beside("paceline/tiny-draft", draft_length=4)
+    llm = plain.with_draft("paceline/tiny-draft", draft_length=4)
     lengths = (None, 0, 2)
     params = [SamplingParams(max_tokens=24, draft_length=length) for length in lengths]
     own, none, two = llm.generate(["Once upon a time"] * 3, params)

@@ -19,5 +19,5 @@ def target() -> LLM:
 @pytest.fixture(scope="session")
 def server(target: LLM) -> Iterator[Running]:
     """Two drafters, so that requests can choose; eight sequences at a time."""
-    llm = target.beside(["paceline/tiny-draft", "ngram"], draft_length=4, max_batch_size=8)
+    llm = target.with_draft(["paceline/tiny-draft", "ngram"], draft_length=4, max_batch_size=8)
     yield from serve(service_of(llm, max_queue=64))

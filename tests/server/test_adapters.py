@@ -37,7 +37,7 @@ def server(llm: LLM) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def fixed(llm: LLM) -> Iterator[Running]:
-    yield from serve(service_of(llm.beside("ngram")))
+    yield from serve(service_of(llm.with_draft("ngram")))
 
 
 def text(server: Running, model: str) -> str:

@@ -28,7 +28,7 @@ TINY = int(os.environ.get("PACELINE_TINY_REQUESTS", "400"))
 
 @pytest.fixture(scope="module")
 def crowded(target: LLM) -> Iterator[Running]:
-    yield from serve(service_of(target.beside(max_batch_size=16), max_queue=64))
+    yield from serve(service_of(target.with_draft(max_batch_size=16), max_queue=64))
 
 
 def wait_until(condition: object, seconds: float = 30) -> None:
@@ -143,7 +143,7 @@ def test_tiny_requests(crowded: Running) -> None:
 def test_a_client_that_does_not_read(target: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is cut off, its request cancelled, and others are not held up."""
     monkeypatch.setattr(run, "STALL_SECONDS", 1)
-    service = service_of(target.beside(max_batch_size=8))
+    service = service_of(target.with_draft(max_batch_size=8))
     listener = run.bind("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     listener.listen()

@@ -25,7 +25,7 @@ SECRET = "CUDA error at /the/machine"
 
 @pytest.fixture
 def small(target: LLM) -> Iterator[Running]:
-    llm = target.beside(max_batch_size=2, kv_cache_memory=2**20)
+    llm = target.with_draft(max_batch_size=2, kv_cache_memory=2**20)
     yield from serve(service_of(llm, max_queue=8))
 
 
@@ -134,7 +134,7 @@ def test_the_process_ends_when_the_engine_is_lost(
     target: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By itself, so that a supervisor starts another; ``run`` raises, which is exit code 1."""
-    service = service_of(target.beside(), drain_seconds=600)
+    service = service_of(target.with_draft(), drain_seconds=600)
     with run.bind("127.0.0.1", 0) as listener:
         failed: list[Exception] = []
 
@@ -293,7 +293,7 @@ def test_tokenizing_does_not_hold_up_others(
 def test_refused_requests_have_not_waited_since_the_machine_was_started(target: LLM) -> None:
     """Refused by the cache, cancelled before they ran, or ended with the server."""
     began = time.perf_counter()
-    llm = target.beside(max_batch_size=2, kv_cache_memory=400_000)
+    llm = target.with_draft(max_batch_size=2, kv_cache_memory=400_000)
     for server in serve(service_of(llm, max_queue=8)):
         status, body = ask(server, prompt="word " * 300, max_tokens=600)
         assert status == 400, body
@@ -314,7 +314,7 @@ def test_those_that_never_ran_have_waited_since_they_came(
 ) -> None:
     """Cancelled while they waited to run, and those that still wait at the end."""
     seen: list[tuple[float, str]] = []
-    service = service_of(target.beside(max_batch_size=1), max_queue=8)
+    service = service_of(target.with_draft(max_batch_size=1), max_queue=8)
     metrics = service.client.engine.loop.metrics
     monkeypatch.setattr(
         metrics,

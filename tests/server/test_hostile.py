@@ -75,7 +75,7 @@ FIELDS = [
 
 @pytest.fixture(scope="module")
 def server(target: LLM) -> Iterator[Running]:
-    llm = target.beside(["paceline/tiny-draft", "ngram"], draft_length=2, max_batch_size=8)
+    llm = target.with_draft(["paceline/tiny-draft", "ngram"], draft_length=2, max_batch_size=8)
     service = service_of(llm, deadline=20.0, log_prompts=True)
     yield from serve(service)
 
@@ -155,11 +155,11 @@ def test_what_is_wrong_is_said(server: Running) -> None:
 
 def test_a_chat_without_max_tokens_ends_where_the_cache_does(target: LLM) -> None:
     """Not refused: the cache's size is the limit, and is told as such."""
-    per_token = target.beside().engine.cache
+    per_token = target.with_draft().engine.cache
     width = sum(t.nbytes for layer in per_token._layers for t in layer)
     blocks = 12
     memory = width * blocks // per_token.num_blocks
-    llm = target.beside(kv_cache_memory=memory, max_batch_size=2)
+    llm = target.with_draft(kv_cache_memory=memory, max_batch_size=2)
     assert llm.max_model_len == 16 * blocks < llm.target.max_positions
     for running in serve(service_of(llm, deadline=60.0)):
         ask = MESSAGE % (MODEL, '{"role":"user","content":"Hi"}', ',"ignore_eos":true')

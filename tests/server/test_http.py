@@ -22,7 +22,7 @@ LIMIT = 10_000
 
 @pytest.fixture(scope="module")
 def small(target: LLM) -> Iterator[Running]:
-    llm = target.beside(max_batch_size=2)
+    llm = target.with_draft(max_batch_size=2)
     origins = ("https://chat.example",)
     yield from serve(service_of(llm, max_queue=3, max_request_bytes=LIMIT, cors_origin=origins))
 

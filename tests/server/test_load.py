@@ -32,7 +32,7 @@ PROMPTS = (
 @pytest.fixture(scope="module")
 def busy(target: LLM) -> Iterator[Running]:
     drafts = ["paceline/tiny-draft", "ngram", "suffix"]
-    llm = target.beside(drafts, draft_length=4, max_batch_size=12, kv_cache_memory=24 * 2**20)
+    llm = target.with_draft(drafts, draft_length=4, max_batch_size=12, kv_cache_memory=24 * 2**20)
     yield from serve(service_of(llm, max_queue=STREAMS))
 
 

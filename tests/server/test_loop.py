@@ -27,7 +27,7 @@ from support.running_server import MODEL, Running, serve, service_of
 @pytest.fixture
 def small(target: LLM) -> Iterator[Running]:
     """One sequence at a time, one that may wait."""
-    llm = target.beside("paceline/tiny-draft", draft_length=2, max_batch_size=1)
+    llm = target.with_draft("paceline/tiny-draft", draft_length=2, max_batch_size=1)
     yield from serve(service_of(llm, max_queue=1))
 
 
@@ -169,7 +169,7 @@ def answer_to_one_token(llm: LLM, ready: threading.Event) -> tuple[EngineLoop, w
 def test_a_step_under_way_may_finish_a_request_before_it_is_prepared(
     target: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm, finished = target.beside(max_batch_size=1), threading.Event()
+    llm, finished = target.with_draft(max_batch_size=1), threading.Event()
     enqueue = llm.enqueue
 
     def taken_in_at_once(requests: Any) -> None:
@@ -189,7 +189,7 @@ def test_a_step_under_way_may_finish_a_request_before_it_is_prepared(
 def test_a_request_that_an_idle_engine_refuses_late_is_told(
     target: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm, refused = target.beside(max_batch_size=1), threading.Event()
+    llm, refused = target.with_draft(max_batch_size=1), threading.Event()
 
     def refuse(seq: Any) -> None:
         refused.set()
@@ -214,7 +214,7 @@ def test_what_takes_long_to_prepare_holds_up_no_other_request(
             raise GrammarError("that took long")
         return "hash"
 
-    llm = target.beside(max_batch_size=2)
+    llm = target.with_draft(max_batch_size=2)
     monkeypatch.setattr("paceline.request.receipt._hash_of_files", slowly)
     monkeypatch.setattr(llm._grammars, "_compiled", slowly)
     monkeypatch.setattr(llm.adapters, "load", slowly)
@@ -248,7 +248,7 @@ def test_what_takes_long_to_prepare_holds_up_no_other_request(
 def test_an_engine_thread_lets_go_of_its_connection(target: LLM) -> None:
     """Whether it was started or not, and however often it is closed."""
     for starts in (False, True):
-        engine = EngineThread(target.beside(max_batch_size=1))
+        engine = EngineThread(target.with_draft(max_batch_size=1))
         if starts:
             engine.start()
         engine.close()

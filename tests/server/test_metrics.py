@@ -24,7 +24,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 @pytest.fixture(scope="module")
 def fresh(target: LLM) -> Iterator[Running]:
     """Nobody else's requests are in its metrics."""
-    llm = target.beside(["paceline/tiny-draft", "ngram"], draft_length=4, max_batch_size=4)
+    llm = target.with_draft(["paceline/tiny-draft", "ngram"], draft_length=4, max_batch_size=4)
     yield from serve(service_of(llm))
 
 
@@ -151,7 +151,7 @@ def test_promtool_accepts_the_rules() -> None:
 
 
 def test_the_same_under_vllm_s_names(target: LLM) -> None:
-    llm = target.beside(["paceline/tiny-draft", "ngram"], draft_length=4)
+    llm = target.with_draft(["paceline/tiny-draft", "ngram"], draft_length=4)
     service = service_of(llm, served_model_name="served", metrics_alias="vllm")
     for running in serve(service):
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)

@@ -82,13 +82,13 @@ def test_somebody_was_quicker(target: LLM) -> None:
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         theirs.bind(ours.getsockname())
         theirs.listen()
-        service = service_of(target.beside(), port=ours.getsockname()[1])
+        service = service_of(target.with_draft(), port=ours.getsockname()[1])
         with pytest.raises(run.AddressError, match="already in use"):
             run.run(service, Keys(), ours)
 
 
 def test_the_line_of_the_start(target: LLM) -> None:
-    llm = target.beside(["ngram", "suffix"], draft_length=2)
+    llm = target.with_draft(["ngram", "suffix"], draft_length=2)
     config = ServeConfig(served_model_name="mine")
     said = run.describe(Facts.of(llm), config, Keys(), "http://127.0.0.1:1")
     assert said == (
@@ -145,7 +145,7 @@ class Ending:
 
 
 def ending(target: LLM, drain_seconds: float) -> Iterator[Ending]:
-    service = service_of(target.beside(max_batch_size=2))
+    service = service_of(target.with_draft(max_batch_size=2))
     listener = run.bind("127.0.0.1", 0)
     listener.listen()
     port = listener.getsockname()[1]

@@ -35,7 +35,7 @@ SECRET = "xylophone"
 def guarded(target: LLM) -> Iterator[Running]:
     """Two keys, one origin, small requests, and prompts in the log."""
     service = service_of(
-        target.beside("ngram", draft_length=2),
+        target.with_draft("ngram", draft_length=2),
         log_prompts=True,
         max_request_bytes=LIMIT,
         cors_origin=(ORIGIN,),
@@ -251,7 +251,7 @@ def test_pages_elsewhere_cannot_post_without_a_preflight(server: Running) -> Non
 
 @pytest.fixture(scope="module")
 def local(target: LLM) -> Iterator[Running]:
-    yield from serve(service_of(target.beside()), local=True)
+    yield from serve(service_of(target.with_draft()), local=True)
 
 
 def test_local_servers_answer_to_local_names(local: Running) -> None:

@@ -26,7 +26,7 @@ TOLD = [
 
 @pytest.fixture(scope="module", params=["ngram", "suffix"])
 def server(target: LLM, request: pytest.FixtureRequest) -> Iterator[Running]:
-    yield from serve(service_of(target.beside(request.param, draft_length=6)))
+    yield from serve(service_of(target.with_draft(request.param, draft_length=6)))
 
 
 @pytest.fixture

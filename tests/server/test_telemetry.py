@@ -49,7 +49,7 @@ def collected() -> Collected:
 
 @pytest.fixture
 def traced(target: LLM, collected: Collected) -> Iterator[Running]:
-    service = service_of(target.beside("ngram"))
+    service = service_of(target.with_draft("ngram"))
     yield from serve(service, on_end=collected.telemetry)
 
 
@@ -96,4 +96,4 @@ def test_the_metrics(traced: Running, collected: Collected) -> None:
 
 
 def test_an_application_without_it_is_none_the_wiser(target: LLM) -> None:
-    assert create_app(service_of(target.beside())) is not None
+    assert create_app(service_of(target.with_draft())) is not None

@@ -18,7 +18,7 @@ import torch
 from paceline import LLM
 from paceline.core.batch import Batch, ModelOutput, Span
 from paceline.core.tree import parents_of
-from paceline.model.backends.base import Adapted, Backend, register_backend
+from paceline.model.backends.base import Backend, BackendModel, register_backend
 from paceline.model.paged.cache import PagedCache
 from support.engine_models import random_llama
 from support.tiny_models import SENTENCES
@@ -58,7 +58,7 @@ def scripted(folder: str, recurrent: bool = False) -> LLM:
     if recurrent:
         shell = llm.target.reference
         shell.states, shell.shapes = [[], [((1,), torch.int64)]], [shell.shapes[0], (0, 0, 0)]
-        llm = llm.beside("none", max_batch_size=1)
+        llm = llm.with_draft("none", max_batch_size=1)
     return llm
 
 
@@ -67,9 +67,9 @@ class Scripted(Backend):
 
     name = "scripted"
     runs_torch = False
-    same_bits = True
+    batch_invariant = True
 
-    def __init__(self, model: Adapted) -> None:
+    def __init__(self, model: BackendModel) -> None:
         inputs, outputs = (model.embedding(side).weight for side in ("input", "output"))
         self._inputs = inputs.float().round().numpy()
         self._outputs = outputs.float().round().numpy()
@@ -105,7 +105,7 @@ class Scripted(Backend):
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(self._product(hidden.numpy()))
 
-    def without(self, skipped: frozenset[int]) -> Backend:
+    def without_layers(self, skipped: frozenset[int]) -> Backend:
         other = copy.copy(self)
         other._skipped = skipped
         return other

@@ -83,7 +83,7 @@ def profile(truth: Truth, batch: int, wrong: float = 1.0, longest: int = 8) -> D
     nodes = tuple(truth.wide * length for length in lengths)
     if not truth.level:
         seconds = CostCurve((1,), (0.0,))
-    return DrafterCosts(nodes, passes, seconds, truth.reads)
+    return DrafterCosts(nodes, passes, seconds, needs_prefill=truth.reads)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Looked(LookupDrafter):
         self.truth, self.rate, self.dice = truth, rate, dice
         self.kept: dict[int, int] = {}
 
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+    def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         seq, length, wide = item.seq, item.draft_length, self.truth.wide
         kept = self.kept[seq.seq_id] = _kept(
             self.dice, length, lambda level: self.rate(seq.seq_id, seq.generated + level)

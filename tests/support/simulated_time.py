@@ -54,7 +54,7 @@ class Guesser(LookupDrafter):
         self.drafted += any(item.decodes and item.draft_length for item in plan.slices)
         return super().propose(plan)
 
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+    def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         position, length = len(item.seq.tokens), item.draft_length
         chance = self.chance(position)
         if chance is None:
@@ -83,7 +83,7 @@ def controller_of(drafter: Drafter, mistaken: float = 1.0) -> AdaptiveController
     profiles = {n: profile(member, mistaken) for n, member in enumerate(members)}
     if isinstance(drafter, HybridDrafter):
         drafter.names = tuple(profiles)
-    looked = {n: m for n, m in enumerate(members) if getattr(m, "offers", False)}
+    looked = {n: m for n, m in enumerate(members) if getattr(m, "drafts_before_choice", False)}
     return AdaptiveController(CostModel(costs(), profiles), {"it": tuple(profiles)}, looked)
 
 

@@ -45,7 +45,7 @@ def test_it_learns_and_drafts_in_the_engine(config: DFlashTrainConfig, tmp_path:
     assert total(seen[-1].acceptance.values()).mean_accepted_length > 1.25
     llm = LLM(config.model, draft="none", dtype="float32")
     spec = f"{config.kind}:{tmp_path / 'head'}"
-    drafting = llm.beside(spec, draft_length=4)
+    drafting = llm.with_draft(spec, draft_length=4)
     params = SamplingParams(max_tokens=30)
     (plain,), (drafted,) = (one.generate(["Today Lily"], params) for one in (llm, drafting))
     assert drafted.token_ids == plain.token_ids and drafted.stats.accepted_tokens > 1
@@ -106,7 +106,7 @@ def test_layers_one_off_are_found(
     for layers, length in (("1x2x3", 4), ("2x3x4", 4), ("2x3x4", "auto")):
         spec = f"dflash:{tmp_path / 'head'}"
         caplog.clear()
-        drafting = llm.beside(f"{spec},feature_layers={layers}", draft_length=length)
+        drafting = llm.with_draft(f"{spec},feature_layers={layers}", draft_length=length)
         watch = drafting.engine.watch
         for start in range(0, len(prompts), 4):
             drafting.generate(prompts[start : start + 4], params)

@@ -249,7 +249,7 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     assert 0 < len(files) <= len(trainer.documents.pieces)
     files[0].write_bytes(b"damaged")  # found out, and made again
     layers = tuple(max(layer - 1, 0) for layer in trainer.feature_layers)
-    beside = tmp_path / "beside"
+    beside = tmp_path / "with_draft"
     beside.mkdir()
     (beside / "features").symlink_to(tmp_path / "features")
     others = EagleTrainer(replace(own, feature_layers=layers), beside, device="cpu")

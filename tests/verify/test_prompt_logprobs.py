@@ -79,7 +79,7 @@ def test_in_chunks_and_after_giving_up_the_cache(llm: LLM, chunk: int) -> None:
     """The cache holds one and a half of the sequences: the younger is read twice."""
     ids = llm.tokenizer.encode(TEXT)
     alone = scored(llm, [ids])[0]
-    small = llm.beside("ngram", draft_length=4, max_batch_size=4)
+    small = llm.with_draft("ngram", draft_length=4, max_batch_size=4)
     scheduler = small.engine.scheduler
     object.__setattr__(scheduler.config, "prefill_chunk", chunk)
     pool = small.engine.cache.pool
@@ -123,7 +123,7 @@ def test_rows_of_a_step_are_bounded_and_counted(llm: LLM, monkeypatch: pytest.Mo
     alone = scored(llm, [ids])[0]
     width = llm.target.vocab_size
     monkeypatch.setattr(prompts, "_MAX_LOGITS_PER_STEP", 7 * width)
-    few, most = llm.beside(), 0
+    few, most = llm.with_draft(), 0
 
     call = CausalModel.__call__
 
@@ -163,7 +163,7 @@ def test_a_completion_without_them_has_none(llm: LLM) -> None:
 
 
 def test_lower_priorities_start_first(llm: LLM) -> None:
-    small = llm.beside(max_batch_size=1)
+    small = llm.with_draft(max_batch_size=1)
     started = []
     for place, priority in enumerate((5, 0, -3, 0, 5)):
         params = SamplingParams(max_tokens=2, priority=priority)

@@ -144,7 +144,7 @@ def certify(
 
     encoded = [(prompt.name, prompt.encode(base)) for prompt in chosen]
     needed = tokens_needed(base, (ids for _, ids in encoded), effort.max_tokens)
-    llm = engine.beside(base, max_batch_size=batch, max_model_len=needed)
+    llm = engine.with_draft(base, max_batch_size=batch, max_model_len=needed)
     certifier = Certifier(llm, encoded, params, effort, budget=budget)
     interrupted = _run(certifier)
     with stage("testing the samples"):

@@ -224,8 +224,8 @@ class _Session:
         """Use another draft with the same weights. Raises PacelineError."""
         if not spec:
             return info(f"drafting with {', '.join(self.llm.drafts)}; /draft SPEC changes it")
-        settings = explicit(vars(self.engine), "beside")
-        other = self.base.beside(None if spec == "none" else spec, **settings)
+        settings = explicit(vars(self.engine), "with_draft")
+        other = self.base.with_draft(None if spec == "none" else spec, **settings)
         if self.llm is not self.base:
             self.llm.close()
         self.llm = other

@@ -323,11 +323,11 @@ class ModelOptions(EngineSettings, _PairNames):
                 length = tuned.draft.length
         return ("auto" if length is None else length), rule or "auto"
 
-    def beside(self, llm: LLM, **sizes: int) -> LLM:
+    def with_draft(self, llm: LLM, **sizes: int) -> LLM:
         """An LLM with the draft of these options that shares the weights of ``llm``."""
         length, rule = self.length_and_rule
-        settings = explicit({**vars(self), "draft_length": length, "rule": rule}, "beside")
-        other = llm.beside(self.resolved_draft, **settings | sizes)
+        settings = explicit({**vars(self), "draft_length": length, "rule": rule}, "with_draft")
+        other = llm.with_draft(self.resolved_draft, **settings | sizes)
         for note in other.notes:
             info(f"note: {note}")
         return other
@@ -335,7 +335,7 @@ class ModelOptions(EngineSettings, _PairNames):
     def plain_beside(self, llm: LLM) -> LLM:
         """An LLM without drafts that shares the weights of ``llm`` and has the same batch size."""
         batch = llm.engine.scheduler.config.max_batch_size
-        return llm.beside(None, max_batch_size=batch, kv_cache_memory=self.kv_cache_memory)
+        return llm.with_draft(None, max_batch_size=batch, kv_cache_memory=self.kv_cache_memory)
 
 
 def load_llm(

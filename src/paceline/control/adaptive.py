@@ -31,7 +31,7 @@ from paceline.control.following import LookupFollower, Offers
 from paceline.control.learning import BatchDecision, StepLearner
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import LookupDrafter, Offer
+from paceline.draft.base import LookupDraft, LookupDrafter
 from paceline.draft.collapse import CollapseWatch
 
 # Steps for which a decision about the same batch is kept, at most.
@@ -167,7 +167,7 @@ class AdaptiveController(Controller):
         drafts, alternative, measures_plain, _ = self._batch_decision
         if not drafts:
             return 1 if measures_plain else _KEEP_PLAIN
-        models = not any(self.cost.drafters[draft.name].costless for draft in drafts.values())
+        models = not any(self.cost.drafters[draft.name].model_free for draft in drafts.values())
         known = same_batch and models and not alternative and self._step > _EARLY_STEPS
         return min(2 * self._keep, _KEEP_DRAFTS) if known else 1
 
@@ -180,9 +180,9 @@ class AdaptiveController(Controller):
         forced_tokens = seq.constraint.forced_tokens() or () if seq.constraint else ()
         for name in self._members(seq):
             if (offer := offers.get(name)) is not None:
-                options += self.draft_options(seq, name, batch, offer.certain, offer)
+                options += self.draft_options(seq, name, batch, offer.forced_levels, offer)
             elif name not in self._lookups.drafters:
-                takes = len(forced_tokens) <= self.cost.drafters[name].takes_forced
+                takes = len(forced_tokens) <= self.cost.drafters[name].max_forced_tokens
                 forced = len(forced_tokens) * takes
                 may_pay = forced or self.cost.may_pay(name, batch, sampled=sampled)
                 if may_pay or not only_if_may_pay:
@@ -195,13 +195,13 @@ class AdaptiveController(Controller):
         name: Hashable,
         batch: int,
         forced: int = 0,
-        offer: Offer | None = None,
+        offer: LookupDraft | None = None,
         longest: int | None = None,
     ) -> list[DraftOption]:
         """A drafter's drafts for ``seq``, of up to ``longest`` levels; for a lookup: parts of its
         ``offer``. ``forced``: leading levels that a grammar forces."""
         cost, costs, remaining = self.cost, self.cost.drafters[name], seq.remaining
-        most = min(longest or costs.longest, remaining - 1)
+        most = min(longest or costs.max_length, remaining - 1)
         most = min(most, offer.levels) if offer else most
         if batch > 1:  # at most twice as long as any draft before
             most = min(most, max(1, 2 * cost.longest_made(name, batch)))
@@ -210,14 +210,16 @@ class AdaptiveController(Controller):
         lengths: Sequence[int] = range(1, 1 + most)
         if batch > 1 or offer:
             lengths = [*(n for n in _LENGTHS if n < most), most]
-        kind = kind_of(offer.confidence) if offer else None
+        kind = kind_of(offer.match_length) if offer else None
         sampled = is_sampled(seq.params)
         rates = cost.acceptance.rates(seq.seq_id, name, kind, sampled, most)
         expected = expected_tokens(([1.0] * forced + rates)[:most])
         tokens = [min(count, remaining) for count in expected]
-        unread = len(seq.tokens) - 1 - self.learner.tokens_read(seq)[name] if costs.reads else 0
+        unread = 0
+        if costs.needs_prefill:
+            unread = len(seq.tokens) - 1 - self.learner.tokens_read(seq)[name]
         reading_now = unread * cost.reading_token(name) if unread > _FEW_UNREAD else 0.0
-        reading_now += 0.0 if costs.costless else self.learner.cold_seconds(batch) / batch
+        reading_now += 0.0 if costs.model_free else self.learner.cold_seconds(batch) / batch
         horizon = min(remaining, _READING_HORIZON)
         nodes: Sequence[float] = offer.nodes if offer else cost.nodes(name, batch)
         fill = 1.0 if offer else cost.fill[name]
@@ -251,7 +253,7 @@ class AdaptiveController(Controller):
         if can_explore and (longer := with_more_nodes(self.cost, batch, options, best)):
             return longer, plain
         names = dict.fromkeys(draft.name for draft in best if draft.length)
-        models = [name for name in names if not self.cost.drafters[name].costless]
+        models = [name for name in names if not self.cost.drafters[name].model_free]
         if batch == 1 and names:
             self.budget.used(models)
             other = self._explore_another(best[0], options[0], seqs[0])

@@ -101,7 +101,7 @@ class CostModel:
         """Add a drafter."""
         self.drafters[name] = costs
         self.acceptance.priors[name] = costs.prior
-        self.acceptance.depth = max(self.acceptance.depth, costs.longest)
+        self.acceptance.depth = max(self.acceptance.depth, costs.max_length)
         self.fill[name], self._passes[name] = 1.0, PassPrice()
         # Until more is known, reading a token costs what a further row adds to a pass.
         row = max(0.0, costs.seconds(1024) - costs.seconds(1)) / 1023
@@ -129,7 +129,7 @@ class CostModel:
         """A drafter's passes as measured alone, each over the sequences that still draft.
         ``lengths``: the draft length of each sequence."""
         costs = self.drafters[name]
-        if costs.costless:
+        if costs.model_free:
             return 0.0
         passes = [costs.passes[length] for length in lengths]
         if len(passes) == 1:
@@ -153,7 +153,7 @@ class CostModel:
         lengths: dict[Hashable, list[int]] = {}
         for draft in drafts:
             length, costs = draft.length, self.drafters[draft.name]
-            if costs.ends_early:  # only as many levels as are expected
+            if costs.stops_early:  # only as many levels as are expected
                 passes = self._uniform_drafts(draft.name, batch).passes[length]
                 length = min(length, max(1, round(passes / costs.seconds(batch))))
             lengths.setdefault(draft.name, []).append(length)
@@ -177,7 +177,7 @@ class CostModel:
             factors = {n: self._correction.factor(bucket, n) / batch for n in set(uniform.buckets)}
             pairs = zip(uniform.forward, uniform.buckets, strict=True)
             prices = [seconds * factors[nodes] for seconds, nodes in pairs]
-            if not self.drafters[name].costless:
+            if not self.drafters[name].model_free:
                 prices = [
                     seconds + (machine * price.seconds(alone, one_pass) / batch if alone else 0.0)
                     for seconds, alone in zip(prices, uniform.passes, strict=True)
@@ -195,9 +195,9 @@ class CostModel:
         ``forced``.
         """
         prices, costs = self.prices(name, batch), self.drafters[name]
-        if forced or not costs.ends_early:
+        if forced or not costs.stops_early:
             return prices
-        level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.longest - 1)
+        level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.max_length - 1)
         level *= self._correction.machine * self._passes[name].factor * costs.seconds(batch) / batch
         usual = self.acceptance.of_all(name, None, sampled).tokens()
         adjusted = [s + level * (t - u) for s, t, u in zip(prices, tokens, usual, strict=False)]
@@ -210,10 +210,10 @@ class CostModel:
     def _uniform_drafts(self, name: Hashable, batch: int) -> _Uniform:
         uniform = self._uniform.get((name, batch))
         if uniform is None:
-            costs = self.drafters[name].among(batch)
+            costs = self.drafters[name].for_batch(batch)
             nodes: Sequence[float] = costs.nodes
             passes: Sequence[float] = costs.passes
-            if costs.ends_early:  # those of the expected number of levels
+            if costs.stops_early:  # those of the expected number of levels
                 tokens = self.acceptance.of_all(name, CONTINUES).tokens()
                 levels = [count - 1 for count in tokens[: len(nodes)]]
                 nodes, passes = (
@@ -221,7 +221,7 @@ class CostModel:
                 )
             # A lookup rarely finds a full tree; mostly a level has one node.
             fill = self.fill[name]
-            verified = range(len(nodes)) if costs.costless else [fill * n for n in nodes]
+            verified = range(len(nodes)) if costs.model_free else [fill * n for n in nodes]
             forward = [self.forward(batch, count) for count in verified]
             one_pass = costs.seconds(batch)
             buckets = list(map(node_bucket, verified))
@@ -288,7 +288,7 @@ class CostModel:
 
     def record_fill(self, name: Hashable, batch: int, nodes: int, length: int) -> None:
         """A draft of ``length`` levels (as many as it has, if it ended early) has ``nodes``."""
-        share = min(1.0, nodes / self.drafters[name].among(batch).nodes[length])
+        share = min(1.0, nodes / self.drafters[name].for_batch(batch).nodes[length])
         self.fill[name] += 0.05 * (share - self.fill[name])
 
     def record_length(self, name: Hashable, batch: int, length: int) -> None:

@@ -9,9 +9,9 @@ from paceline.control.acceptance import is_sampled, kind_of
 from paceline.control.cost import CostModel, DraftOption
 from paceline.core.batch import Commit, Slice
 from paceline.core.sequence import SequenceState
-from paceline.draft.base import LookupDrafter, Offer
+from paceline.draft.base import LookupDraft, LookupDrafter
 
-Offers = Mapping[Hashable, Offer]  # by lookup
+Offers = Mapping[Hashable, LookupDraft]  # by lookup
 Members = Callable[[SequenceState], Collection[Hashable]]
 _MAX_PENDING = 16  # pending tokens; a sequence with more is reading its prompt
 _MAX_LEVELS = 24  # levels that a lookup is asked for
@@ -25,9 +25,9 @@ class _FollowedOffer:
 
     __slots__ = ("_children", "_node", "_seq", "_start", "accepted", "kind", "offer", "sampled")
 
-    def __init__(self, offer: Offer, seq: SequenceState) -> None:
+    def __init__(self, offer: LookupDraft, seq: SequenceState) -> None:
         self.offer, self._seq, self._start = offer, seq, len(seq.tokens)
-        self.kind, self.sampled = kind_of(offer.confidence), is_sampled(seq.params)
+        self.kind, self.sampled = kind_of(offer.match_length), is_sampled(seq.params)
         self.accepted, self._node = 0, -1
         self._children: dict[tuple[int, int], int] = {}  # node by parent and token
 
@@ -85,7 +85,7 @@ class LookupFollower:
 
     def lookup(
         self, seqs: Sequence[SequenceState], members: Members, step: int, same_batch: bool
-    ) -> dict[int, dict[Hashable, Offer]] | None:
+    ) -> dict[int, dict[Hashable, LookupDraft]] | None:
         """Offers that might pay, by sequence and lookup; None if the lookups were not asked, as
         their drafts have won less than lookups took. ``members``: the drafters allowed for a
         sequence. ``same_batch``: the sequences are those of the last step. Earlier offers are
@@ -95,7 +95,7 @@ class LookupFollower:
         skip = same_batch and self._balance < 0 and step % self._interval
         if skip and all(seq.constraint is None for seq in seqs):  # forced tokens always pay
             return None
-        offers: dict[int, dict[Hashable, Offer]] = {}
+        offers: dict[int, dict[Hashable, LookupDraft]] = {}
         slices_of: dict[Hashable, list[Slice]] = {name: [] for name in self.drafters}
         for seq in seqs:
             self._follow(seq.seq_id)
@@ -111,8 +111,8 @@ class LookupFollower:
                     followed = self._followed.setdefault(seq.seq_id, {})
                     if name not in followed:
                         followed[name] = _FollowedOffer(offer, seq)
-                    kind, sampled = kind_of(offer.confidence), is_sampled(seq.params)
-                    if offer.certain or self._cost.may_pay(name, len(seqs), kind, sampled):
+                    kind, sampled = kind_of(offer.match_length), is_sampled(seq.params)
+                    if offer.forced_levels or self._cost.may_pay(name, len(seqs), kind, sampled):
                         offers.setdefault(seq.seq_id, {})[name] = offer
         return offers
 
@@ -122,7 +122,7 @@ class LookupFollower:
         for name, followed in list(offers.items()):
             recorded, ended = followed.accepted, followed.follow()
             reached = min(followed.accepted + ended, followed.offer.levels)
-            forced = followed.offer.certain  # nothing is learnt of forced levels
+            forced = followed.offer.forced_levels  # nothing is learnt of forced levels
             levels = reached - forced, followed.accepted - forced, max(recorded - forced, 0)
             if levels[0] > 0 and (ended or followed.accepted > recorded):
                 kind = followed.kind, followed.sampled

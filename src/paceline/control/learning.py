@@ -65,7 +65,7 @@ class StepLearner:
             self._budget.spend(self.cold_seconds(len(commits)))
         self._count += 1
         costs = self._cost.drafters
-        passes = any(not costs[draft.name].costless for draft in decision.drafts.values())
+        passes = any(not costs[draft.name].model_free for draft in decision.drafts.values())
         prompt = any(commit.scheduled > 1 for commit in commits)
         cold = decision.has_fixed or passes or prompt
         self._since_passes = 0 if cold else self._since_passes + 1
@@ -91,7 +91,8 @@ class StepLearner:
         """Tokens of the sequence that each drafter has read, of the drafters that must read a text
         before they draft. Some follow the prefill, and have read the prompt."""
         if seq.seq_id not in self._read:
-            readers = {n: costs.follows for n, costs in self._cost.drafters.items() if costs.reads}
+            known = self._cost.drafters.items()
+            readers = {n: c.sees_prompts for n, c in known if c.needs_prefill}
             self._read[seq.seq_id] = {n: len(seq.tokens) * f for n, f in readers.items()}
         return self._read[seq.seq_id]
 
@@ -117,7 +118,7 @@ class StepLearner:
         lengths: dict[Hashable, list[int]] = {}
         for commit in commits:
             if (draft := drafts.get(commit.seq_id)) is not None:
-                early = cost.drafters[draft.name].ends_early
+                early = cost.drafters[draft.name].stops_early
                 length = min(draft.length, commit.levels) if early else draft.length
                 lengths.setdefault(draft.name, []).append(length)
         for name, levels in lengths.items():
@@ -140,20 +141,20 @@ class StepLearner:
     def _learn_draft(self, commit: Commit, draft: DraftOption, batch: int) -> int:
         """Learn from one draft. Returns the tokens that the drafter had to read for it."""
         name, costs, acceptance = draft.name, self._cost.drafters[draft.name], self._cost.acceptance
-        length = min(draft.length, costs.longest)
+        length = min(draft.length, costs.max_length)
         forced = draft.forced  # nothing is learnt of forced levels
-        if costs.ends_early:
+        if costs.stops_early:
             continues = acceptance.of_all(name, CONTINUES)
             reached = min(commit.levels + 1, length) - forced
             continues.record(reached, max(commit.levels - forced, 0))
-        full = commit.levels if costs.ends_early else length
+        full = commit.levels if costs.stops_early else length
         self._cost.record_fill(name, batch, commit.drafted, full)
         if name not in self._lookups:
             reached = levels_tried(commit, length) - forced
             if reached > 0:
                 accepted = len(commit.path) - forced
                 acceptance.record(commit.seq_id, name, reached, accepted, sampled=draft.sampled)
-        if not costs.reads or commit.seq_id not in self._read:
+        if not costs.needs_prefill or commit.seq_id not in self._read:
             return 0
         read, end = self._read[commit.seq_id], commit.position + commit.scheduled
         unread = max(0, end - 1 - read[name])

@@ -58,7 +58,7 @@ class _DraftSizes(Protocol):
 
 
 # Optional attributes of drafters that DrafterCosts copies.
-_FLAGS = ("reads", "follows", "ends_early", "shares", "takes_forced")
+_FLAGS = ("needs_prefill", "sees_prompts", "stops_early", "shares_nodes", "max_forced_tokens")
 
 
 @dataclass(frozen=True)
@@ -66,52 +66,52 @@ class DrafterCosts:
     """What the drafts of one drafter cost, by draft length. Entry 0 of a tuple is no draft.
 
     ``nodes``: most nodes of the tree. ``passes``: forwards of the drafter. ``seconds``: of one
-    pass, by number of sequences. ``reads``: the drafter must first prefill the tokens it has not
-    seen. ``follows``: it has seen the prompt already. ``ends_early``: it stops a draft where it is
-    unsure. ``shares``: sequences that decode in one step share the node budget. ``takes_forced``:
-    how many tokens that a grammar forces it adds to its drafts. ``prior``: expected acceptance rate
-    by level."""
+    pass, by number of sequences. ``needs_prefill``: the drafter must first run over the tokens it
+    has not seen; ``sees_prompts``: over prompts it runs during the target's prefill.
+    ``stops_early``: it stops a draft where it is unsure. ``shares_nodes``: sequences that decode in
+    one step share the node budget. ``max_forced_tokens``: how many tokens that a grammar forces it
+    adds to its drafts. ``prior``: expected acceptance rate by level."""
 
     nodes: tuple[float, ...]
     passes: tuple[int, ...]
     seconds: CostCurve
-    reads: bool = False
-    follows: bool = False
-    ends_early: bool = False
-    shares: bool = False
-    takes_forced: int = 0
+    needs_prefill: bool = False
+    sees_prompts: bool = False
+    stops_early: bool = False
+    shares_nodes: bool = False
+    max_forced_tokens: int = 0
     prior: tuple[float, ...] = ()
 
     @classmethod
     def of(
         cls,
         drafter: _DraftSizes,
-        longest: int,
+        max_length: int,
         seconds: CostCurve,
-        costless: int = 2,
+        model_free_factor: int = 2,
         prior: tuple[float, ...] = (),
     ) -> DrafterCosts:
-        """For drafts of up to ``longest`` levels; ``costless`` times as many without forwards."""
-        lengths = range(1 + longest * (1 if drafter.passes(1) else costless))
+        """Drafts of up to ``max_length`` levels, times ``model_free_factor`` without forwards."""
+        lengths = range(1 + max_length * (1 if drafter.passes(1) else model_free_factor))
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)
         flags = {n: getattr(drafter, n, False) for n in _FLAGS}
         return cls(nodes, passes, seconds, prior=prior, **flags)
 
-    def among(self, sequences: int) -> DrafterCosts:
+    def for_batch(self, sequences: int) -> DrafterCosts:
         """The costs for each of ``sequences`` that decode in one step and share the nodes."""
-        if not self.shares or sequences < 2:
+        if not self.shares_nodes or sequences < 2:
             return self
         most = self.nodes[-1] // sequences
         nodes = tuple(min(count, max(n, most)) for n, count in enumerate(self.nodes))
         return replace(self, nodes=nodes)
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """The greatest draft length."""
         return len(self.nodes) - 1
 
     @cached_property
-    def costless(self) -> bool:
+    def model_free(self) -> bool:
         """Whether drafts need no forward, so that they can be made before deciding on one."""
         return not any(self.passes)

@@ -59,10 +59,10 @@ class Circumstances:
 
     @classmethod
     def of(cls, target: CausalModel) -> Circumstances:
-        refused = target.refused or ""
+        refused, asked = target.backend_refusal or "", target.requested_backend
         if target.ranks is not None:
             refused = "its weights are shared by several processes"
-        elif target.offload and target.asked != REFERENCE and target.device.type == "cpu":
+        elif target.offload and target.device.type == "cpu" and asked != REFERENCE:
             # The kernels can run the 4-bit copy, not the offloaded target.
             refused = "" if are_kernels_here() else "which are not here"
         elif not target.backend.runs_quantised:
@@ -142,7 +142,7 @@ def _why_torch_runs_copy(target: CausalModel, composed: Composition) -> str:
     if quantised.backend.runs_quantised:
         return ""
     forget_copy(target, QuantizedDraft().quantize)
-    return quantised.refused or "they do not run it"
+    return quantised.backend_refusal or "they do not run it"
 
 
 def compose(target: Circumstances) -> Composition:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.keywords import renamed
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
@@ -124,9 +125,9 @@ def vocabulary_of(drafter: object) -> str | None:
     return "; ".join(dict.fromkeys(text for text in vocabularies if text)) or None
 
 
-ANY_FORCED = 1 << 16  # ``takes_forced`` of drafters that extend forced text of any length
-# What ``guess`` returns, the fields of ``Offer``: tokens, parents[, confidence[, certain]].
-Guess = (
+ANY_FORCED = 1 << 16  # ``max_forced_tokens`` of drafters that extend forced text of any length
+# What ``propose_one`` returns, the fields of ``LookupDraft``; the last two may be left out.
+Proposal = (
     tuple[Sequence[int], Sequence[int]]
     | tuple[Sequence[int], Sequence[int], int]
     | tuple[Sequence[int], Sequence[int], int, int]
@@ -134,14 +135,14 @@ Guess = (
 
 
 @dataclass
-class Offer:
-    """The tree that a lookup found. ``parents`` as in ``TokenTree``. ``confidence``: length of the
-    match, 0 if unknown. ``certain``: how many of its first levels, a chain, a grammar forces."""
+class LookupDraft:
+    """The tree that a lookup found. ``parents`` as in ``TokenTree``. ``match_length``: 0 if
+    unknown. ``forced_levels``: how many of its first levels, a chain, a grammar forces."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
-    confidence: int = 0
-    certain: int = 0
+    match_length: int = 0
+    forced_levels: int = 0
 
     @property
     def levels(self) -> int:
@@ -156,7 +157,7 @@ class Offer:
         by_depth = Counter(depths_of(parents))
         return list(accumulate(by_depth[depth] for depth in range(max(by_depth) + 1)))
 
-    def cut(self, levels: int) -> tuple[Sequence[int], tuple[int, ...]]:
+    def truncate(self, levels: int) -> tuple[Sequence[int], tuple[int, ...]]:
         """Tokens and parents of the tree's first ``levels`` levels."""
         parents = tuple(self.parents)
         if is_chain(parents):
@@ -177,13 +178,13 @@ def forced_tokens(item: Slice) -> Sequence[int]:
 
 def can_extend_forced(drafter: Any, forced: Sequence[int], item: Slice) -> bool:
     """Whether the drafter's own draft would begin with these forced tokens and go past them."""
-    most = min(int(getattr(drafter, "takes_forced", 0)), item.draft_length - 1)
+    most = min(int(getattr(drafter, "max_forced_tokens", 0)), item.draft_length - 1)
     return not forced or len(forced) <= most
 
 
 def with_forced_prefix(
     forced: Sequence[int], tokens: Sequence[int], parents: Sequence[int], match: int
-) -> Guess:
+) -> Proposal:
     """The tree ``tokens``, ``parents`` below the chain of forced tokens. An empty tree stays empty:
     ``Predictions`` drafts forced tokens alone."""
     depth = len(forced)
@@ -197,32 +198,39 @@ class States(dict[int, _State]):
     """A drafter's state of each sequence, by ``seq_id``."""
 
     def of(self, seq: SequenceView, begin: Callable[[SequenceView], _State]) -> _State:
-        """The state of a sequence; the first call makes it by ``begin(seq)``. (Storing a bound
-        ``begin`` here instead would be a reference cycle.)"""
+        """The state of a sequence; the first call makes it by ``new_state(seq)``. (Storing a bound
+        ``new_state`` here instead would be a reference cycle.)"""
         state = self.get(seq.seq_id)
         if state is None:
             state = self[seq.seq_id] = begin(seq)
         return state
 
 
+@renamed(
+    guess="propose_one",
+    take_in="begin_step",
+    begin="new_state",
+    offers="drafts_before_choice",
+    takes_forced="max_forced_tokens",
+)
 class LookupDrafter:
-    """Base of drafters that run no model. A subclass sets ``name`` and implements ``guess``.
+    """Base of drafters that run no model. A subclass sets ``name`` and implements ``propose_one``.
 
-    A subclass with state per sequence implements ``begin(seq)``, which makes it, and reads it by
-    ``self.states.of(seq, self.begin)``. It overrides ``take_in`` for work on all sequences of a
-    step at once, and ``observe`` to learn from committed tokens.
+    A subclass with state per sequence makes it in ``new_state(seq)``, and reads it by
+    ``self.states.of(seq, self.new_state)``. It overrides ``begin_step`` for work on all sequences
+    of a step at once, and ``observe`` to learn from committed tokens.
 
-    In each step ``lookup`` collects the guesses as offers, the controller decides how much of which
-    is used, and ``propose`` returns that. Set ``offers`` to False if ``guess`` changes the
-    drafter's state: the controller then decides without seeing its drafts. ``takes_forced``: the
-    most tokens forced by a grammar that ``guess`` puts in front of its own.
+    In each step ``lookup`` collects the drafts, the controller decides how much of which is used,
+    and ``propose`` returns that. Set ``drafts_before_choice`` to False if ``propose_one`` changes
+    the drafter's state: the controller then decides without seeing its drafts.
+    ``max_forced_tokens``: the most tokens forced by a grammar that ``propose_one`` puts first.
     """
 
     name: str
     features: tuple[int, ...] = ()
     reads_logits = False
-    offers = True
-    takes_forced = 0
+    drafts_before_choice = True
+    max_forced_tokens = 0
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """``device`` is the target's."""
@@ -230,7 +238,7 @@ class LookupDrafter:
         self._empty = TokenTree.empty(device)
         self.states: States[Any] = States()
         # This step's offers by ``seq_id``, each with the sequence's length when it was made.
-        self._offered: dict[int, tuple[int, Offer | None]] = {}
+        self._offered: dict[int, tuple[int, LookupDraft | None]] = {}
 
     def max_nodes(self, length: int) -> int:
         """The nodes of a chain; override for trees."""
@@ -239,37 +247,37 @@ class LookupDrafter:
     def passes(self, length: int) -> int:
         return 0
 
-    def guess(self, item: Slice) -> Guess:
+    def propose_one(self, item: Slice) -> Proposal:
         """Draft for the sequence ``item.seq``: token ids, at most ``item.draft_length`` (above 0)
         levels of them, and each one's parent: its index in the draft, -1 for the sequence's last
-        token. ``(), ()`` is no draft. ``confidence`` and ``certain`` of ``Offer`` may follow."""
+        token. ``(), ()`` is no draft. Further fields of ``LookupDraft`` may follow."""
         raise NotImplementedError
 
-    def begin(self, seq: SequenceView) -> Any:
-        """The initial state of a sequence, for ``states.of(seq, self.begin)``."""
+    def new_state(self, seq: SequenceView) -> Any:
+        """The initial state of a sequence, for ``states.of(seq, self.new_state)``."""
 
-    def take_in(self, slices: Sequence[Slice]) -> None:
-        """Called with a step's slices before ``guess`` is called for any of them."""
+    def begin_step(self, slices: Sequence[Slice]) -> None:
+        """Called with a step's slices before ``propose_one`` is called for any of them."""
 
-    def lookup(self, slices: Sequence[Slice]) -> list[Offer | None]:
+    def lookup(self, slices: Sequence[Slice]) -> list[LookupDraft | None]:
         """An offer for each slice, for the controller to decide on; ``propose`` reuses them."""
         self._offered = {}
-        self.take_in(slices)
+        self.begin_step(slices)
         return [self._offer(item) for item in slices]
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         without_offer = [item for item in plan.slices if not self._has_offered(item)]
         if without_offer:
-            self.take_in(without_offer)
+            self.begin_step(without_offer)
         trees = [self._tree(item) for item in plan.slices]
         self._offered = {}
         return trees
 
-    def _offer(self, item: Slice) -> Offer | None:
+    def _offer(self, item: Slice) -> LookupDraft | None:
         if not (item.draft_length and item.decodes):
             return None
         if not self._has_offered(item):
-            offer = Offer(*self.guess(item))
+            offer = LookupDraft(*self.propose_one(item))
             self._offered[item.seq.seq_id] = len(item.seq.tokens), offer if offer.tokens else None
         return self._offered[item.seq.seq_id][1]
 
@@ -281,7 +289,7 @@ class LookupDrafter:
         offer = self._offer(item)
         if offer is None:
             return self._empty
-        tokens, parents = offer.cut(item.draft_length)
+        tokens, parents = offer.truncate(item.draft_length)
         # The first levels of a wide tree may have more nodes than were reserved for them.
         most = self.max_nodes(item.draft_length)
         known = tuple(tokens[:most])
@@ -303,7 +311,7 @@ class NoDrafter(LookupDrafter):
     """Proposes nothing: plain decoding."""
 
     name = "none"
-    offers = False
+    drafts_before_choice = False
 
     def max_nodes(self, length: int) -> int:
         return 0

@@ -34,8 +34,14 @@ import numpy as np
 import torch
 
 from paceline.core.batch import Slice
-from paceline.draft.base import ANY_FORCED, Guess, LookupDrafter, forced_tokens, with_forced_prefix
-from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
+from paceline.draft.base import (
+    ANY_FORCED,
+    LookupDrafter,
+    Proposal,
+    forced_tokens,
+    with_forced_prefix,
+)
+from paceline.draft.spec import DraftInfo, DraftSpec, Loading, Prepared, Target, option
 from paceline.errors import DataError, ModelLoadError, VocabularyMismatchError
 from paceline.files import replace_files
 from paceline.model.tensorfile import as_bytes, read_table, verify
@@ -60,7 +66,7 @@ class Datastore(DraftSpec):
     kind = "datastore"
     page = "datastore.md"
     default_draft_length = 8
-    looks_up = True
+    is_lookup = True
     weights = "datastore"
     examples = ("datastore:{datastore}",)
 
@@ -75,10 +81,10 @@ class Datastore(DraftSpec):
         device = loading.target.device
         return Prepared(lambda context: DatastoreDrafter(device, self, store))
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
         store = Store(Path(self.file).expanduser(), target.vocab_size)
         size = f"{len(store.ids):,} tokens, {len(store.order):,} contexts"
-        return self.noted("draft-free", f"a datastore ({size}) needs no weights and no cache")
+        return self.report("draft-free", f"a datastore ({size}) needs no weights and no cache")
 
 
 class Store:
@@ -187,14 +193,14 @@ class DatastoreDrafter(LookupDrafter):
     """Drafts the likeliest continuation in a datastore, a chain."""
 
     name = "datastore"
-    takes_forced = ANY_FORCED
+    max_forced_tokens = ANY_FORCED
 
     def __init__(self, device: torch.device | str, spec: Datastore, store: Store) -> None:
         super().__init__(device)
         self._spec, self._store = spec, store
         self._vocab_size = store.about["vocab_size"]  # larger numbers mark the end of a text
 
-    def guess(self, item: Slice) -> Guess:
+    def propose_one(self, item: Slice) -> Proposal:
         forced = forced_tokens(item)
         text, levels = item.seq.tokens, item.draft_length - len(forced)
         if forced:

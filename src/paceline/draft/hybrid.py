@@ -125,7 +125,7 @@ class HybridDrafter(_Joined):
 
     def __init__(self, members: Sequence[Drafter], device: torch.device | str) -> None:
         super().__init__(members, [member.name for member in members], device)
-        self.takes_forced = max(getattr(member, "takes_forced", 0) for member in members)
+        self.max_forced_tokens = max(getattr(member, "max_forced_tokens", 0) for member in members)
         self._known: set[int] = set()
 
     def propose(self, plan: Plan) -> list[TokenTree]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.draft.selfspec import noted_layers, prepared_view
-from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec, option
+from paceline.draft.selfspec import prepared_view, report_layers
+from paceline.draft.spec import DraftInfo, Loading, Prepared, Target, TreeSpec, option
 from paceline.model.copies import layer_view
 
 Layers = tuple[int, ...]
@@ -22,7 +22,7 @@ class LayerSkip(TreeSpec):
 
     kind = "layer_skip"
     page = "layer_skip.md"
-    tried = "real"
+    tune_tries = "real"
     examples = ("layer_skip:skip=0", "layer_skip:nodes=9,ratio=0.3")
 
     skip: tuple[int, ...] | None = option(None, like="2x3x8 (layers of the target)")
@@ -38,8 +38,8 @@ class LayerSkip(TreeSpec):
         kept = [layer for layer in range(target.num_layers) if layer not in skipped]
         return prepared_view(self, layer_view(target, kept))
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
-        return noted_layers(self, target.num_layers - len(self._skipped(target)), target)
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
+        return report_layers(self, target.num_layers - len(self._skipped(target)), target)
 
     def _skipped(self, target: Target) -> Layers:
         total = target.num_layers

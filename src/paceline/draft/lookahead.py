@@ -71,7 +71,7 @@ class Lookahead(DraftSpec):
 
     kind = "lookahead"
     page = "lookahead.md"
-    tried = "real"
+    tune_tries = "real"
     examples = ("lookahead", "lookahead:window=4,ngram=5,candidates=2")
 
     window: int = option(5, least=2)
@@ -87,7 +87,7 @@ class LookaheadDrafter(LookupDrafter):
     ngram - 3`` levels; in a shorter tree its columns are cut and give shorter n-grams."""
 
     name = "lookahead"
-    offers = False
+    drafts_before_choice = False
     states: States[_State]
 
     def __init__(self, device: torch.device | str, spec: Lookahead | None = None) -> None:
@@ -114,9 +114,9 @@ class LookaheadDrafter(LookupDrafter):
                 self.states[item.seq.seq_id].drafted = []  # that proposal was not verified
         return [replace(tree, wants_choices=True) for tree in super().propose(plan)]
 
-    def guess(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
+    def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         seq, length = item.seq, item.draft_length
-        state, last = self.states.of(seq, self.begin), seq.tokens[-1]
+        state, last = self.states.of(seq, self.new_state), seq.tokens[-1]
         state.columns[0][0] = last
         used = [
             column[: self._limit(j, length)] for j, column in enumerate(state.columns[: length + 1])
@@ -136,7 +136,7 @@ class LookaheadDrafter(LookupDrafter):
             state.drafted.append((column, node + 1))
         return tokens, parents
 
-    def begin(self, seq: SequenceView) -> _State:
+    def new_state(self, seq: SequenceView) -> _State:
         """Any tokens serve as first guesses: here the text's first tokens."""
         guesses = [seq.tokens[n % len(seq.tokens)] for n in range(self._window + self._ngram)]
         columns = [guesses[j : j + self._ngram - 1] for j in range(self._window)]

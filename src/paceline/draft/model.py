@@ -47,7 +47,7 @@ class DraftModel(TreeSpec):
 
     kind = "model"
     page = "draft_model.md"
-    holds = "model"
+    argument_kind = "model"
     weights = "draft"
     examples: ClassVar[tuple[str, ...]] = (
         "model:{draft}",
@@ -117,11 +117,11 @@ class DraftModel(TreeSpec):
             loading.device or str(target.device),
             check_values=True,
             quantize=self.quantize or loading.quantize,
-            backend=target.asked,
+            backend=target.requested_backend,
             offload=loading.offload,
         )
-        if draft.note:
-            info(f"the draft: {draft.note}")
+        if draft.load_note:
+            info(f"the draft: {draft.load_note}")
         folder = Path(model_path(self.path))
         has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
         has_tokenizer = has_tokenizer or not folder.is_dir() or bool(gguf_file(str(folder)))

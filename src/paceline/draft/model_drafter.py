@@ -14,7 +14,7 @@ from paceline.draft.trees.grow import GrowingTree, Logits
 from paceline.draft.trees.levels import GrowthSettings, LevelDrafter
 from paceline.draft.trees.one_pass import OnePassDrafter
 from paceline.draft.vocabulary import SharedVocabulary
-from paceline.model.backends.base import GrownTree, Growth
+from paceline.model.backends.base import GrownTree, TreeGrower
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import path_moves
 from paceline.model.target import CausalModel
@@ -41,7 +41,7 @@ class DraftState:
 class ModelDrafter(LevelDrafter):
     """Drafts with a model. ``vocabulary`` translates between the target's ids and the draft's."""
 
-    reads = True  # the model must run over a prompt before it can draft
+    needs_prefill = True  # the model must run over a prompt before it can draft
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class ModelDrafter(LevelDrafter):
         return super().propose(plan)
 
     @property
-    def growth(self) -> Growth | None:
-        return self.model.backend.growth if self._same_ids else None
+    def tree_grower(self) -> TreeGrower | None:
+        return self.model.backend.tree_grower if self._same_ids else None
 
     def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
         logits = self.model(self.cache.batch_of(spans), self.cache).logits

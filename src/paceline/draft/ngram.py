@@ -25,8 +25,8 @@ class NGram(DraftSpec):
     kind = "ngram"
     page = "ngram.md"
     default_draft_length = 8
-    looks_up = True
-    tried = "always"
+    is_lookup = True
+    tune_tries = "always"
     examples = ("ngram:max=3,length=6,candidates=1", "ngram:candidates=4")
 
     min: int = 1
@@ -64,7 +64,7 @@ class NGramDrafter(IndexedDrafter):
         levels = min(length, self._spec.length)
         return index.ngrams(new, tail, levels, self.max_nodes(levels))
 
-    def begin(self, seq: SequenceView) -> TextIndex:
+    def new_state(self, seq: SequenceView) -> TextIndex:
         bounds = {}
         if self._spec.source != "both":
             bounds["first" if self._spec.source == "output" else "stop"] = seq.prompt_length

@@ -55,7 +55,7 @@ class Origin:
     @cached_property
     def card(self) -> str:
         """The README.md beside its weights; "" without one."""
-        if self.spec.holds == "nothing":
+        if self.spec.argument_kind == "nothing":
             return ""
         try:
             return Path(model_path(self.spec.argument() or ""), "README.md").read_text("utf-8")
@@ -227,7 +227,7 @@ class Origin:
     def _bits(self) -> str:
         """A cause if it is a head and the target's weights are quantised."""
         bits = usual_bits(self.loading.target.hf)
-        if self.spec.holds != "head" or not 0 < bits <= 8:
+        if self.spec.argument_kind != "head" or not 0 < bits <= 8:
             return ""
         return (
             f"the target's weights have {bits} bits, and a head reads other features then: compare "

@@ -23,7 +23,7 @@ from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter, States
-from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
+from paceline.draft.spec import DraftInfo, DraftSpec, Loading, Prepared, Target, option
 from paceline.draft.trees.grow import levels_of
 from paceline.draft.trees.shape import Shape, best_shape
 
@@ -73,8 +73,8 @@ class Recycling(DraftSpec):
 
     kind = "recycling"
     page = "recycling.md"
-    remembers = True
-    tried = "always"
+    learns_across_requests = True
+    tune_tries = "always"
     examples = ("recycling", "recycling:k=4,nodes=20,share=off")
 
     k: int = 8
@@ -85,7 +85,7 @@ class Recycling(DraftSpec):
         drafter = RecyclingDrafter(loading.target.device, loading.target.vocab_size, self)
         return Prepared(lambda context: drafter)
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
         RecyclingDrafter("cpu", target.vocab_size, self)  # checks k
         return super().examine(target)
 
@@ -96,7 +96,7 @@ class RecyclingDrafter(LookupDrafter):
 
     name = "recycling"
     reads_logits = True
-    offers = False
+    drafts_before_choice = False
     states: States[_State]
 
     def __init__(
@@ -126,7 +126,7 @@ class RecyclingDrafter(LookupDrafter):
         self._asked = any(item.draft_length for item in plan.slices)
         ready: list[tuple[int, int, int, _State]] = []  # slice index, root token, levels, state
         for index, item in enumerate(plan.slices):
-            state = self.states.of(item.seq, self.begin)
+            state = self.states.of(item.seq, self.new_state)
             state.tokens = None
             if not (item.decodes and item.draft_length):
                 continue
@@ -144,7 +144,7 @@ class RecyclingDrafter(LookupDrafter):
                 state.tokens = trees[index].tokens
         return trees
 
-    def begin(self, seq: SequenceView) -> _State:
+    def new_state(self, seq: SequenceView) -> _State:
         return _State(self._matrix(seq.adapter))
 
     def _matrix(self, adapter: Adapter | None) -> Matrix:

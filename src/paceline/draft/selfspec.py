@@ -24,11 +24,11 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.draft.base import States
-from paceline.draft.spec import Examined, Loading, Prepared, Target, TreeSpec, option
+from paceline.draft.spec import DraftInfo, Loading, Prepared, Target, TreeSpec, option
 from paceline.draft.trees.grow import GrowingTree
 from paceline.draft.trees.levels import GrowthSettings, LevelDrafter
 from paceline.errors import ConfigError
-from paceline.model.backends.base import GrownTree, Growth
+from paceline.model.backends.base import GrownTree, TreeGrower
 from paceline.model.copies import layer_view, quantised_copy
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.precision import usual_bits
@@ -63,8 +63,8 @@ class EarlyExit(TreeSpec):
         target = loading.target
         return prepared_view(self, layer_view(target, range(self._num_layers(target))))
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
-        return noted_layers(self, self._num_layers(target), target)
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
+        return report_layers(self, self._num_layers(target), target)
 
     def _num_layers(self, target: Target) -> int:
         total = target.num_layers
@@ -79,9 +79,9 @@ def prepared_view(spec: TreeSpec, view: CausalModel, stop: float = STOP_BELOW) -
     return Prepared(lambda c: SelfDrafter(view, spec.growth_settings(c, c.cache, stop)))
 
 
-def noted_layers(spec: TreeSpec, count: int, target: Target) -> Examined:
+def report_layers(spec: TreeSpec, count: int, target: Target) -> DraftInfo:
     text = f"{spec.kind} drafts with {count} of the target's {target.num_layers} layers"
-    return spec.noted("draft-own-layers", text)
+    return spec.report("draft-own-layers", text)
 
 
 class FrequentTokens:
@@ -144,8 +144,8 @@ class SelfDrafter(LevelDrafter):
         return self.view.backend.runs_torch
 
     @property
-    def growth(self) -> Growth | None:
-        return self.view.backend.growth
+    def tree_grower(self) -> TreeGrower | None:
+        return self.view.backend.tree_grower
 
     def _context_span(self, item: Slice) -> Span | None:
         """The pending tokens, if the cache has room for all expanded nodes. The step's commit frees
@@ -165,7 +165,7 @@ class SelfDrafter(LevelDrafter):
 
     def _grow_trees(self, trees: Sequence[GrowingTree], spans: Sequence[Span]) -> list[GrownTree]:
         """Run the spans and grow the trees in the same call if all trees allow it."""
-        if self.growth is not None and all(tree.growth_size() for tree in trees):
+        if self.tree_grower is not None and all(tree.growth_size() for tree in trees):
             done = self._grow_in_one_call(
                 trees, self._warm_up_logits(trees), self.cache.batch_of(spans)
             )
@@ -196,8 +196,8 @@ class QuantizedDraft(TreeSpec):
 
     kind = "quantized"
     page = "quantized.md"
-    tried = "real"
-    deepest = 16
+    tune_tries = "real"
+    max_useful_length = 16
     acceptance = (0.88, 0.9)  # of a model in 16 bits; 0.98 if it was trained or released in 4 bits
     examples = ("quantized:int4", "quantized:int8,nodes=6,width=3")
     default_draft_length = 12  # chains end earlier by themselves
@@ -212,7 +212,7 @@ class QuantizedDraft(TreeSpec):
         if target.ranks is not None:
             raise ConfigError(
                 f"draft '{self}' is made of all the target's weights, and these are not all here "
-                f"({target.refused}); use another drafter"
+                f"({target.backend_refusal}); use another drafter"
             )
         bits = usual_bits(target.hf)
         if 0 < bits <= BITS[self.quantize]:
@@ -224,6 +224,6 @@ class QuantizedDraft(TreeSpec):
         stop = STOP_BELOW if target.offload is None else STOP_BELOW_OFFLOADED
         return prepared_view(self, view, stop)
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
         text = f"drafts with the target itself in {self.quantize}, in the target's cache"
-        return replace(self.noted("draft-own-weights", text), target_in=self.quantize)
+        return replace(self.report("draft-own-weights", text), copy_precision=self.quantize)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 import torch
 
 from paceline.core.costs import TargetCosts
-from paceline.core.keywords import announce, our_name
+from paceline.core.keywords import announce, our_name, renamed
 from paceline.core.params import is_finite, is_whole
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.trees.levels import GrowthSettings
@@ -64,7 +64,7 @@ class DraftContext:
         """Default for the ``nodes`` of dynamic trees."""
         return _GPU_NODES if self.cache.device.type == "cuda" else _NODES
 
-    def least_chance(self) -> float:
+    def min_acceptance(self) -> float:
         """The chance of acceptance from which verifying one more node pays."""
         return _LEAST if self.costs is None else break_even_chance(self.costs().curves[0])
 
@@ -121,16 +121,16 @@ Note = tuple[str, str, str | None]
 
 
 @dataclass(frozen=True)
-class Examined:
+class DraftInfo:
     """A record's report to ``paceline doctor``: notes, and memory in numbers of values, of which
-    ``cache_values`` and ``feature_values`` are per token. ``target_in``: precision of the copy of
-    the target, if it makes one."""
+    ``cache_values`` and ``feature_values`` are per token. ``copy_precision``: of the copy of the
+    target, if it makes one."""
 
     notes: tuple[Note, ...]
     parameters: int = 0
     cache_values: int = 0
     feature_values: int = 0
-    target_in: str | None = None
+    copy_precision: str | None = None
 
 
 def reduced(size: int, target: Target) -> list[Note]:
@@ -162,6 +162,12 @@ def option(default: Any = MISSING, **metadata: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+@renamed(
+    looks_up="is_lookup",
+    remembers="learns_across_requests",
+    tried="tune_tries",
+    holds="argument_kind",
+)
 @dataclass(frozen=True)
 class DraftSpec(ABC):
     """The record of a drafter kind: made in Python, or read from the spec
@@ -171,13 +177,13 @@ class DraftSpec(ABC):
     kind: ClassVar[str]
     page: ClassVar[str]  # its documentation: a file of docs/drafters, or an address
     default_draft_length: ClassVar[int] = 4  # levels
-    deepest: ClassVar[int] = 0  # the most levels worth trying, if more than for other kinds
+    max_useful_length: ClassVar[int] = 0  # levels worth trying, if more than for other kinds
     # Prior acceptance rate by level, if all before are accepted; the last: of all deeper levels.
     acceptance: ClassVar[tuple[float, ...]] = ()
-    remembers: ClassVar[bool] = False  # whether it learns from one request for the next
-    looks_up: ClassVar[bool] = False  # whether it looks up text and drafts where that repeats
-    tried: ClassVar[Literal["always", "real", "never"]] = "never"  # when `tune` tries it unasked
-    holds: ClassVar[Literal["nothing", "model", "head"]] = "nothing"  # what the argument names
+    learns_across_requests: ClassVar[bool] = False  # from one request for the next
+    is_lookup: ClassVar[bool] = False  # whether it looks up text and drafts where that repeats
+    tune_tries: ClassVar[Literal["always", "real", "never"]] = "never"  # if it is not asked to
+    argument_kind: ClassVar[Literal["nothing", "model", "head"]] = "nothing"
     weight_files: ClassVar[tuple[str, ...]] = ()  # a head's weights: the first file that exists
     weights: ClassVar[str] = ""  # suffix of weights made for a target: paceline/tiny-draft
     # Specs that the tests run; {target} is the target's folder, {draft} (the suffix ``weights``)
@@ -208,14 +214,14 @@ class DraftSpec(ABC):
         """The records that it combines; itself unless it is a hybrid."""
         return (self,)
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
         """The report to doctor, without loading weights. ``read``: a head's checkpoint with its
         tensors on the meta device. Raises ConfigError and ModelLoadError."""
-        return self.noted("draft-free", f"{self.kind} needs no weights and no cache of its own")
+        return self.report("draft-free", f"{self.kind} needs no weights and no cache of its own")
 
-    def noted(self, code: str, text: str) -> Examined:
+    def report(self, code: str, text: str) -> DraftInfo:
         """A report of one note."""
-        return Examined(((code, text, None),))
+        return DraftInfo(((code, text, None),))
 
     def variants(self: _Spec) -> dict[str, _Spec]:
         """The records that ``tune`` tries in its place, by the shape of their trees."""
@@ -339,7 +345,7 @@ class TreeSpec(DraftSpec):
     ) -> GrowthSettings:
         """``stop`` as in ``GrowthSettings``, ``nodes`` as in ``policy``."""
         generator, policy = context.generator_on(cache.device), self.policy(nodes)
-        least = context.least_chance() if policy.nodes else 0.0
+        least = context.min_acceptance() if policy.nodes else 0.0
         return GrowthSettings(self.kind, cache, policy, generator, stop, least)
 
     def shape(self) -> str | None:
@@ -351,7 +357,7 @@ class TreeSpec(DraftSpec):
     def variants(self: _Tree) -> dict[str, _Tree]:
         """A chain, a static and a dynamic tree, unless the options say which."""
         shape = self.shape()
-        if shape is not None or self.holds == "nothing":
+        if shape is not None or self.argument_kind == "nothing":
             return {shape or "chain": self}
         return {
             "chain": replace(self, nodes=0),
@@ -375,8 +381,8 @@ class NoDraft(DraftSpec):
     def prepare(self, loading: Loading) -> Prepared:
         return Prepared(lambda context: NoDrafter(context.target.device))
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
-        return self.noted("draft-none", "no draft is given")
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
+        return self.report("draft-none", "no draft is given")
 
     def variants(self) -> dict[str, NoDraft]:
         return {}  # plain decoding is always measured

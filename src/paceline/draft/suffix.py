@@ -16,7 +16,7 @@ import torch
 from paceline.core.adapter import Adapter, PerAdapter
 from paceline.core.batch import Commit, ModelOutput, Slice
 from paceline.core.sequence import SequenceView
-from paceline.draft.spec import DraftSpec, Examined, Loading, Prepared, Target, option
+from paceline.draft.spec import DraftInfo, DraftSpec, Loading, Prepared, Target, option
 from paceline.draft.text_index import IndexedDrafter, TextIndex, open_index
 from paceline.errors import ConfigError, DataError, ModelLoadError, VocabularyMismatchError
 from paceline.files import replace_files
@@ -39,9 +39,9 @@ class Suffix(DraftSpec):
     kind = "suffix"
     page = "suffix.md"
     default_draft_length = 8
-    remembers = True
-    looks_up = True
-    tried = "always"
+    learns_across_requests = True
+    is_lookup = True
+    tune_tries = "always"
     examples = ("suffix",)
 
     file: str | None = None
@@ -70,7 +70,7 @@ class Suffix(DraftSpec):
         drafter = SuffixDrafter(loading.target.device, loading.target.vocab_size, self)
         return Prepared(lambda context: drafter)
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
         SuffixDrafter("cpu", target.vocab_size, self)  # reads the file
         return super().examine(target)
 
@@ -135,10 +135,10 @@ class SuffixDrafter(IndexedDrafter):
         # Siblings' probabilities sum to one: a level has at most 1 / min_prob nodes.
         return min(self.options.nodes, length * int(1 / self.options.min_prob + 1e-9))
 
-    def take_in(self, slices: Sequence[Slice]) -> None:
+    def begin_step(self, slices: Sequence[Slice]) -> None:
         for item in slices:
-            self.states.of(item.seq, self.begin)
-        super().take_in(slices)
+            self.states.of(item.seq, self.new_state)
+        super().begin_step(slices)
 
     def _open(self) -> TextIndex:
         rule = self.options
@@ -146,7 +146,7 @@ class SuffixDrafter(IndexedDrafter):
         bounds = 0, 2**31 - 1, rule.factor, rule.offset, rule.min_prob
         return open_index(Lookup(lengths, rule.max_depth, *bounds))
 
-    def begin(self, seq: SequenceView) -> TextIndex:
+    def new_state(self, seq: SequenceView) -> TextIndex:
         text = list(seq.tokens[max(0, seq.prompt_length - _CONTEXT) :])
         self._texts[seq.seq_id] = text, self.memory(seq.adapter)
         return self._open()

@@ -26,9 +26,9 @@ from paceline.core.tree import TokenTree
 from paceline.draft.base import (
     ANY_FORCED,
     Drafter,
-    Guess,
+    LookupDraft,
     LookupDrafter,
-    Offer,
+    Proposal,
     States,
     can_extend_forced,
     forced_tokens,
@@ -148,17 +148,17 @@ class IndexedDrafter(LookupDrafter):
     """A lookup drafter with one index per sequence. Long prompts are indexed in parts: during
     prefill, and what is left then in the first decode steps."""
 
-    takes_forced = ANY_FORCED
+    max_forced_tokens = ANY_FORCED
     states: States[TextIndex]
 
-    def take_in(self, slices: Sequence[Slice]) -> None:
+    def begin_step(self, slices: Sequence[Slice]) -> None:
         """Index up to ``MAX_INDEXED_PER_STEP`` tokens of sequences that draft now or may later. The
         fewest missing tokens come first, so that a long prompt does not delay other sequences."""
         behind: list[tuple[int, TextIndex, Sequence[int]]] = []
         for item in slices:
             seq = item.seq
             if item.draft_length if item.decodes else seq.params.may_draft:
-                index = self.states.of(seq, self.begin)
+                index = self.states.of(seq, self.new_state)
                 behind.append((len(seq.tokens) - index.open_tokens, index, seq.tokens))
         budget = MAX_INDEXED_PER_STEP
         for missing, index, tokens in sorted(behind, key=itemgetter(0)):
@@ -168,9 +168,9 @@ class IndexedDrafter(LookupDrafter):
                 index.extend(part)
                 budget -= len(part)
 
-    def guess(self, item: Slice) -> Guess:
+    def propose_one(self, item: Slice) -> Proposal:
         """The continuation that the index finds for the text and what a grammar forces after it."""
-        seq, tokens, index = item.seq, item.seq.tokens, self.states.of(item.seq, self.begin)
+        seq, tokens, index = item.seq, item.seq.tokens, self.states.of(item.seq, self.new_state)
         forced = forced_tokens(item)
         levels, indexed = item.draft_length - len(forced), index.open_tokens
         if levels <= 0:
@@ -238,13 +238,13 @@ class Predictions(LookupDrafter):
         pairs = zip(items, self.propose(Plan(tuple(items))), strict=True)
         return {item.seq.seq_id: tree for item, tree in pairs if len(tree)}
 
-    def lookup(self, slices: Sequence[Slice]) -> list[Offer | None]:
+    def lookup(self, slices: Sequence[Slice]) -> list[LookupDraft | None]:
         if not any(item.seq.params.prediction or item.seq.constraint for item in slices):
             self._offered = {}
             return [None] * len(slices)
         return super().lookup(slices)
 
-    def guess(self, item: Slice) -> Guess:
+    def propose_one(self, item: Slice) -> Proposal:
         """The forced tokens, else the prediction's continuation of the text's last tokens."""
         seq, length = item.seq, item.draft_length
         forced = forced_tokens(item)
@@ -252,12 +252,12 @@ class Predictions(LookupDrafter):
             return forced, range(-1, len(forced) - 1), _RULE.depth, len(forced)
         if not seq.params.prediction:
             return (), ()
-        index = self.states.of(seq, self.begin)
+        index = self.states.of(seq, self.new_state)
         indexed = index.open_tokens - min(_CONTEXT, seq.prompt_length)
         new = seq.params.prediction[indexed : indexed + MAX_INDEXED_PER_STEP]
         return index.suffixes(new, seq.tokens[-_RULE.depth :], length, length)
 
-    def begin(self, seq: SequenceView) -> TextIndex:
+    def new_state(self, seq: SequenceView) -> TextIndex:
         index = open_index(_RULE)
         index.extend(seq.tokens[max(0, seq.prompt_length - _CONTEXT) : seq.prompt_length])
         return index

@@ -90,7 +90,7 @@ def laws(drafter: str, make: Callable[[], DraftLike], model: str) -> Iterator[La
     """Check each law; ``make`` creates a new drafter. Raises PacelineErrors of loading the model
     or the drafter."""
     plain = LLM(model, draft=None, max_batch_size=4, seed=1)
-    plain.beside(make()).close()  # loading errors are raised here
+    plain.with_draft(make()).close()  # loading errors are raised here
     checks: dict[str, Check] = {
         "members": _drafter_attributes,
         **{way: partial(_texts, params) for way, params in _WAYS.items()},
@@ -106,7 +106,7 @@ def laws(drafter: str, make: Callable[[], DraftLike], model: str) -> Iterator[La
 
 
 def _drafter_attributes(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
-    drafter = plain.beside(make(), strict=True).engine.drafter
+    drafter = plain.with_draft(make(), strict=True).engine.drafter
     for length in range(9):
         for method in (drafter.max_nodes, drafter.passes):
             count = method(length)
@@ -125,7 +125,7 @@ def _texts(params: SamplingParams, plain: LLM, make: Callable[[], DraftLike]) ->
     """Texts equal plain decoding's, in a batch, with each draft length."""
     expected = [done.token_ids for done in plain.generate(_PROMPTS, params)]
     for length in (1, 3, "auto"):
-        llm = plain.beside(make(), strict=True, draft_length=length)
+        llm = plain.with_draft(make(), strict=True, draft_length=length)
         prompts = _PROMPTS * 2
         for _ in range(2):  # twice: forgotten sequences must not influence later ones
             for done, wanted in zip(llm.generate(prompts, params), expected * 2, strict=True):
@@ -152,7 +152,7 @@ def _preempted(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
     blocks = sum(len(plain.tokenizer.encode(p)) for p in _PROMPTS) // BLOCK_SIZE + 6
     expected = [done.token_ids for done in plain.generate(_PROMPTS, _GREEDY)]
     memory = blocks * BLOCK_SIZE * per_token
-    llm = plain.beside(make(), strict=True, draft_length=3, kv_cache_memory=memory)
+    llm = plain.with_draft(make(), strict=True, draft_length=3, kv_cache_memory=memory)
     if [done.token_ids for done in llm.generate(_PROMPTS, _GREEDY)] != expected:
         yield "the text is not plain decoding's after preemption: does forget drop all?"
     yield from _left_over(llm)
@@ -163,7 +163,8 @@ def _distribution(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
     test of homogeneity."""
     params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=_ANSWERS)
     common: dict[str, Any] = {"max_batch_size": 64, "draft_length": 2}
-    llms = plain.beside(None, seed=1, **common), plain.beside(make(), seed=5, strict=True, **common)
+    expected = plain.with_draft(None, seed=1, **common)
+    llms = expected, plain.with_draft(make(), seed=5, strict=True, **common)
     for prompt in ("The quick brown fox", *_PROMPTS[1:]):
         ours, theirs = (
             Counter(tuple(done.token_ids) for done in llm.generate(prompt, params)) for llm in llms
@@ -181,6 +182,6 @@ def _distribution(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
 
 def _proposes(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
     """The drafter proposes something, so that the other laws were tested at all."""
-    done = plain.beside(make(), strict=True, draft_length=4).generate(_PROMPTS, _GREEDY)
+    done = plain.with_draft(make(), strict=True, draft_length=4).generate(_PROMPTS, _GREEDY)
     if not sum(completion.stats.drafted_tokens for completion in done):
         yield "nothing was proposed in four repetitive texts: nothing was tested"

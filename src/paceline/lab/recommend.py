@@ -236,7 +236,7 @@ def _sample(model: Model, dtype: torch.dtype) -> CausalModel:
     }
     with quiet():
         hf = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
-    return CausalModel(hf, "a sample").optimised()
+    return CausalModel(hf, "a sample").use_requested_backend()
 
 
 def _price(sample: CausalModel, precision: str | None) -> tuple[CostCurve, float]:
@@ -268,8 +268,8 @@ def _added() -> float:
 def _drafted(spec: DraftSpec, step: CostCurve, passes: CostCurve) -> float:
     """Tokens per second at the best draft length, expected from the drafter's prior acceptance, for
     a drafter that ends a draft early when it is unsure."""
-    lengths = tuple(range(spec.deepest + 1))
-    costs = DrafterCosts(lengths, lengths, passes, ends_early=True, prior=spec.acceptance)
+    lengths = tuple(range(spec.max_useful_length + 1))
+    costs = DrafterCosts(lengths, lengths, passes, stops_early=True, prior=spec.acceptance)
     cost = CostModel(TargetCosts((1,), (step,)), {spec.kind: costs})
     tokens = expected_tokens(cost.acceptance.of_all(spec.kind).rates())
     return max(tokens[n] / cost.prices(spec.kind, 1)[n] for n in lengths)

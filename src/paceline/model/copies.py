@@ -29,7 +29,8 @@ def layer_view(model: CausalModel, layers: Sequence[int]) -> CausalModel:
             f"{model.name} has layers 0 to {model.num_layers - 1}; a part of it cannot be {kept}"
         )
     view = copy.copy(model)
-    view.backend = model.backend.without(frozenset(range(model.num_layers)) - frozenset(kept))
+    skipped = frozenset(range(model.num_layers)) - frozenset(kept)
+    view.backend = model.backend.without_layers(skipped)
     return view
 
 
@@ -75,8 +76,8 @@ def _module_copy(model: CausalModel, precision: str) -> CausalModel:
             f"{precision} form of it; use another drafter"
         )
     copied = CausalModel(hf, name)
-    copied.asked = model.asked
-    return copied.optimised()
+    copied.requested_backend = model.requested_backend
+    return copied.use_requested_backend()
 
 
 def _if_quantisable(module: Any) -> Any | None:

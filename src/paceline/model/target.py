@@ -78,10 +78,10 @@ class CausalModel:
         # With longrope, longer sequences use the long RoPE factors; None: there is one set of them.
         self.rope_switch = self.reference.rows.switch
         self.quantize: str | None = None  # the precision that the user asked for
-        self.asked = AUTO  # the backend that the user asked for
-        self.refused: str | None = None  # why that backend does not run the model
+        self.requested_backend = AUTO  # the backend that the user asked for
+        self.backend_refusal: str | None = None  # why that backend does not run the model
         self.offload: str | None = None  # "cpu" or "disk" if some layers are offloaded there
-        self.note = ""  # what the user should know about how the model was loaded
+        self.load_note = ""  # what the user should know about how the model was loaded
         self.checkpoint: tuple[FileStamp, ...] = ()  # its files, as they were when it was loaded
         self.ranks: Ranks | None = None  # tensor-parallel processes that share the weights
         with _explaining_failure(hf, name):
@@ -123,7 +123,7 @@ class CausalModel:
             plan = plan_offload(name_or_path, dtype, device, offload, weights_memory)
             if plan.offloaded:
                 model = cls(load_offloaded(name_or_path, dtype, device, plan), name_or_path)
-                model.asked = backend
+                model.requested_backend = backend
                 return model._with_offload(offload, plan)
         target = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)  # the best one for the reference backend
@@ -140,75 +140,76 @@ class CausalModel:
             if quantize is not None:
                 quantise_loaded(name_or_path, module, quantize)
             model = cls(module, name_or_path)
-            model.asked, model.checkpoint = backend, checkpoint
-            return model.optimised()
+            model.requested_backend, model.checkpoint = backend, checkpoint
+            return model.use_requested_backend()
 
         model = load(native_dtype, backend)
         if model.backend.runs_torch and native_dtype != torch_dtype and torch_dtype is not None:
             # The kernels cannot run it, and torch is faster with the other dtype: load it again.
-            refused = model.refused
+            refused = model.backend_refusal
             del model  # never two models in memory
             model = load(torch_dtype, REFERENCE)
-            model.asked, model.refused = backend, refused
+            model.requested_backend, model.backend_refusal = backend, refused
         return model
 
     def _with_offload(self, offload: str, plan: OffloadPlan) -> CausalModel:
         """Note that layers are offloaded according to ``plan``; returns ``self``."""
-        self.offload, self.refused = offload, f"layers stay on {offload}"
-        self.note = (
+        self.offload, self.backend_refusal = offload, f"layers stay on {offload}"
+        self.load_note = (
             f"{plan.offloaded} of {plan.layers} layers stay on {offload}: "
             f"a step moves {plan.moved_bytes / 1e6:,.0f} MB"
         )
         return self
 
     @classmethod
-    def around(cls, module: Any, name: str, backend: str = AUTO) -> CausalModel:
+    def from_module(cls, module: Any, name: str, backend: str = AUTO) -> CausalModel:
         """Adapt a module of transformers that is already loaded: copies its modules and shares its
         weights, so the caller's module stays usable."""
         weights: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
         copied = copy.deepcopy(module, weights)
         copied.set_attn_implementation(ATTENTION)
         model = cls(copied, name)
-        model.asked = backend
-        return model.optimised()
+        model.requested_backend = backend
+        return model.use_requested_backend()
 
-    def optimised(self) -> CausalModel:
+    def use_requested_backend(self) -> CausalModel:
         """Switch to the backend that was asked for, if it can run the model; returns ``self``."""
-        name = NATIVE if self.asked == AUTO else self.asked
+        name = NATIVE if self.requested_backend == AUTO else self.requested_backend
         if name == REFERENCE:
-            self.refused = "asked for"
-        elif self.asked == AUTO and self.device.type != "cpu":
-            self.refused = f"the device is {self.device}"
-        elif self.use(name):
+            self.backend_refusal = "asked for"
+        elif self.requested_backend == AUTO and self.device.type != "cpu":
+            self.backend_refusal = f"the device is {self.device}"
+        elif self.use_backend(name):
             return self
-        if self.asked == AUTO and gguf_file(self.name) and dequantise(self.hf):
+        if self.requested_backend == AUTO and gguf_file(self.name) and dequantise(self.hf):
             info(f"{self.name} is dequantised: only the native kernels are fast with its blocks")
         return self
 
     @torch.inference_mode()
-    def use(self, name: str) -> bool:
+    def use_backend(self, name: str) -> bool:
         """Switch to the backend ``name``; returns whether it can run the model. If not, the
         reference backend runs it, and ``refused`` and a warning say why. Raises ConfigError if no
         backend has this name."""
-        self.backend, self.refused = self.reference, None
+        self.backend, self.backend_refusal = self.reference, None
         if name != REFERENCE:
             stateful = any(self.state_parts)
             backend = "its layers have states" if stateful else make_backend(name, self)
             if isinstance(backend, str):
-                self.refused = backend
+                self.backend_refusal = backend
                 if name != NATIVE or not is_off():
                     warn(f"{self.name} runs on the reference backend: {backend}")
             else:
                 self.backend = backend
-        return self.refused is None
+        return self.backend_refusal is None
 
     @property
     def backend_reason(self) -> str:
         """The backend's description; for the reference backend also why no other one is used."""
-        return f"{REFERENCE} ({self.refused})" if self.refused else self.backend.description
+        why = self.backend_refusal
+        return f"{REFERENCE} ({why})" if why else self.backend.description
 
     @property
-    def numbers(self) -> str:
+    def dtype_text(self) -> str:
         """The dtype as text, with the cache's dtype if that differs: "bfloat16, cache int8"."""
         weights = str(self.dtype).removeprefix("torch.")
         cached = str(self.cache_dtype).removeprefix("torch.")
@@ -234,7 +235,7 @@ class CausalModel:
         """The embedding ("input") or the language-model head ("output"). With tensor parallelism
         the whole layer is gathered from all ranks."""
         if self.ranks is not None:
-            return self.ranks.whole(side)
+            return self.ranks.embedding(side)
         return getattr(self.hf, f"get_{side}_embeddings")()
 
     def new_cache(

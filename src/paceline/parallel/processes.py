@@ -112,7 +112,7 @@ class RankProcesses:
         assert self._group is not None
         return self._group
 
-    def when_lost(self, callback: Callable[[str], None]) -> None:
+    def on_failure(self, callback: Callable[[str], None]) -> None:
         with self._changing:
             if self.lost is None:
                 self._listeners.append(callback)

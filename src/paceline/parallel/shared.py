@@ -51,7 +51,7 @@ def load_shared(
         raise
     shared = SharedForward(model, ranks)
     model.backend = model.ranks = shared
-    model.refused = f"on {size} ranks"
+    model.backend_refusal = f"on {size} ranks"
     return model
 
 
@@ -69,7 +69,7 @@ class SharedForward(Backend):
         self._count = itertools.count()
         self._dropped: list[int] = []
         self._whole: dict[str, nn.Module] = {}
-        self.when_lost = ranks.when_lost
+        self.on_failure = ranks.on_failure
         self.close: Callable[[], None] = weakref.finalize(self, ranks.close)
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
@@ -81,9 +81,9 @@ class SharedForward(Backend):
             return self._model(batch, cache)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.reference.head(hidden, self.whole("output"))
+        return self._model.reference.head(hidden, self.embedding("output"))
 
-    def without(self, skipped: frozenset[int]) -> NoReturn:
+    def without_layers(self, skipped: frozenset[int]) -> NoReturn:
         raise ConfigError(
             f"a target on {self.size} ranks cannot draft with a part of its own layers; "
             "use another drafter"
@@ -95,7 +95,7 @@ class SharedForward(Backend):
             "tensor_parallel out, or merge the adapter into the model (peft's merge_and_unload)"
         )
 
-    def whole(self, side: Literal["input", "output"]) -> nn.Module:
+    def embedding(self, side: Literal["input", "output"]) -> nn.Module:
         """The input or output embeddings, gathered once on rank 0, which alone runs drafters."""
         if side not in self._whole:
             module = getattr(self._model.hf, f"get_{side}_embeddings")()

@@ -108,7 +108,7 @@ class EngineLoop:
             ThreadPoolExecutor(1, f"paceline-{name}") for name in ("prepare", "compile", "read")
         )
         if llm.target.ranks is not None:
-            llm.target.ranks.when_lost(self._model_lost)
+            llm.target.ranks.on_failure(self._model_lost)
 
     # -- called by other threads ----------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class Key:
     ``panel``: its heading in ``--help`` and, in lower case, its section in a file. ``kind``: a
     notation that its type does not imply: size, length ... ``low``, ``high``: bounds, included.
     ``shown``: the default in words; "" shows none. ``flags`` replace ``--name``. ``except_in``:
-    where it cannot be set: "command", "server", "LLM", "beside".
+    where it cannot be set: "command", "server", "LLM", "with_draft".
     """
 
     help: str
@@ -187,13 +187,15 @@ _KINDS: dict[str, tuple[Callable[[Any, object], Any], str]] = {
 # -- the engine ------------------------------------------------------------------------------------
 
 _model, _engine = under("Model"), under("Engine")
-_load = partial(_engine, except_in=("beside",))
+_load = partial(_engine, except_in=("with_draft",))
 
 
 def _sampled(name: str, **bounds: float) -> Any:
     """The default of a sampling parameter, for requests that leave it open."""
     help = f"{name} of requests that do not set it."
-    return _model(None, help, shown="the checkpoint's", except_in=("command", "beside"), **bounds)
+    return _model(
+        None, help, shown="the checkpoint's", except_in=("command", "with_draft"), **bounds
+    )
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ class LoadSettings:
         shown="half of the free memory",
     )
     threads: int | None = _engine(
-        None, "CPU threads.", low=1, shown="torch's choice", except_in=("LLM", "beside")
+        None, "CPU threads.", low=1, shown="torch's choice", except_in=("LLM", "with_draft")
     )
     kv_cache_memory: int | None = _engine(
         None, "Memory for the KV cache, such as 512M or 2G.", kind="size", shown="auto"
@@ -251,8 +253,8 @@ class LoadSettings:
 class EngineSettings(LoadSettings):
     """All settings of an engine other than its models.
 
-    They are the keywords of ``LLM`` and ``LLM.beside``, the options of the commands, and the flags
-    and file keys of a server. A setting that is None is open: it takes the value of tuned settings
+    They are keywords of ``LLM`` and ``LLM.with_draft``, options of the commands, and flags and
+    file keys of a server. A setting that is None is open: it takes the value of tuned settings
     (``paceline tune``) or the default of ``EngineOptions`` (build.py).
     """
 
@@ -295,7 +297,7 @@ class EngineSettings(LoadSettings):
         "Default sampling parameters: auto takes them from the checkpoint's "
         "generation_config.json; none uses neutral values, which means greedy decoding.",
         choices=("auto", "none"),
-        except_in=("command", "beside"),
+        except_in=("command", "with_draft"),
     )
     default_temperature: float | None = _sampled("temperature", low=0, high=100)
     default_top_p: float | None = _sampled("top_p", high=1)

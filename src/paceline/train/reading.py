@@ -55,7 +55,7 @@ class NativeReader:
     def of(cls, target: Any, name: str) -> NativeReader | None:
         """A reader for a module of transformers; None if the native kernels cannot run it."""
         try:
-            model = CausalModel.around(target, name)
+            model = CausalModel.from_module(target, name)
         except UnsupportedModelError:  # the engine cannot decode it, but training works
             return None
         return None if model.backend.runs_torch else cls(model)

@@ -119,7 +119,7 @@ def test_unseeded_sampling_follows_the_distribution(
     Token ids are counted by their remainder of 3: 27 cells. The engine's seeds are fixed.
     """
     spec = f"medusa:{folders['shared']},nodes=5,tree={tree}"
-    drafted = plain.beside(spec, draft_length=2, max_batch_size=300, seed=3)
+    drafted = plain.with_draft(spec, draft_length=2, max_batch_size=300, seed=3)
     second, accepted = counted(drafted)
     statistic = sum((first[t] - second[t]) ** 2 / (first[t] + second[t]) for t in first | second)
     assert accepted > 50

@@ -114,7 +114,7 @@ def test_a_checkpoint_drafts_for_itself(tmp_path: Path, kind: str, layout: str) 
     prompts, params = [[3, 4, 5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True)
     wanted = plain.generate(prompts, params)[0].token_ids
     for draft in ("mtp", "mtp:branching=2x2", "hybrid:suffix+mtp"):
-        llm = plain.beside(draft, draft_length=2)
+        llm = plain.with_draft(draft, draft_length=2)
         found = llm.generate(prompts, params)[0]
         assert found.token_ids == wanted and found.stats.drafted_tokens > 0
     loaded = LLM(folder, dtype="float32")

@@ -193,7 +193,7 @@ def test_the_modules_own_results(variant: str, dtype: str) -> None:
     plain = EagleStep(head, head.embed_tokens or target.hf.get_input_embeddings())
     wanted = run(plain, texts, kind, 9)
     full = expanded(head, wanted[0][0][1][None])
-    assert target.use("native")
+    assert target.use_backend("native")
     step = target.backend.eagle(head, target)
     assert isinstance(step, NativeEagle)
     found = run(step, texts, kind, 9)
@@ -210,7 +210,7 @@ def test_bits_are_a_rows_own(variant: str, dtype: str) -> None:
     kind = DTYPES[dtype]
     target = target_of(kind)
     head = random_eagle(target, VARIANTS[variant])
-    assert target.use("native")
+    assert target.use_backend("native")
     step = target.backend.eagle(head, target)
     texts = Texts.of(head.config, kind, 270)  # two blocks of keys
     wanted = alone(step, texts, kind)
@@ -250,7 +250,7 @@ def test_medusa_heads(kind: str, dtype: str, quantize: str | None) -> None:
     """The modules' results; of a row the same bits in every batch, on any number of threads."""
     target = target_of(DTYPES[dtype], quantize)
     heads = random_medusa(target, MEDUSA[kind])
-    assert target.use("native")
+    assert target.use_backend("native")
     torch.manual_seed(1)
     features = torch.randn(5, 32).to(target.dtype)
     wanted = [heads.logits(head, features, target.head) for head in range(3)]
@@ -277,7 +277,7 @@ def test_on_the_reference_backend() -> None:
 
 def test_angles_that_depend_on_the_length(said: list[str]) -> None:
     target = target_of(torch.float32)
-    assert target.use("native")
+    assert target.use_backend("native")
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     head = random_eagle(target, {"rope_scaling": scaling})
     assert type(target.backend.eagle(head, target)) is EagleStep

@@ -23,7 +23,7 @@ from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.dynamic import DynamicTree
 from paceline.draft.trees.grow import GrowingTree, grow
 from paceline.draft.trees.levels import LevelDrafter
-from paceline.model.backends.base import Ending, GrownTree, WantedTree
+from paceline.model.backends.base import EarlyStop, GrownTree, TreeRequest
 from paceline.model.backends.native.handle import ModelHandle
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
@@ -86,7 +86,7 @@ def target_of(folder: str) -> LLM:
 def generate(
     folders: dict[str, str], spec: str, length: int, rule: str = "auto", **params: Any
 ) -> list[list[int]]:
-    llm = target_of(folders["target"]).beside(
+    llm = target_of(folders["target"]).with_draft(
         spec.format(**folders), draft_length=length, max_batch_size=4, rule=rule
     )
     asked = [
@@ -126,7 +126,7 @@ def check_the_same_trees(folders: dict[str, str], spec: str, length: int, **para
     found = []
     for at_once in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LevelDrafter, "ends_early", False)
+            patch.setattr(LevelDrafter, "stops_early", False)
             watched = Watched(patch, at_once)
             texts = generate(folders, spec, length, **params)
             assert bool(watched.calls) is at_once
@@ -179,12 +179,12 @@ def test_no_tree_is_written_beyond_its_table(folders: dict[str, str]) -> None:
     cache = PagedCache(model.cache_shapes, 2, 16, torch.float32, "cpu")
     cache.admit(0, ())
     cache.reserve(0, 16)
-    growth = model.backend.growth  # type: ignore[union-attr]
+    growth = model.backend.tree_grower  # type: ignore[union-attr]
     logits = torch.zeros(1, model.vocab_size)
-    (grown,) = growth(cache, [WantedTree(3, 4, 6, 8, cache.blocks_of(0), GREEDY, 8)], logits)
+    (grown,) = growth(cache, [TreeRequest(3, 4, 6, 8, cache.blocks_of(0), GREEDY, 8)], logits)
     assert len(grown.tree) == 6
     with pytest.raises(IndexError, match="no room"):
-        growth(cache, [WantedTree(3, 4, 6, 9, cache.blocks_of(0), GREEDY, 8)], logits)
+        growth(cache, [TreeRequest(3, 4, 6, 9, cache.blocks_of(0), GREEDY, 8)], logits)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.7, seed=3)])
@@ -201,8 +201,8 @@ def test_a_chain_ends_behind_a_path_that_is_too_unlikely(
     def chain(stop: float) -> GrownTree:
         cache.kv(0)[0].zero_(), cache.kv(0)[1].zero_(), cache.kv(1)[0].zero_()
         cache.kv(1)[1].zero_()
-        wanted = WantedTree(9, 1, 9, 8, cache.blocks_of(0), params, 8, Ending(stop=stop))
-        (grown,) = model.backend.growth(cache, [wanted], logits)  # type: ignore[union-attr]
+        wanted = TreeRequest(9, 1, 9, 8, cache.blocks_of(0), params, 8, EarlyStop(level_prob=stop))
+        (grown,) = model.backend.tree_grower(cache, [wanted], logits)  # type: ignore[union-attr]
         return grown
 
     whole = chain(1e-30)
@@ -218,12 +218,12 @@ def test_a_chain_ends_behind_a_path_that_is_too_unlikely(
 
 
 @pytest.mark.parametrize(
-    "ending",
-    [Ending(), Ending(2.0, 0.0, 0.02), Ending(2.0, 0.1), Ending(0.5, 0.8, 0.12), Ending(1, 9, 0.9)],
+    "early_stop",
+    [EarlyStop(*p) for p in ((), (2.0, 0.0, 0.02), (2.0, 0.1), (0.5, 0.8, 0.12), (1, 9, 0.9))],
 )
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.7, seed=3)])
 def test_trees_end_where_they_are_unlikely_as_level_by_level(
-    folders: dict[str, str], params: SamplingParams, ending: Ending
+    folders: dict[str, str], params: SamplingParams, early_stop: EarlyStop
 ) -> None:
     model = CausalModel.load(folders["target"], torch.float32, "cpu", backend="native")
     cache = PagedCache(model.cache_shapes, 4, 16, torch.float32, "cpu")
@@ -239,16 +239,17 @@ def test_trees_end_where_they_are_unlikely_as_level_by_level(
         passes += 1
         return model(cache.batch_of([tree.frontier_span() for tree in trees]), cache).logits
 
-    tree = DynamicTree(Slice(seq, 1, 5), 5, 3, 12, cache.device, 8, ending)
+    tree = DynamicTree(Slice(seq, 1, 5), 5, 3, 12, cache.device, 8, early_stop)
     (levels,) = grow([tree], logits, forward, None)
-    wanted = WantedTree(5, 3, 12, 8, cache.blocks_of(0), params, 8, ending)
-    (at_once,) = model.backend.growth(cache, [wanted], logits)  # type: ignore[union-attr]
+    wanted = TreeRequest(5, 3, 12, 8, cache.blocks_of(0), params, 8, early_stop)
+    (at_once,) = model.backend.tree_grower(cache, [wanted], logits)  # type: ignore[union-attr]
     assert torch.equal(levels.tree.tokens, at_once.tree.tokens)
     assert levels.tree.parents == at_once.tree.parents and levels.slots == at_once.slots
     assert levels.scores == pytest.approx(at_once.scores, abs=1e-4 if params.greedy else 5e-3)
     chances = [math.exp(score) for score in levels.scores]
-    assert len(chances) == 1 or min(chances) >= ending.least
-    assert (passes < 4) is (ending.stop > 0) and (len(chances) < 12 or not ending.least)
+    assert len(chances) == 1 or min(chances) >= early_stop.node_prob
+    assert (passes < 4) is (early_stop.level_prob > 0)
+    assert len(chances) < 12 or not early_stop.node_prob
 
 
 def test_a_draft_by_the_target_is_one_call(
@@ -285,8 +286,8 @@ def test_a_drawn_chain_is_drawn_from_its_q(folders: dict[str, str], narrow: bool
     ids = torch.arange(columns) * 2 if narrow else None
     seen = Counter[int]()
     for drawn in torch.randint(1 << 62, (2000,), generator=generator).tolist():
-        wanted = WantedTree(3, 1, 3, 8, cache.blocks_of(0), params, 8, drawn=drawn)
-        (grown,) = model.backend.growth(cache, [wanted], logits, ids)  # type: ignore[union-attr]
+        wanted = TreeRequest(3, 1, 3, 8, cache.blocks_of(0), params, 8, draw_seed=drawn)
+        (grown,) = model.backend.tree_grower(cache, [wanted], logits, ids)  # type: ignore[union-attr]
         assert grown.tree.draw is Draw.IID and is_chain(grown.tree.parents)
         q, tokens = grown.tree.q, grown.tree.tokens
         assert q is not None and torch.all(q.gather(1, tokens.unsqueeze(1)) > 0)
@@ -303,7 +304,7 @@ def test_a_drawn_chain_is_drawn_from_its_q(folders: dict[str, str], narrow: bool
     )
     assert len(possible) > 2 and statistic < 30  # five degrees of freedom at most: once in 1e5
     again = [
-        model.backend.growth(cache, [wanted], logits, ids)[0]  # type: ignore[union-attr]
+        model.backend.tree_grower(cache, [wanted], logits, ids)[0]  # type: ignore[union-attr]
         for _ in range(2)
     ]
     assert torch.equal(again[0].tree.tokens, again[1].tree.tokens)
@@ -312,7 +313,7 @@ def test_a_drawn_chain_is_drawn_from_its_q(folders: dict[str, str], narrow: bool
 def test_growth_does_not_keep_a_model_alive(folders: dict[str, str]) -> None:
     """Weights are freed with their last reference, without the garbage collector."""
     model = CausalModel.load(folders["draft"], torch.float32, "cpu", backend="native")
-    assert model.backend.name == "native" and model.backend.growth is not None
+    assert model.backend.name == "native" and model.backend.tree_grower is not None
     gone = weakref.ref(model.backend)
     gc.disable()
     try:
@@ -331,7 +332,7 @@ def test_a_row_that_is_no_distribution_has_no_candidates(folders: dict[str, str]
     logits = torch.zeros(2, model.vocab_size)
     logits[0] = torch.nan
     for params in (GREEDY, SamplingParams(temperature=0.5, seed=1)):
-        wanted = [WantedTree(3, 2, 5, 8, cache.blocks_of(seq_id), params, 8) for seq_id in (0, 1)]
-        none, some = model.backend.growth(cache, wanted, logits)  # type: ignore[union-attr]
+        wanted = [TreeRequest(3, 2, 5, 8, cache.blocks_of(seq_id), params, 8) for seq_id in (0, 1)]
+        none, some = model.backend.tree_grower(cache, wanted, logits)  # type: ignore[union-attr]
         assert len(none.tree) == 0
         assert len(some.tree) == 5

@@ -48,6 +48,8 @@ def test_sequences_that_decode_together_share_out_the_nodes() -> None:
     assert [shared.max_nodes(n) for n in (1, 2, 4)] == [4, 8, 8]
     assert [shared.max_nodes(n, 4) for n in (1, 2, 4)] == [2, 2, 4]
     assert [chosen.max_nodes(n, 4) for n in (1, 2, 4)] == [4, 8, 8]
-    costs = DrafterCosts((0, 4, 8, 8, 8), (0, 1, 2, 3, 4), CostCurve((1,), (1.0,)), shares=True)
-    assert costs.among(4).nodes == (0, *(shared.max_nodes(n, 4) for n in range(1, 5)))
-    assert costs.among(1) is costs
+    costs = DrafterCosts(
+        (0, 4, 8, 8, 8), (0, 1, 2, 3, 4), CostCurve((1,), (1.0,)), shares_nodes=True
+    )
+    assert costs.for_batch(4).nodes == (0, *(shared.max_nodes(n, 4) for n in range(1, 5)))
+    assert costs.for_batch(1) is costs

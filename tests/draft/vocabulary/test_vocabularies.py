@@ -167,7 +167,7 @@ def test_same_tokens_as_plain_decoding(
 ) -> None:
     spec, description = SPECS[name]
     spec = spec.format(**folders)
-    llm = plain.beside(spec, draft_length=length, max_batch_size=2)
+    llm = plain.with_draft(spec, draft_length=length, max_batch_size=2)
     assert llm.draft_vocabulary is not None and description in llm.draft_vocabulary
     accepted = 0
     for request, params in REQUESTS.items():

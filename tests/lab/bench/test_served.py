@@ -84,7 +84,7 @@ def test_tokens_are_dealt_out_whole() -> None:
 @pytest.fixture(scope="module")
 def url(llm: LLM) -> Iterator[str]:
     """Our server with the same weights."""
-    beside = llm.beside(None, max_batch_size=4)
+    beside = llm.with_draft(None, max_batch_size=4)
     for running in serve(service_of(beside, "it")):
         yield running.url
 

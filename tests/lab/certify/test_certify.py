@@ -39,7 +39,9 @@ def test_a_correct_engine_is_certified(llm: LLM, prompts: Named, params: Samplin
 
 
 def test_trees_without_replacement(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:
-    tree = llm.beside(f"tree:{folders[1]},branching=2x2", draft_length=2, max_batch_size=64, seed=1)
+    tree = llm.with_draft(
+        f"tree:{folders[1]},branching=2x2", draft_length=2, max_batch_size=64, seed=1
+    )
     certificate = certify(tree, prompts, effort=SMALL)
     assert certificate.lossless, certificate.verdict
     assert any(test.part == "drafter" for test in certificate.rows("tests"))
@@ -47,7 +49,7 @@ def test_trees_without_replacement(llm: LLM, folders: tuple[str, str], prompts: 
 
 
 def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None:
-    ngram = llm.beside("ngram", max_batch_size=8, seed=1)
+    ngram = llm.with_draft("ngram", max_batch_size=8, seed=1)
     again = [("again", [*prompts[0][1], *prompts[0][1]] * 2)]
     certifier = Certifier(ngram, again, None, Effort(1, 16, 1, 200))
     assert list(certifier.single_settings)[2] == "draft length auto, alone"
@@ -61,7 +63,7 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
 def test_the_rule_is_enumerated_where_a_lookup_matches(llm: LLM) -> None:
     """It was "not enumerated" where nothing was drafted at the prefix itself."""
     tokens = tuple(range(20, 60))  # no token comes twice
-    ngram = llm.beside("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
+    ngram = llm.with_draft("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
     certifier = Certifier(ngram, [("new", tokens)], None, replace(SMALL, num_prompts=1))
     evidence = certifier.evidence
     evidence.prefixes.append(Prefix(Start(tokens, SamplingParams(temperature=1.0)), 2))
@@ -72,13 +74,13 @@ def test_the_rule_is_enumerated_where_a_lookup_matches(llm: LLM) -> None:
 
 def test_plain_decoding_takes_no_more_memory_than_the_engine(llm: LLM, prompts: Named) -> None:
     """Its cache was a share of all that was free: 6 s to fill with zeros beside SmolLM2."""
-    small = llm.beside("ngram", max_batch_size=8, draft_length=2, kv_cache_memory=2 << 20)
+    small = llm.with_draft("ngram", max_batch_size=8, draft_length=2, kv_cache_memory=2 << 20)
     certifier = Certifier(small, prompts, None, SMALL)
     assert certifier.plain.cache.num_blocks <= small.engine.cache.num_blocks
     sizes = {"max_batch_size": 2, "max_model_len": 40}
-    assert llm.beside("ngram", **sizes).engine.cache.num_blocks == 2 * 4  # one spare each
+    assert llm.with_draft("ngram", **sizes).engine.cache.num_blocks == 2 * 4  # one spare each
     with pytest.raises(ConfigError, match="max_model_len is 9999"):
-        llm.beside("ngram", max_model_len=9999)
+        llm.with_draft("ngram", max_model_len=9999)
 
 
 def test_greedy_only(llm: LLM, prompts: Named) -> None:
@@ -142,7 +144,7 @@ def test_the_same_seed_gives_the_same_certificate(folders: tuple[str, str], llm:
     one = [("one", list(range(20, 40)))]
     records = [
         certify(
-            llm.beside(folders[1], draft_length=2, max_batch_size=64, seed=seed),
+            llm.with_draft(folders[1], draft_length=2, max_batch_size=64, seed=seed),
             one,
             effort=Effort(1, 8, 1, 100),
         ).record()
@@ -155,9 +157,9 @@ def test_the_same_seed_gives_the_same_certificate(folders: tuple[str, str], llm:
 
 def test_refusals(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:
     with pytest.raises(ConfigError, match="no drafter to certify; give one with draft"):
-        certify(llm.beside(), prompts)
+        certify(llm.with_draft(), prompts)
     with pytest.raises(ConfigError, match="draft length 0 drafts nothing"):
-        certify(llm.beside(folders[1], draft_length=0), prompts)
+        certify(llm.with_draft(folders[1], draft_length=0), prompts)
     with pytest.raises(PromptError, match="no prompt was given"):
         certify(llm, [])
     with pytest.raises(PromptError, match="prompt a is empty"):

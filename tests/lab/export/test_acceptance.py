@@ -11,7 +11,7 @@ PROMPTS = ["Once upon a time", "The little dog", "Tom and Lily went to"]
 
 
 def tokens_per_step(llm: LLM, draft: str) -> float:
-    beside = llm.beside(draft, draft_length=4)
+    beside = llm.with_draft(draft, draft_length=4)
     completions = beside.generate(PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True))
     return sum(len(completion.token_ids) for completion in completions) / sum(
         e.stats.target_steps for e in completions

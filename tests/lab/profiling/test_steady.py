@@ -53,7 +53,7 @@ def test_the_same_steps_each_time(llm: LLM) -> None:
 def test_drafters_and_reasons_without_drafts_are_counted(llm: LLM) -> None:
     drafted = steady.run(llm, PROMPTS, 6)
     assert sum(drafted.drafters.values()) == drafted.sums.accepted and not drafted.not_drafted
-    plain = llm.beside("ngram:min=3", max_batch_size=2)
+    plain = llm.with_draft("ngram:min=3", max_batch_size=2)
     stretch = steady.run(plain, PROMPTS, 6)
     assert sum(stretch.not_drafted.values()) + stretch.sums.drafted >= 12
     assert set(stretch.not_drafted) <= {NOTHING_FOUND, NOT_WORTH_IT, MEASURING}
@@ -69,7 +69,7 @@ def test_no_room_for_a_steady_state(llm: LLM) -> None:
 
 
 def test_the_context_limits_the_steps(llm: LLM) -> None:
-    plain = llm.beside(None, max_batch_size=1)
+    plain = llm.with_draft(None, max_batch_size=1)
     prompt = [5] * (llm.target.max_positions - 40)
     stretch = steady.run(plain, [prompt], 100).sums
     assert stretch.steps == 40 - 1 - steady.WARM_UP  # one token comes of the prompt itself

@@ -37,7 +37,7 @@ def test_a_forward(how: str) -> None:
     model = adapted()
     native, coded = how.startswith("native"), "int8" in how
     if native:
-        assert model.use("native")
+        assert model.use_backend("native")
     work = forward_of(model, coded)
     assert work.weight_bytes >= 4 * WEIGHTS  # packed ones are padded
     assert work.parameters == WEIGHTS
@@ -53,9 +53,9 @@ def test_a_forward(how: str) -> None:
 @torch.inference_mode()
 def test_a_view_reads_none_of_the_layers_that_it_skips() -> None:
     model = adapted()
-    assert model.use("native")
+    assert model.use_backend("native")
     whole = forward_of(model)
-    model.backend = model.backend.without(frozenset({0}))
+    model.backend = model.backend.without_layers(frozenset({0}))
     work = forward_of(model)
     assert work.parameters == WEIGHTS - PER_LAYER
     assert work.cache_bytes == whole.cache_bytes // LAYERS

@@ -77,7 +77,7 @@ def native_model(shape: str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -
         if parameter.dim() == 1:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     model = CausalModel(hf.to(dtype), shape)
-    assert model.use("native")
+    assert model.use_backend("native")
     model.cache_dtype = cache_dtype(kv_cache_dtype, dtype)
     return model
 

@@ -87,7 +87,7 @@ config = LlamaConfig(
 )
 torch.manual_seed(0)
 model = CausalModel(LlamaForCausalLM(config).to(torch.bfloat16), "long")
-assert model.use("native")
+assert model.use_backend("native")
 cache = model.new_cache(context // 16, 16)
 for part in cache.kv(0):
     part.normal_()

@@ -63,7 +63,7 @@ def logits(model: Any) -> torch.Tensor:
 )
 def test_others_run_on_the_reference_and_say_so(name: str, why: str, said: Said) -> None:
     model, _ = tiny_pair(name)
-    assert not model.use("native") and model.backend.name == "reference"
+    assert not model.use_backend("native") and model.backend.name == "reference"
     assert said == [f"{name} runs on the reference backend: {why}"]
 
 
@@ -91,7 +91,7 @@ def test_auto_is_bf16_where_the_kernels_run(
 
 def test_a_dtype_that_the_kernels_do_not_know(said: Said) -> None:
     model, _ = tiny_pair("llama", torch.float16)
-    assert not model.use("native")
+    assert not model.use_backend("native")
     assert said == ["llama runs on the reference backend: no weights in float16"]
 
 
@@ -114,7 +114,7 @@ def test_what_disagrees_with_the_reference_is_not_used(
         return replace(shape, **{change: other})
 
     monkeypatch.setattr(using, "describe_decoder", wrong)
-    assert not model.use("native") and model.backend.name == "reference"
+    assert not model.use_backend("native") and model.backend.name == "reference"
     assert "the kernels' logits are" in said[0] and len(said) == 1
     assert torch.equal(logits(model), wanted)
     after = model.hf.state_dict()
@@ -128,7 +128,7 @@ def test_plain_weights_are_given_up_one_by_one() -> None:
     weights = [weakref.ref(m.weight) for m in linears]
     dense = [m.weight.detach().clone() for m in linears]
     del linears
-    assert model.use("native")
+    assert model.use_backend("native")
     assert all(weight() is None for weight in weights)
     packed = [m for m in model.hf.modules() if isinstance(m, PackedLinear)]
     assert all(torch.equal(m.weight, weight) for m, weight in zip(packed, dense, strict=True))
@@ -138,9 +138,9 @@ def test_its_modules_still_compute_the_same() -> None:
     """What asks the transformers module itself, as a head that shares the target's, is right."""
     for name in ("qwen2", "gemma2", "mixtral"):
         model, reference = tiny_pair(name)
-        assert model.use("native")
+        assert model.use_backend("native")
         native = logits(model)
-        assert model.use("reference")
+        assert model.use_backend("reference")
         assert torch.allclose(logits(model), native, atol=1e-4)
         ids = torch.arange(3, 12)[None]
         with torch.inference_mode():
@@ -151,7 +151,7 @@ def test_its_modules_still_compute_the_same() -> None:
 def test_a_part_of_the_layers() -> None:
     model, _ = tiny_pair("qwen3")
     wanted = [logits(layer_view(model, layers)) for layers in ([0], [1])]
-    assert model.use("native")
+    assert model.use_backend("native")
     for layers, want in zip(([0], [1]), wanted, strict=True):
         assert torch.allclose(logits(layer_view(model, layers)), want, atol=1e-4)
 
@@ -211,7 +211,7 @@ def test_without_a_compiler(fresh: Path, said: Said, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(fresh))
     monkeypatch.delenv("CXX", raising=False)
     model, _ = tiny_pair("llama")
-    assert not model.use("native")
+    assert not model.use_backend("native")
     what = "no g++ is there"
     assert said == [f"llama runs on the reference backend: {what}"]
 
@@ -245,7 +245,11 @@ def test_switched_off(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_NATIVE", "off")
     library.cache_clear()
     model, _ = tiny_pair("llama")
-    assert not model.use("native") and "asks for no kernels" in model.backend_reason and not said
+    assert (
+        not model.use_backend("native")
+        and "asks for no kernels" in model.backend_reason
+        and not said
+    )
     library.cache_clear()
 
 
@@ -253,7 +257,7 @@ def test_a_compiler_that_fails(fresh: Path, said: Said, monkeypatch: pytest.Monk
     broken = compiler(fresh, "echo 'vec.h:1:1: error: what is this' >&2; exit 1")
     monkeypatch.setenv("CXX", broken)
     model, _ = tiny_pair("llama")
-    assert not model.use("native")
+    assert not model.use_backend("native")
     assert said == [
         f"llama runs on the reference backend: {broken} fails: vec.h:1:1: error: what is this"
     ]

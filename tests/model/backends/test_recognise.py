@@ -56,8 +56,8 @@ def scaled(beta: float) -> CausalModel:
 )
 def test_options_that_the_kernels_do_not_have(model: CausalModel, option: str | None) -> None:
     assert unsupported_option(model.hf) == option
-    assert model.use("native") == (option is None)
-    assert model.refused == (option and f"the kernels do not have {option}")
+    assert model.use_backend("native") == (option is None)
+    assert model.backend_refusal == (option and f"the kernels do not have {option}")
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_a_class_of_that_name_from_elsewhere() -> None:
 
     model = built("Llama")
     model.hf.__class__ = LlamaForCausalLM
-    assert not model.use("native")
-    assert model.refused == "LlamaForCausalLM is no decoder of a known shape"
+    assert not model.use_backend("native")
+    assert model.backend_refusal == "LlamaForCausalLM is no decoder of a known shape"
 
 
 def test_norms_are_those_of_their_modules() -> None:
@@ -111,8 +111,8 @@ class Doubled(transformers.models.llama.modeling_llama.LlamaRMSNorm):
 def test_a_norm_that_computes_something_else_is_found_by_the_trial() -> None:
     model = built("Llama")
     model.hf.model.norm.__class__ = type("LlamaRMSNorm", (Doubled,), {})
-    assert not model.use("native")
-    assert model.refused is not None and "% off" in model.refused
+    assert not model.use_backend("native")
+    assert model.backend_refusal is not None and "% off" in model.backend_refusal
 
 
 class Further:
@@ -136,8 +136,8 @@ def test_kernels_that_are_wrong_in_one_part_of_the_context_are_not_used(
     real = using.NativeModel
     monkeypatch.setattr(using, "NativeModel", lambda *given: Further(real(*given), wrong))
     model = built("Llama")
-    assert not model.use("native") and model.backend.name == "reference"
-    assert model.refused is not None and "% off" in model.refused
+    assert not model.use_backend("native") and model.backend.name == "reference"
+    assert model.backend_refusal is not None and "% off" in model.backend_refusal
 
 
 def test_a_trial_has_rows_of_several_sequences_near_and_far() -> None:

@@ -150,7 +150,7 @@ def test_the_engine_writes_the_text_of_the_quantised_model(
     plain = LLM(str(out), draft="none", dtype="float32", device="cpu", backend="reference")
     ids = [5, 9, 7, 5, 9, 7, 5, 9]
     (wanted,) = plain.generate([ids], params)
-    drafted = plain.beside("ngram")
+    drafted = plain.with_draft("ngram")
     (completion,) = drafted.generate([ids], params)
     assert completion.token_ids == wanted.token_ids
     hf = load_module(str(out), "float32", "cpu", attention="sdpa")
@@ -253,7 +253,7 @@ def test_every_layout_runs_on_the_kernels(
     if kind in made:
         written = {kind: rewritten(plain_folder, tmp_path / kind, *made[kind])}
     target = CausalModel.load(str(written[kind]), dtype="float32", device="cpu")
-    assert target.backend.name == "native", target.refused
+    assert target.backend.name == "native", target.backend_refusal
 
 
 def test_awq_checkpoints_keep_their_codes_and_zero_points(
@@ -418,7 +418,7 @@ def test_tensors_of_a_library_are_left_to_it(plain_folder: Path) -> None:
     module = load_module(str(plain_folder), "float32", "cpu")
     layer = module.get_submodule(LAYER)
     layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Foreign), False)
-    model = CausalModel(module, "some model").optimised()
+    model = CausalModel(module, "some model").use_requested_backend()
     assert model.backend.name == "reference"
     assert type(model.hf.get_submodule(LAYER).weight) is Foreign
 

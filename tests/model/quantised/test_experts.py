@@ -40,7 +40,7 @@ def logits(model: CausalModel) -> torch.Tensor:
 
 def check_alike(native: CausalModel, reference: CausalModel) -> None:
     """Up to codes of activations that rounding changes."""
-    assert native.backend.name == NATIVE, native.refused
+    assert native.backend.name == NATIVE, native.backend_refusal
     pairs = zip(logits(native), logits(reference), strict=True)
     assert median(relative_error(ours, theirs) for ours, theirs in pairs) < 0.03
 

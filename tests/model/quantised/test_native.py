@@ -209,7 +209,7 @@ def test_text_is_plain_decodings_with_every_kind_of_draft(
     ):
         wanted = [completion.token_ids for completion in plain.generate(prompts, params)]
         for draft in drafts:
-            llm = plain.beside(draft, draft_length=3, draft_quantize="int4")
+            llm = plain.with_draft(draft, draft_length=3, draft_quantize="int4")
             assert [
                 completion.token_ids for completion in llm.generate(prompts, params)
             ] == wanted, draft

@@ -26,7 +26,7 @@ from paceline.core.tree import is_chain
 from paceline.draft.base import Drafter
 from paceline.draft.heads.block_head import load_block, usual_layers
 from paceline.draft.heads.features import FeatureDrafter, HeadSpec, feature_drafter
-from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, option
+from paceline.draft.spec import DraftContext, DraftInfo, Loading, Prepared, Target, option
 from paceline.draft.trees.grow import GrowingTree, Logits
 from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.one_pass import OnePassDrafter
@@ -56,7 +56,7 @@ class BlockSpec(HeadSpec):
 
         return feature_drafter(target, config.cache_shapes, len(config.feature_layers), make)
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
         head = load_block(read, target, self.kind, self.feature_layers)
         config, size = head.config, sum(weight.numel() for weight in head.parameters())
         text = (
@@ -101,7 +101,7 @@ class BlockDrafter(OnePassDrafter, FeatureDrafter):
 
     def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
         """Store keys and values of the pending features, then run the blocks."""
-        self._step.read(self.cache.batch_of(spans), self.cache, self._pop_features(spans))
+        self._step.write_context(self.cache.batch_of(spans), self.cache, self._pop_features(spans))
         return self._run_pass((), trees)
 
     def _run_pass(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
@@ -173,14 +173,14 @@ class DSparkDrafter(BlockDrafter):
     """Drafts with a head that may end chains early."""
 
     @property
-    def ends_early(self) -> bool:
+    def stops_early(self) -> bool:
         """Whether chains end where the chance of acceptance falls below ``stop``."""
         chains = not self._policy.nodes and is_chain(self._policy.shape.parents)
         return chains and self.stop > 0 and self.head.confidence_head is not None
 
     def _grow_trees(self, trees: Sequence[GrowingTree], spans: Sequence[Span]) -> list[GrownTree]:
         all_grown = super()._grow_trees(trees, spans)
-        if not (trees and self.ends_early):
+        if not (trees and self.stops_early):
             return all_grown
         on_device = []
         for tree, grown in zip(trees, all_grown, strict=True):

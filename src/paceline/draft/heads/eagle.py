@@ -27,10 +27,10 @@ from paceline.core.sequence import SEQUENCE_IDS
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
 from paceline.draft.heads.features import FeatureDrafter, FeatureRows, HeadSpec, feature_drafter
-from paceline.draft.spec import DraftContext, Examined, Loading, Note, Prepared, Target, option
+from paceline.draft.spec import DraftContext, DraftInfo, Loading, Note, Prepared, Target, option
 from paceline.draft.trees.grow import GrowingTree, Logits, ReducedLogits
 from paceline.draft.trees.one_pass import OnePassDrafter
-from paceline.model.backends.base import EagleStep, Growth
+from paceline.model.backends.base import EagleStep, TreeGrower
 from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import Scheme, quantise_module
 
@@ -76,7 +76,7 @@ class Eagle(HeadSpec):
     def shape(self) -> str | None:
         return super().shape() or ("tree" if self.kind == "eagle2" else None)
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
         head = load_eagle(read, target, self.version, self.feature_layers)
         config, size = head.config, sum(weight.numel() for weight in head.parameters())
         ids, usual = config.feature_layers, default_feature_layers(3, target.num_layers)
@@ -121,8 +121,8 @@ class EagleDrafter(FeatureDrafter):
     _step: EagleStep
 
     @property
-    def growth(self) -> Growth | None:
-        return self._step.growth
+    def tree_grower(self) -> TreeGrower | None:
+        return self._step.tree_grower
 
     def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
         """Run the head over the rows of pending features."""

@@ -17,7 +17,7 @@ from paceline.draft.heads.checkpoint import FILES
 from paceline.draft.heads.network import HeadShape
 from paceline.draft.spec import (
     DraftContext,
-    Examined,
+    DraftInfo,
     Note,
     Prepared,
     Target,
@@ -58,7 +58,7 @@ class HeadSpec(TreeSpec):
     """A head by folder, built-in or hub name; chains. ``feature_layers``: layers of the target
     whose inputs it reads, in place of its config's."""
 
-    holds = "head"
+    argument_kind = "head"
     weight_files = FILES
 
     path: str = option(needs="a head")
@@ -67,12 +67,12 @@ class HeadSpec(TreeSpec):
 
     def examination(
         self, text: str, config: HeadShape, size: int, target: Target, more: Sequence[Note] = ()
-    ) -> Examined:
+    ) -> DraftInfo:
         """What doctor says of a head with ``size`` weights that fits the target."""
         notes = [("head-fits", text, None), *more, *reduced(config.columns, target)]
         features = len(config.feature_layers) * target.hidden_size
         cached = 2 * config.layers * config.kv_heads * config.head_dim
-        return Examined(tuple(notes), size, cached, features)
+        return DraftInfo(tuple(notes), size, cached, features)
 
     def shifted_layers_note(self, ids: tuple[int, ...], usual: tuple[int, ...]) -> list[Note]:
         """Doctor's note if the config's feature layers are off by one from the usual ones."""
@@ -159,8 +159,8 @@ class FeatureDrafter(LevelDrafter):
     """Drafts with a head that has a cache row for each position of the text with a known feature.
     Features are joined only when the head runs: a step without drafts runs no tensor operation."""
 
-    reads = True  # the head must run over the features of steps without a draft
-    follows = True  # it runs over prompts chunk by chunk, during prefill
+    needs_prefill = True  # the head must run over the features of steps without a draft
+    sees_prompts = True  # it runs over prompts chunk by chunk, during prefill
     _token_offset = 0  # position of a row's token minus the position of its feature
     _follows_grammar = False
 

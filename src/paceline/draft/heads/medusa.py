@@ -29,8 +29,8 @@ from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of
 from paceline.draft.heads.medusa_head import FILES, load_medusa
 from paceline.draft.spec import (
+    DraftInfo,
     DraftSpec,
-    Examined,
     Loading,
     Note,
     Prepared,
@@ -71,7 +71,7 @@ class Medusa(DraftSpec):
 
     kind = "medusa"
     page = "medusa.md"
-    holds = "head"
+    argument_kind = "head"
     weights = "medusa"
     weight_files = FILES
     examples = ("medusa:{medusa},nodes=12", "medusa:{medusa},tree=chain")
@@ -89,7 +89,7 @@ class Medusa(DraftSpec):
         run = target.backend.medusa(heads)
         return Prepared(lambda c: MedusaDrafter(run, c.target, shapes, c.generator))
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
         heads = load_medusa(read, target)
         config, size = heads.config, sum(weight.numel() for weight in heads.parameters())
         shared = "the target's vocabulary layer" if config.shared_head else "vocabulary layers"
@@ -100,7 +100,7 @@ class Medusa(DraftSpec):
         if not config.accuracy:
             text = "config.json does not say how often each head is right"
             notes.append(("medusa-accuracy-unknown", text, None))
-        return Examined(tuple(notes), size)
+        return DraftInfo(tuple(notes), size)
 
 
 @dataclass(eq=False, repr=False)

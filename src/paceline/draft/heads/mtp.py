@@ -34,7 +34,7 @@ from paceline.core.bound import bound
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle import STOP_BELOW, EagleDrafter
 from paceline.draft.heads.features import feature_drafter
-from paceline.draft.spec import DraftContext, Examined, Loading, Prepared, Target, TreeSpec, option
+from paceline.draft.spec import DraftContext, DraftInfo, Loading, Prepared, Target, TreeSpec, option
 from paceline.errors import ModelLoadError
 from paceline.model.backends.base import EagleStep
 from paceline.model.backends.reference.attention import STEP
@@ -85,11 +85,11 @@ class Mtp(TreeSpec):
 
         return feature_drafter(target, shapes, 1, make, switch)
 
-    def examine(self, target: Target, read: Any = None) -> Examined:
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
         name = self.path or str(getattr(target, "name", ""))
         weights = _found(name, target.num_layers)
         bytes_ = sum(weight.entry.end - weight.entry.start for weight in weights)
-        return self.noted("head-fits", f"an MTP layer of {bytes_ / 1e6:,.1f} MB in {name}")
+        return self.report("head-fits", f"an MTP layer of {bytes_ / 1e6:,.1f} MB in {name}")
 
 
 class MtpWeight(NamedTuple):

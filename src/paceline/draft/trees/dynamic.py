@@ -21,7 +21,7 @@ from paceline.core.sampling import is_unadjusted
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.trees.grow import GrowingTree
-from paceline.model.backends.base import WHOLE, Ending, GrownTree
+from paceline.model.backends.base import NO_EARLY_STOP, EarlyStop, GrownTree
 
 
 class DynamicTree(GrowingTree):
@@ -42,10 +42,10 @@ class DynamicTree(GrowingTree):
         nodes: int,
         device: torch.device,
         base: int = 0,
-        ending: Ending = WHOLE,
+        early_stop: EarlyStop = NO_EARLY_STOP,
     ) -> None:
         super().__init__(item, width, device, base)
-        self._depth, self._nodes, self._ending = depth, nodes, ending
+        self._depth, self._nodes, self._early_stop = depth, nodes, early_stop
         self._scores: list[torch.Tensor] = []
         self._parents: list[int] = []  # each candidate's parent: its index among expanded nodes
         self._expanded_candidates: list[torch.Tensor] = []  # index of each expanded candidate
@@ -71,7 +71,7 @@ class DynamicTree(GrowingTree):
             return False
         order = flat.topk(min(self.width, len(flat))).indices.sort().values
         self._frontier_scores = flat.index_select(0, order)
-        power, stop, _ = self._ending
+        power, stop, _ = self._early_stop
         if stop and float((power * self._frontier_scores).exp().sum()) < stop:
             return False
         parent_rows = order.div(width, rounding_mode="floor")
@@ -99,7 +99,7 @@ class DynamicTree(GrowingTree):
         float32."""
         scores = torch.cat(self._scores)
         best = scores.topk(min(self._nodes, len(scores)))
-        least = self._ending.least
+        least = self._early_stop.node_prob
         unlikely = best.values < (math.log(least) if least > 0 else -math.inf)
         unlikely[0] = False
         # The score minus infinity marks a missing candidate.

@@ -119,7 +119,7 @@ class GrowingTree(ABC):
         return torch.stack(path, 1) if path else self.frontier.new_empty(self.rows, 0)
 
     def growth_size(self) -> tuple[int, int, int] | None:
-        """Depth, width and nodes, if a backend's ``Growth`` can grow the tree in one call."""
+        """Depth, width and nodes, if a backend's ``TreeGrower`` can grow the tree in one call."""
         return None
 
     @abstractmethod

@@ -17,7 +17,7 @@ from paceline.core.tree import TokenTree
 from paceline.draft.trees.calibration import Calibrations
 from paceline.draft.trees.grow import GrowingTree, Logits, ReducedLogits, grow
 from paceline.draft.trees.policy import Policy
-from paceline.model.backends.base import Ending, GrownTree, Growth, WantedTree
+from paceline.model.backends.base import EarlyStop, GrownTree, TreeGrower, TreeRequest
 from paceline.model.paged.cache import PagedCache
 
 _MAX_LEVELS = 64
@@ -40,8 +40,8 @@ class GrowthSettings(NamedTuple):
 
 class LevelDrafter(ABC):
     """Runs a draft model over ``cache``: first over the tokens that it has not seen, then over the
-    frontiers of all trees, one forward per level. A backend's ``growth`` grows whole trees in one
-    call instead. Subclasses say what to run first (``_context_span``), and run it (``_run_spans``).
+    frontiers of all trees, one forward per level. Or ``tree_grower`` grows whole trees in one call.
+    Subclasses say what to run first (``_context_span``), and run it (``_run_spans``).
     """
 
     features: tuple[int, ...] = ()
@@ -76,8 +76,8 @@ class LevelDrafter(ABC):
         for item, span in zip(plan.slices, context_spans, strict=True):
             if span is not None and span.wants_logits:
                 base = span.context + span.pending
-                follow_grammar = item.seq.constraint is not None and self.takes_forced > 0
-                how = self._ending(item.seq), follow_grammar, sequences
+                follow_grammar = item.seq.constraint is not None and self.max_forced_tokens > 0
+                how = self._early_stop(item.seq), follow_grammar, sequences
                 trees.append(self._policy.new_tree(item, self.cache.device, base, *how))
                 span = trees[-1].first_span(span)
             if span is not None:
@@ -98,10 +98,10 @@ class LevelDrafter(ABC):
     def _grow_in_one_call(
         self, trees: Sequence[GrowingTree], logits: Logits, first: Batch | None = None
     ) -> list[GrownTree] | None:
-        """The trees, if ``growth`` can grow all of them in one call; ``first`` as in ``Growth``."""
-        growth = self.growth
-        sizes = [size for tree in trees if growth and (size := tree.growth_size())]
-        if growth is None or not trees or len(sizes) < len(trees):
+        """The trees, if all of them can grow in one call; ``first`` as in ``TreeGrower``."""
+        grow_trees = self.tree_grower
+        sizes = [size for tree in trees if grow_trees and (size := tree.growth_size())]
+        if grow_trees is None or not trees or len(sizes) < len(trees):
             return None
         wanted = []
         for tree, size in zip(trees, sizes, strict=True):
@@ -110,46 +110,46 @@ class LevelDrafter(ABC):
                 seed = int(torch.randint(1 << 62, (), generator=self._generator))
             table = self.cache.blocks_of(seq.seq_id)
             wanted.append(
-                WantedTree(
+                TreeRequest(
                     *(*size, tree.base, table, seq.params, len(seq.tokens)),
-                    ending=self._ending(seq),
+                    early_stop=self._early_stop(seq),
                     adapter=seq.adapter if self.runs_adapters else None,
-                    drawn=seed,
+                    draw_seed=seed,
                 )
             )
         ids = logits.ids if isinstance(logits, ReducedLogits) else None
         logits = logits.logits if isinstance(logits, ReducedLogits) else logits
         outputs = [tree.outputs for tree in trees if tree.outputs is not None]
         joined = torch.cat(outputs) if outputs else None
-        return growth(self.cache, wanted, logits, ids, joined, first)
+        return grow_trees(self.cache, wanted, logits, ids, joined, first)
 
-    def _ending(self, seq: SequenceView) -> Ending:
-        """Where the sequence's tree ends, given what was accepted so far."""
+    def _early_stop(self, seq: SequenceView) -> EarlyStop:
+        """Where the sequence's tree ends early, given what was accepted so far."""
         calibration = self._calibrations.of(seq.params)
-        stop = self.stop if self.ends_early else 0.0
-        return Ending(calibration.power, stop, calibration.least(self._least))
+        stop = self.stop if self.stops_early else 0.0
+        return EarlyStop(calibration.power, stop, calibration.least(self._least))
 
     @property
-    def ends_early(self) -> bool:
+    def stops_early(self) -> bool:
         """Whether trees end where acceptance is unlikely (by levels it would wait for a device)."""
-        return self.growth is not None and self.stop > 0
+        return self.tree_grower is not None and self.stop > 0
 
     def _rows_for_nodes(self, length: int) -> int:
         """The most cache rows that the nodes of a tree take while it grows."""
         return self._policy.max_expanded(length)
 
     @property
-    def growth(self) -> Growth | None:
+    def tree_grower(self) -> TreeGrower | None:
         """Grows whole trees in one call; None: trees grow level by level."""
         return None
 
     @property
-    def shares(self) -> bool:
+    def shares_nodes(self) -> bool:
         """Whether the sequences that decode together share one budget of nodes."""
         return self._policy.shared
 
     @property
-    def takes_forced(self) -> int:
+    def max_forced_tokens(self) -> int:
         """The most tokens forced by a grammar that can be part of a chain."""
         # States of recurrent layers are kept for pending tokens and nodes only.
         usable = self._follows_grammar and self._policy.chain and self.cache.states is None
@@ -161,7 +161,7 @@ class LevelDrafter(ABC):
         is sampled. Sampled trees grow level by level over the target's whole vocabulary, which
         takes several times as long, and so does verifying them. (EAGLE-3 on SmolLM2, bf16,
         temperature 1: 1.11x of plain decoding with seeds, 1.06x without.)"""
-        return self._policy.nodes > 0 and self.growth is not None
+        return self._policy.nodes > 0 and self.tree_grower is not None
 
     @abstractmethod
     def _context_span(self, item: Slice) -> Span | None:

@@ -28,7 +28,7 @@ class OnePassDrafter(LevelDrafter):
         drafts             x_n+1    x_n+2    x_n+3
     """
 
-    growth = None
+    tree_grower = None
     _follows_grammar = False
 
     def __init__(self, mask: int, *args: Any) -> None:

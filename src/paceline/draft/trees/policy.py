@@ -18,20 +18,20 @@ from paceline.core.tree import Draw, TokenTree, chain_parents
 from paceline.draft.trees.dynamic import DynamicTree
 from paceline.draft.trees.grow import GrowingTree, StaticTree
 from paceline.draft.trees.shape import Shape, best_shape
-from paceline.model.backends.base import WHOLE, Ending, GrownTree
+from paceline.model.backends.base import NO_EARLY_STOP, EarlyStop, GrownTree
 
 
 class GrammarChain(GrowingTree):
     """A chain that obeys a request's grammar. Forced tokens need no pass of their own: they run
-    with the token before them. The chain ends with the text, and where ``ending`` says."""
+    with the token before them. The chain ends with the text, and where ``early_stop`` says."""
 
     def __init__(
-        self, item: Slice, length: int, device: torch.device, base: int = 0, ending: Ending = WHOLE
+        self, item: Slice, length: int, device: torch.device, base: int, early_stop: EarlyStop
     ) -> None:
         super().__init__(item, 1, device, base)
         self._length, self._draw = length, draw_kind(item.seq)
         self.samples = self._draw is not Draw.POINT
-        least = ending.stop ** (1 / ending.power)
+        least = early_stop.level_prob ** (1 / early_stop.power)
         self._least = math.log(least) if least > 0 else -math.inf
         self._path: list[int] = []
         self._scores: list[float] = []  # log-probability of the path up to each token
@@ -149,7 +149,7 @@ class Policy:
         item: Slice,
         device: torch.device,
         base: int = 0,
-        ending: Ending = WHOLE,
+        early_stop: EarlyStop = NO_EARLY_STOP,
         follow_grammar: bool = False,
         sequences: int = 1,
     ) -> GrowingTree:
@@ -157,14 +157,15 @@ class Policy:
         ``follow_grammar``: a ``GrammarChain``. ``sequences``: how many decode together."""
         length = self.depth(item.draft_length)
         if follow_grammar:
-            return GrammarChain(item, length, device, base, ending)
+            return GrammarChain(item, length, device, base, early_stop)
         if not self.nodes:
             return StaticTree(item, self.shape.cut(length), device, base)
         nodes = self.max_nodes(item.draft_length, sequences)
         if draws_unseeded(item.seq.params):
             return StaticTree(item, shape_for_sampling(nodes, length), device, base)
         max_width = max(1, self.nodes // sequences) if self.shared else self.width
-        return DynamicTree(item, length, min(self.width, max_width), nodes, device, base, ending)
+        width = min(self.width, max_width)
+        return DynamicTree(item, length, width, nodes, device, base, early_stop)
 
 
 @lru_cache(maxsize=256)

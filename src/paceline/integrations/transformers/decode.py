@@ -122,7 +122,7 @@ def _tokenizer(model: Any, draft: DraftSpec | Drafter, given: Any) -> Any:
     """The tokenizer of the target, if a draft model must be checked to have the same vocabulary."""
     if given is not None or not isinstance(draft, DraftSpec):
         return given
-    if all(member.holds != "model" for member in draft.members()):
+    if all(member.argument_kind != "model" for member in draft.members()):
         return None
     try:
         return load_tokenizer(str(model.name_or_path))
@@ -145,7 +145,7 @@ def _target(model: Any, backend: str) -> CausalModel:
             "speculatively (no device_map that splits or offloads)"
         )
     register()
-    return CausalModel.around(model, str(model.name_or_path) or kind, backend)
+    return CausalModel.from_module(model, str(model.name_or_path) or kind, backend)
 
 
 @dataclass

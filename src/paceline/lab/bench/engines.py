@@ -99,7 +99,7 @@ class Paceline(BenchEngine):
     def __init__(self, method: Method, build: Callable[[], LLM], clients: int) -> None:
         self.name, self.method = method.name, method
         self.llm = build()
-        self._build = build if method.remembers else None
+        self._build = build if method.learns_across_requests else None
         self._clients = clients
 
     def refresh(self) -> None:
@@ -131,7 +131,7 @@ class Paceline(BenchEngine):
 
 class EngineFactory:
     """Creates engines around one loaded target, without prefix sharing. ``options`` are those of
-    ``LLM.beside``."""
+    ``LLM.with_draft``."""
 
     def __init__(self, llm: LLM, **options: Any) -> None:
         self._llm = llm
@@ -149,7 +149,7 @@ class EngineFactory:
             return served
         length = method.length if method.draft is not None else 0
         merged = {"draft_length": length, "max_batch_size": clients, **self._options, **options}
-        build = partial(self._llm.beside, method.draft, **merged)
+        build = partial(self._llm.with_draft, method.draft, **merged)
         return Paceline(method, build, clients)
 
 

@@ -28,9 +28,9 @@ class Method:
     url: str | None = None
 
     @property
-    def remembers(self) -> bool:
+    def learns_across_requests(self) -> bool:
         """Whether its drafter learns from earlier requests."""
-        return any(member.remembers for member in parse_draft(self.draft).members())
+        return any(member.learns_across_requests for member in parse_draft(self.draft).members())
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ class Certifier(TextCertifier):
             facts={
                 "target": llm.target.name,
                 "draft": draft,
-                "dtype": llm.target.numbers,
+                "dtype": llm.target.dtype_text,
                 "backend": llm.target.backend_reason,
                 "complete": self._ended and self.complete,
                 "smallest_bias": bias,
@@ -356,7 +356,7 @@ class Certifier(TextCertifier):
     def _certified(self, tests: Sequence[DistributionTest], bias: float) -> str:
         checks, target = self.evidence.checks, self.llm.target
         ties = sum(len(check.ties) for check in checks)
-        how = "bit for bit" if target.backend.same_bits else f"except for {ties} near ties"
+        how = "bit for bit" if target.backend.batch_invariant else f"except for {ties} near ties"
         tokens = sum(check.tokens for check in checks)
         parts = [f"{tokens} tokens equal to plain decoding's {how} on {target.backend_reason}"]
         if tests:

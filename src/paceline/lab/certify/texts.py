@@ -58,7 +58,7 @@ class TextCertifier:
         self.batch_setting = f"draft length {self.lengths[-1]}, mixed batch"
         self.prompts = _fitting_prompts(llm, prompts, self.effort)
         self.num_texts = min(self.effort.num_prompts, len(self.prompts))
-        self.plain = llm.beside(
+        self.plain = llm.with_draft(
             max_batch_size=llm.engine.scheduler.config.max_batch_size,
             max_model_len=tokens_needed(llm, map(itemgetter(1), prompts), self.effort.max_tokens),
         ).engine
@@ -204,13 +204,13 @@ class TextCertifier:
         self, text: Start, expected: TokenIds, tokens: TokenIds, draft_length: int | None
     ) -> Iterator[tuple[TextDivergence, bool]]:
         """Each divergence from the ``expected`` text, and whether it is a near tie (never on a
-        backend of ``same_bits``). After a near tie the rest is decoded again from the expected
+        ``batch_invariant`` backend). After a near tie the rest is decoded again from the expected
         text; a bug ends the comparison."""
         target, decoded = self.llm.target, self.llm.tokenizer.decode
         while difference := explain(target, text.prompt, expected, tokens, text.params):
             pair = difference.left, difference.right
             plain, other = (str(decoded([token])) if token >= 0 else "(end)" for token in pair)
-            tie, fields = difference.is_tie and not target.backend.same_bits, vars(difference)
+            tie, fields = difference.is_tie and not target.backend.batch_invariant, vars(difference)
             yield TextDivergence(**fields, text=text.name, plain=plain, speculative=other), tie
             given = expected[: difference.at + 1]
             if not difference.is_tie or len(given) == len(expected):

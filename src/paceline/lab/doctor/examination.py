@@ -115,7 +115,7 @@ def _check_model(
 
 def folder_of(spec: DraftSpec) -> ModelFiles | None:
     path = spec.argument()
-    if spec.holds == "nothing" or path is None:
+    if spec.argument_kind == "nothing" or path is None:
         return None
     return read_files(path, *([spec.weight_files] if spec.weight_files else []))
 
@@ -190,12 +190,12 @@ def _check_draft(
 
 def _without_files(spec: DraftSpec, target: Model, setting: Setting) -> _Checked:
     examined, bits = spec.examine(target), machine.held_bits(target, setting)
-    if examined.target_in is None:
+    if examined.copy_precision is None:
         yield from starmap(finding, examined.notes)
-    elif bits <= BITS[examined.target_in]:
+    elif bits <= BITS[examined.copy_precision]:
         yield finding("draft-as-target", draft=spec, bits=bits)
     else:
-        more = machine.rounded_bytes(target, examined.target_in, setting)
+        more = machine.rounded_bytes(target, examined.copy_precision, setting)
         whole = machine.weight_bytes(target, setting)
         sizes = f"{machine.size(more)} in addition to the target's {machine.size(whole)}"
         memory = f"; its matrices take {sizes}, together {(more + whole) / whole:.2f} times as much"

@@ -93,12 +93,12 @@ def _compared_with_transformers(files: ModelFiles, device: torch.device, backend
             problem = f"the forward of transformers fails ({first_line(error)})"
             raise _NotComparedError(problem) from None
         progress.advance(1, f"on {_NAMES[REFERENCE]}")
-        reference = CausalModel.around(module, name, REFERENCE)
+        reference = CausalModel.from_module(module, name, REFERENCE)
         errors = {REFERENCE: _largest_error(reference, sequences, expected)}
         # The kernels are only compared if torch agrees.
         if errors[REFERENCE][0] <= _LIMIT and backend != REFERENCE and device.type == "cpu":
             progress.advance(1, f"on {_NAMES[NATIVE]}")
-            model = CausalModel.around(module, name, NATIVE)
+            model = CausalModel.from_module(module, name, NATIVE)
             if model.backend.name == NATIVE:
                 errors[NATIVE] = _largest_error(model, sequences[:2], expected[:2])
     how = f"{layers} layers, {time.monotonic() - start:.1f} s"

@@ -41,7 +41,7 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
         built_in = [(kind, f"{model}-{weights}") for weights, kind in first.items()]
         texts += [f"{kind}:{name}" for kind, name in built_in if has_assets(name)]
     tried = ("always",) if model == EMBEDDED else ("always", "real")
-    texts += [kind for kind in DRAFTERS if DRAFTERS[kind].tried in tried]
+    texts += [kind for kind in DRAFTERS if DRAFTERS[kind].tune_tries in tried]
     candidates = [*requested, *(variant for text in texts for variant in variants(text))]
     return [*_unique(sorted(candidates, key=_cost_order)), default_candidate(DEFAULT_DRAFT)]
 
@@ -49,7 +49,7 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
 def _cost_order(candidate: DrafterCandidate) -> tuple[bool, bool]:
     """Sort key: the user's drafts, then lookup drafters, then drafters that run a model."""
     record, optional = DRAFTERS[candidate.family], not candidate.requested
-    return optional and not record.looks_up, optional and record.tried != "always"
+    return optional and not record.is_lookup, optional and record.tune_tries != "always"
 
 
 def default_candidate(text: str) -> DrafterCandidate:

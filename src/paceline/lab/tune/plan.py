@@ -311,5 +311,5 @@ def _pass_costs(llm: LLM) -> dict[str, PassCosts]:
     controller has no cost model."""
     cost = getattr(llm.engine.controller, "cost", None)
     measured = {} if cost is None else cost.drafters
-    curves = {str(name): costs.seconds for name, costs in measured.items() if not costs.costless}
+    curves = {str(name): costs.seconds for name, costs in measured.items() if not costs.model_free}
     return {name: PassCosts(curve.tokens, curve.seconds) for name, curve in curves.items()}

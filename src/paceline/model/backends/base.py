@@ -16,6 +16,7 @@ from torch import nn
 
 from paceline.core.adapter import Adapter
 from paceline.core.batch import Batch, ModelOutput, Span
+from paceline.core.keywords import renamed
 from paceline.core.params import SamplingParams
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
@@ -28,7 +29,7 @@ from paceline.model.paged.segments import FULL, AttentionStep, Pattern
 NATIVE, REFERENCE = "native", "reference"
 
 
-class Adapted(Protocol):
+class BackendModel(Protocol):
     """What a backend may read of the model that it runs; ``CausalModel`` fulfils it. ``hf``: the
     module of transformers, whose attention goes through our paged cache. ``cache_shapes`` and
     ``patterns`` (what a row attends to) are by layer. ``checkpoint``: the files it was loaded from,
@@ -53,27 +54,27 @@ class Adapted(Protocol):
 # -- growing whole drafts in one call ----------------------------------------------------------
 
 
-class Ending(NamedTuple):
-    """Where the growth of a tree ends. A path of draft probability p counts as accepted with
-    probability p ** ``power``. Growth stops after a level whose expanded nodes have less than
-    ``stop`` in total. A dynamic tree drops nodes below ``least``, but keeps at least one."""
+class EarlyStop(NamedTuple):
+    """When a tree stops growing. A path of draft probability p counts as accepted with probability
+    p ** ``power``. Growth stops after a level whose expanded nodes have less than ``level_prob`` in
+    total. A dynamic tree drops nodes below ``node_prob``, but keeps at least one."""
 
     power: float = 1.0
-    stop: float = 0.0
-    least: float = 0.0
+    level_prob: float = 0.0
+    node_prob: float = 0.0
 
 
-WHOLE = Ending()  # the tree always grows to its depth
+NO_EARLY_STOP = EarlyStop()  # the tree always grows to its depth
 
 
 @dataclass(frozen=True)
-class WantedTree:
+class TreeRequest:
     """A tree to be grown below a committed token. ``width``: candidates after each expanded node,
     and expanded nodes in each level; the ``nodes`` most probable nodes stay. ``base``: cache rows
-    in front of the tree's nodes. A width of 1 is a chain; ``ending`` may stop a chain early, but
-    never drops its last token, as pruning a sampled token by its own probability biases the output.
-    ``position``: index of its first token in the text, on which seeded noise depends. ``drawn``:
-    the seed with which a chain is sampled (Draw.IID) if the request has no seed."""
+    in front of the tree's nodes. A width of 1 is a chain; ``early_stop`` may end it, but never
+    drops its last token, as pruning a sampled token by its own probability biases the output.
+    ``position``: index of its first token in the text, on which seeded noise depends.
+    ``draw_seed``: the seed with which a chain is sampled (Draw.IID) if the request has none."""
 
     depth: int
     width: int
@@ -82,9 +83,9 @@ class WantedTree:
     table: Sequence[int]  # the sequence's block table, with room for the expanded nodes
     params: SamplingParams
     position: int
-    ending: Ending = WHOLE
+    early_stop: EarlyStop = NO_EARLY_STOP
     adapter: Adapter | None = None
-    drawn: int | None = None
+    draw_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,13 @@ class GrownTree:
     scores: tuple[float, ...] = ()
 
 
-class Growth(Protocol):
+class TreeGrower(Protocol):
     """Grows whole draft trees with a model or head, as draft/trees/grow.py does level by level."""
 
     def __call__(
         self,
         cache: PagedCache,
-        wanted: Sequence[WantedTree],
+        wanted: Sequence[TreeRequest],
         logits: torch.Tensor,
         ids: torch.Tensor | None = None,
         outputs: torch.Tensor | None = None,
@@ -130,9 +131,9 @@ Attend = Callable[..., torch.Tensor]
 
 class EagleStep:
     """Runs the modules of the EAGLE head ``head``; ``embed`` maps the target's token ids to ``[T,
-    H]``. ``growth`` grows whole trees with the head; None: drafters grow level by level."""
+    H]``. ``tree_grower`` grows whole trees with the head; None: drafters grow level by level."""
 
-    growth: Growth | None = None
+    tree_grower: TreeGrower | None = None
 
     def __init__(self, head: Any, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.head, self._embed = head, embed
@@ -165,7 +166,7 @@ class BlockStep:
     ) -> None:
         self.head, self._embed, self.logits = head, embed, lm_head
 
-    def read(self, batch: Batch, cache: PagedCache, features: torch.Tensor) -> None:
+    def write_context(self, batch: Batch, cache: PagedCache, features: torch.Tensor) -> None:
         """Write the keys and values of ``features [T, layers * H]`` into the batch's slots."""
         positions, slots = to_device((batch.positions, batch.slots), cache.device)
         for layer, new in enumerate(self.head.context(features, positions)):
@@ -181,12 +182,13 @@ class BlockStep:
         return outputs
 
 
+@renamed(without="without_layers", same_bits="batch_invariant", growth="tree_grower")
 class Backend(ABC):
     """Runs a model's forward over a packed batch."""
 
     name: str
     runs_torch = True  # whether forwards run torch operators
-    same_bits = False  # whether a row has the same bits whatever other rows are in the batch
+    batch_invariant = False  # whether a row has the same bits whatever other rows are in the batch
     runs_quantised = False  # whether 8- and 4-bit weights are multiplied without dequantising them
     head_share = 0.0  # the language-model head's share of the bytes of all matrices
 
@@ -206,7 +208,7 @@ class Backend(ABC):
         """The logits ``[..., vocab]`` for final-norm outputs ``[..., hidden]``."""
 
     @abstractmethod
-    def without(self, skipped: frozenset[int]) -> Backend:
+    def without_layers(self, skipped: frozenset[int]) -> Backend:
         """A backend that shares the weights but skips these layers; the others keep their indices,
         and so their part of the cache. Raises ConfigError or UnsupportedModelError."""
 
@@ -222,15 +224,15 @@ class Backend(ABC):
         return 0
 
     @property
-    def growth(self) -> Growth | None:
+    def tree_grower(self) -> TreeGrower | None:
         """Grows whole draft trees with this model; None: drafters grow level by level."""
         return None
 
-    def eagle(self, head: Any, model: Adapted) -> EagleStep:
+    def eagle(self, head: Any, model: BackendModel) -> EagleStep:
         """Runs an EAGLE ``head`` on features of ``model``; may change the layout of its weights."""
         return EagleStep(head, head.embed_tokens or model.embedding("input"))
 
-    def block(self, head: Any, model: Adapted) -> BlockStep:
+    def block(self, head: Any, model: BackendModel) -> BlockStep:
         """Runs a block drafter's ``head`` on features of ``model``."""
         embed = head.embed_tokens or model.embedding("input")
         return BlockStep(head, embed, head.lm_head or self.head)
@@ -244,7 +246,7 @@ class Backend(ABC):
 
         return run
 
-    def quantised(self, model: Adapted, precision: str) -> tuple[Any, Backend] | None:
+    def quantised(self, model: BackendModel, precision: str) -> tuple[Any, Backend] | None:
         """Modules like ``model``'s with matrices in ``precision`` that share all else, and their
         backend. None: the caller quantises modules of transformers for this backend."""
         return None
@@ -255,13 +257,13 @@ class Ranks(Protocol):
 
     size: int
 
-    def whole(self, side: Literal["input", "output"]) -> nn.Module:
+    def embedding(self, side: Literal["input", "output"]) -> nn.Module:
         """The embedding or the language-model head, gathered on this process's device."""
 
     def free_memory(self) -> int:
         """Free bytes of the rank that has the fewest."""
 
-    def when_lost(self, callback: Callable[[str], None]) -> None:
+    def on_failure(self, callback: Callable[[str], None]) -> None:
         """Call ``callback`` once, on any thread, with the reason if the model can no longer run."""
 
     def close(self) -> None:
@@ -274,7 +276,7 @@ _ROWS = 8  # rows of each sequence, and tokens of a block
 _LONGEST = 4096  # longest context of the trial: a row attends to all keys before it
 
 
-def trial_logits(model: Adapted, backend: Backend | None = None) -> tuple[torch.Tensor, ...]:
+def trial_logits(model: BackendModel, backend: Backend | None = None) -> tuple[torch.Tensor, ...]:
     """Logits ``[8, vocab]`` of three sequences, computed by ``backend`` (None: the model's own).
     They have rows at the beginning, in the middle and at the end of the model's context (of at most
     4,096 positions); their contexts repeat the block that the first sequence writes."""
@@ -304,7 +306,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 # ``register_backend``.
 
 AUTO = "auto"
-MakeBackend = Callable[[Adapted], Backend | str]  # the string says why it cannot run the model
+MakeBackend = Callable[[BackendModel], Backend | str]  # the string says why it cannot run the model
 
 _registered: dict[str, MakeBackend] = {}
 
@@ -323,7 +325,7 @@ def backend_names() -> tuple[str, ...]:
     return (AUTO, NATIVE, REFERENCE, *more)
 
 
-def make_backend(name: str, model: Adapted) -> Backend | str:
+def make_backend(name: str, model: BackendModel) -> Backend | str:
     """Create the backend ``name`` for a model, or say why it cannot run the model. Raises
     ConfigError if the name is unknown, or the backend cannot be imported or fails."""
     if name == NATIVE:

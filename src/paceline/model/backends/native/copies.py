@@ -28,7 +28,7 @@ from paceline.core.stages import info, stage
 from paceline.errors import PacelineError, WriteError
 from paceline.files import atomic_write, cache_folder
 from paceline.kernels.library import PLAIN
-from paceline.model.backends.base import Adapted
+from paceline.model.backends.base import BackendModel
 from paceline.model.backends.native.packing import PackedFormat, PackedLinear, PackedMatrix
 from paceline.model.quantised.convert import (
     Rounding,
@@ -87,7 +87,7 @@ class _Matrix:
         return PackedMatrix.pack(linears, self.packed.dtype, self.gated)
 
 
-def rounded_copy(model: Adapted, precision: str) -> Any:
+def rounded_copy(model: BackendModel, precision: str) -> Any:
     """A native model's modules with quantised matrices; None if no matrix divides into groups."""
     name = f"{model.name} in {precision}"
     hf = copy_sharing_parameters(

@@ -24,7 +24,7 @@ from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.noise import splitmix64
 from paceline.core.tree import Draw, TokenTree
 from paceline.kernels.library import CBatch, CGrowth, CSpan, CTree, check, library, pointer
-from paceline.model.backends.base import GrownTree, WantedTree
+from paceline.model.backends.base import GrownTree, TreeRequest
 from paceline.model.backends.counters import NativeWork, report_work, traced
 from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.packing import WeightPacker
@@ -114,19 +114,19 @@ class ModelHandle:
         name: str,
         skipped: Any,
         cache: PagedCache,
-        wanted: Sequence[WantedTree],
+        wanted: Sequence[TreeRequest],
         logits: torch.Tensor,
         ids: torch.Tensor | None = None,
         outputs: torch.Tensor | None = None,
         first: Batch | None = None,
     ) -> list[GrownTree]:
-        """Implements ``Growth`` (backends/base.py); the call is traced under ``name``."""
+        """Implements ``TreeGrower`` (backends/base.py); the call is traced under ``name``."""
         trees, tables = self._tree_structs(wanted, cache.block_size)
         max_nodes = max(tree.nodes for tree in wanted)
         nodes = torch.empty(3, len(wanted), max_nodes, dtype=torch.int32)  # tokens, parents, slots
         scores = torch.empty(len(wanted), max_nodes)
         q = None
-        if any(tree.drawn is not None for tree in wanted):
+        if any(tree.draw_seed is not None for tree in wanted):
             q = _allocate_q(len(wanted), max_nodes, logits, ids)
         counts = array("i", bytes(4 * len(wanted)))
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -169,7 +169,7 @@ class ModelHandle:
         return _to_grown_trees(wanted, nodes, scores, q, counts)
 
     def _tree_structs(
-        self, wanted: Sequence[WantedTree], block_size: int
+        self, wanted: Sequence[TreeRequest], block_size: int
     ) -> tuple[Any, array[int]]:
         """An array of CTree, and the trees' block tables one after the other in one array. Raises
         IndexError if a block table is too short for its tree."""
@@ -180,10 +180,10 @@ class ModelHandle:
             params, greedy = tree.params, tree.params.greedy
             # With a factor of 1e6 on the logits the softmax is one-hot.
             sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
-            seeded, (power, stop, least) = params.seed is not None, tree.ending
+            seeded, (power, stop, least) = params.seed is not None, tree.early_stop
             trees[i] = CTree(
                 *(tree.depth, tree.width, tree.nodes, tree.base, len(tables)),
-                sampled=0 if greedy else 2 if seeded else 1 if tree.drawn is None else 3,
+                sampled=0 if greedy else 2 if seeded else 1 if tree.draw_seed is None else 3,
                 top_k=params.top_k if params.top_k > 0 else _NO_TOP_K,
                 sharpness=sharpness,
                 top_p=params.top_p,
@@ -192,7 +192,7 @@ class ModelHandle:
                 stop=stop,
                 least=math.log(least) if least > 0 else -math.inf,
                 position=tree.position,
-                seed=splitmix64(params.seed or tree.drawn or 0),
+                seed=splitmix64(params.seed or tree.draw_seed or 0),
                 pair=tree.adapter and self._adapters and self._adapters.pairs_of(tree.adapter),
             )
             tables.extend(tree.table)
@@ -290,7 +290,7 @@ def _allocate_q(
 
 
 def _to_grown_trees(
-    wanted: Sequence[WantedTree],
+    wanted: Sequence[TreeRequest],
     nodes: torch.Tensor,
     scores: torch.Tensor,
     q: torch.Tensor | None,
@@ -302,7 +302,7 @@ def _to_grown_trees(
     trees = []
     for i, n in enumerate(counts):
         known, drawn = tuple(tokens[i][:n]), None
-        if q is not None and wanted[i].drawn is not None:
+        if q is not None and wanted[i].draw_seed is not None:
             drawn = q[i, :n]
         draw = Draw.POINT if drawn is None else Draw.IID
         tree = TokenTree(_int64(known), tuple(parents[i][:n]), draw, drawn, known=known)
@@ -311,7 +311,7 @@ def _to_grown_trees(
 
 
 def _forwards_of_growth(
-    first: Batch | None, wanted: Sequence[WantedTree], counts: Sequence[int], columns: int
+    first: Batch | None, wanted: Sequence[TreeRequest], counts: Sequence[int], columns: int
 ) -> Iterator[tuple[SpanSizes, int]]:
     """The forwards that growing took, as (span sizes, rows with logits); a chain has one level for
     each of its nodes."""

@@ -29,12 +29,12 @@ from paceline.kernels.library import (
 )
 from paceline.model.backends.base import (
     NATIVE,
-    Adapted,
     Backend,
+    BackendModel,
     BlockStep,
     DraftingHeads,
     EagleStep,
-    Growth,
+    TreeGrower,
     relative_error,
     trial_logits,
 )
@@ -61,7 +61,7 @@ class NativeModel(Backend):
 
     name = NATIVE
     runs_torch = False
-    same_bits = runs_quantised = True
+    batch_invariant = runs_quantised = True
 
     def __init__(self, hf: Any, decoder: DecoderShape) -> None:
         """Pack the weights of ``hf`` in place, layer by layer."""
@@ -108,14 +108,14 @@ class NativeModel(Backend):
     def description(self) -> str:
         return f"{NATIVE} ({instructions()})"
 
-    def without(self, skipped: frozenset[int]) -> NativeModel:
+    def without_layers(self, skipped: frozenset[int]) -> NativeModel:
         other = copy.copy(self)
         flags = (n in skipped for n in range(self.num_layers))
         other._skipped = (ctypes.c_uint8 * self.num_layers)(*flags) if skipped else None
         return other
 
     @property
-    def growth(self) -> Growth:
+    def tree_grower(self) -> TreeGrower:
         """Grows draft trees with this model, without the layers that are left out."""
         return partial(self._handle.grow, "grow", self._skipped)
 
@@ -150,7 +150,7 @@ class NativeModel(Backend):
         hidden = hidden if scale == 1 else hidden * scale
         return self.lm_head.multiply(hidden, self.decoder.logit_cap)
 
-    def eagle(self, head: Any, model: Adapted) -> EagleStep:
+    def eagle(self, head: Any, model: BackendModel) -> EagleStep:
         kind = head.rotary.rope_type
         if kind in STATIC_ROPE:
             return NativeEagle(head, self)
@@ -160,7 +160,7 @@ class NativeModel(Backend):
         )
         return super().eagle(head, model)
 
-    def block(self, head: Any, model: Adapted) -> BlockStep:
+    def block(self, head: Any, model: BackendModel) -> BlockStep:
         """Pack the head's linear layers in place: they run in the kernels, the rest in torch."""
         for parent, name, child in walk_children(head):
             if type(child) is nn.Linear:
@@ -170,7 +170,7 @@ class NativeModel(Backend):
     def medusa(self, heads: Any) -> DraftingHeads:
         return NativeMedusa(heads, self)
 
-    def quantised(self, model: Adapted, precision: str) -> tuple[Any, Backend] | None:
+    def quantised(self, model: BackendModel, precision: str) -> tuple[Any, Backend] | None:
         hf = rounded_copy(model, precision)
         return None if hf is None else (hf, NativeModel(hf, self.decoder))
 
@@ -228,7 +228,7 @@ class NativeEagle(EagleStep):
         )
         self._vocab_size = lm_head.outputs
         self._handle = ModelHandle(model, weights, head.rotary)
-        self.growth = partial(self._handle.grow, "eagle", None)
+        self.tree_grower = partial(self._handle.grow, "eagle", None)
 
     def __call__(
         self, batch: Batch, cache: PagedCache, hidden: torch.Tensor, fused: bool
@@ -287,7 +287,7 @@ class NativeMedusa:
 
 
 @torch.inference_mode()
-def native_backend(model: Adapted) -> Backend | str:
+def native_backend(model: BackendModel) -> Backend | str:
     """The native backend of ``model``, whose weights it packs in place, or the reason why the
     kernels cannot run it. A backend whose logits differ from the reference's is refused."""
     try:
@@ -313,7 +313,7 @@ def native_backend(model: Adapted) -> Backend | str:
     return f"the kernels' logits are {difference:.0%} off"
 
 
-def _allowed_difference(model: Adapted) -> float:
+def _allowed_difference(model: BackendModel) -> float:
     """How far the kernels' logits may be from the reference's. With quantised activations a small
     rounding difference may move a value to the next code: SmolLM2 in float32 differs by 4 % with 8
     bits and by 5 % with 4 bits, in bf16 by more."""

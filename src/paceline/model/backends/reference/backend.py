@@ -107,7 +107,7 @@ class TorchBackend(Backend):
         return other
 
     @torch.inference_mode()
-    def without(self, skipped: frozenset[int]) -> TorchBackend:
+    def without_layers(self, skipped: frozenset[int]) -> TorchBackend:
         """A view of the same modules in which skipped layers return their input. Raises
         UnsupportedModelError if a trial shows that layers cannot be left out, or if other layers
         attend to the keys of a skipped one."""
