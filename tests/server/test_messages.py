@@ -11,7 +11,7 @@ import pytest
 from paceline.request.completion import Completion, CompletionStats, StreamEvent
 from paceline.server.api.anthropic import MessagesAnswer
 from paceline.server.api.protocol import FunctionDefinition, Tool
-from paceline.server.api.tools import ToolCallParser
+from paceline.server.api.tools import ForcedCallParser, TextParser, ToolCallParser
 from support.asking import Reply, ask
 from support.running_server import MODEL, Running
 
@@ -197,19 +197,30 @@ def test_what_has_no_effect_is_noted(server: Running) -> None:
     assert beside.headers["x-paceline-ignored"] == "tools=web_search_20250305"
 
 
-def test_two_calls_keep_their_inputs() -> None:
-    """The second begins before the first has been closed."""
-    tools = [Tool(type="function", function=FunctionDefinition(name="look"))]
+def inputs_of(text: str, parser: TextParser) -> list[Any]:
+    """The inputs of the calls in an answer with this text."""
     body = SimpleNamespace(logprobs=False, request_id=None, stop=(), model=MODEL, receipt=False)
     chat: Any = SimpleNamespace(
         service=SimpleNamespace(tokenizer=None, model=MODEL),
         body=body,
         prompt=[1],
-        new_parser=lambda: ToolCallParser(tools, parallel=True),
+        new_parser=lambda: parser,
     )
-    calls = [f'<tool_call>{{"name": "look", "arguments": {{"at": {n}}}}}</tool_call>' for n in "12"]
     stats = CompletionStats(0, 0, None, 1.0, [], 1, 0.1, 10.0)
-    done = Completion("", "".join(calls), [5], None, "stop", 0, [False], stats)
+    done = Completion("", text, [5], None, "stop", 0, [False], stats)
     event = StreamEvent(0, 0, done.text, [5], [False], done)
-    blocks = MessagesAnswer(chat).complete([event])["content"]
-    assert [block["input"] for block in blocks] == [{"at": 1}, {"at": 2}]
+    return [block["input"] for block in MessagesAnswer(chat).complete([event])["content"]]
+
+
+def test_two_calls_keep_their_inputs() -> None:
+    """The second begins before the first has been closed."""
+    tools = [Tool(type="function", function=FunctionDefinition(name="look"))]
+    calls = [f'<tool_call>{{"name": "look", "arguments": {{"at": {n}}}}}</tool_call>' for n in "12"]
+    inputs = inputs_of("".join(calls), ToolCallParser(tools, parallel=True))
+    assert inputs == [{"at": 1}, {"at": 2}]
+
+
+@pytest.mark.parametrize("nested", [1, 100_000])  # the second is deeper than Python's recursion
+def test_an_input_that_cannot_be_parsed_is_empty(nested: int) -> None:
+    text = '{"name": "look", "arguments": {"at": ' + "[" * nested
+    assert inputs_of(text, ForcedCallParser(["look"])) == [{}]
