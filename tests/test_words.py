@@ -74,6 +74,9 @@ def test_help_uses_the_words_of_the_field(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 NAMES = {"each", "found", "own", "place", "said", "say", "tell", "told", "twin", "witness"}
+# Former names of public methods, fields, options and JSON keys.
+NAMES |= {"costless", "ends_early", "heats", "least_chance", "looks_up", "noted"}
+NAMES |= {"partings", "take_in", "takes_forced", "target_in", "unrest", "when_lost"}
 FIELDS = {"found"}  # of a doctor's finding, and of its JSON: what was found
 
 

@@ -36,7 +36,7 @@ def bench(prompts: str) -> list[str]:
 @pytest.fixture
 def tune(prompts: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr("paceline.lab.tune.plan.MIN_BATCH_SIZE", 2)
-    small = ["--draft", "ngram", "--only", "--max-tokens", "9", "--rounds", "1"]
+    small = ["--draft", "ngram", "--draft-only", "--max-tokens", "9", "--rounds", "1"]
     return ["tune", *small, "--prompts", prompts, "--out", str(tmp_path / "p.toml"), "--json"]
 
 

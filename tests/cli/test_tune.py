@@ -12,7 +12,7 @@ import pytest
 from paceline.settings.tuned import TunedSettings
 from support.command_lines import assert_one_line, paceline, refusals
 
-SMALL = ["tune", "--draft", "ngram", "--only", "--max-tokens", "9", "--rounds", "1"]
+SMALL = ["tune", "--draft", "ngram", "--draft-only", "--max-tokens", "9", "--rounds", "1"]
 tune = partial(paceline, *SMALL)
 
 

@@ -82,8 +82,8 @@ def test_a_correct_drafter_keeps_all_laws(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("paceline.lab.laws._ANSWERS", 20)  # how many show a bias: below
     done = paceline("check-drafter", f"{__name__}:Again", "--json")
     said = json.loads(done.stdout)
-    assert [law for law in said["laws"] if law["broken"]] == []
-    assert done.exit_code == 0 and said["holds"] and len(said["laws"]) == 8
+    assert [law for law in said["checks"] if law["broken"]] == []
+    assert done.exit_code == 0 and said["passed"] and len(said["checks"]) == 8
 
 
 def test_equal_errors_show_one_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

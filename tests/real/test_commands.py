@@ -118,7 +118,7 @@ def test_tune(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("paceline.lab.tune.plan.MIN_BATCH_SIZE", 2)
     out = str(tmp_path / "p.toml")
     found = record(
-        *("tune", "--model", model, "--draft", "ngram:min=1", "--only", "--out", out),
+        *("tune", "--model", model, "--draft", "ngram:min=1", "--draft-only", "--out", out),
         *("--prompts", prompts, "--max-tokens", "6", "--rounds", "1"),
     )
     assert "ngram" in {entry["spec"] for entry in found["confirmation"]}  # min=1 is the default

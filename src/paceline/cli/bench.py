@@ -187,7 +187,7 @@ class TargetOptions(LoadSettings, TargetName):
         "chains and as trees. Drafters that need no training are tried as well.",
         shown="the built-in drafters of the model",
     )
-    only: bool = _model(False, "Try only the drafters that --draft names.")
+    draft_only: bool = _model(False, "Try only the drafters that --draft names.")
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def tune(
     from paceline.lab.tune.present import report_of, tuned_settings, tuning_record
 
     options = replace(options, source=prompts.prompts or options.source)
-    candidates = at_hand(target.model, target.draft, target.only)
+    candidates = at_hand(target.model, target.draft, target.draft_only)
     llm = load_llm(target, target.model, "none", max_batch_size=1)
     outcome = TuningOutcome.start(options, llm)
     tasks = num_tasks(candidates, options)

@@ -43,7 +43,7 @@ def build(
         False,
         "Take only the assistant's answers; the model's own (`train sample`) work best.",
     ),
-    least: int = setting(2, "Keep continuations that occur at least this often.", low=1),
+    min_count: int = setting(2, "Keep continuations that occur at least this often.", low=1),
     exclude_licenses: tuple[str, ...] = setting(
         (), "Leave out records whose license contains this text.", flags=("--exclude-license",)
     ),
@@ -62,7 +62,7 @@ def build(
         else:
             texts += _read_text(file, tokenizer)
     with stage("sorting contexts"):
-        tokens, contexts = write_datastore(out, texts, tokenizer, least)
+        tokens, contexts = write_datastore(out, texts, tokenizer, min_count)
     size = out.stat().st_size
     if output.as_json:
         print_json({"file": str(out), "tokens": tokens, "contexts": contexts, "bytes": size})

@@ -227,7 +227,7 @@ def check_drafter(
     raised = {str(traceback.extract_tb(error.__traceback__)[-1]): error for error in errors}
     for error in () if output.as_json else raised.values():
         traceback.print_exception(error)
-    record = {"holds": not broken, "laws": [record_of(row, _LAWS) for row in rows]}
+    record = {"passed": not broken, "checks": [record_of(row, _LAWS) for row in rows]}
     output.show(record, table_of(rows, _LAWS))
     return bool(broken)
 

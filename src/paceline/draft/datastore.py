@@ -233,19 +233,20 @@ def vocabulary_digest(tokenizer: Tokenizer) -> str:
 
 
 def write_datastore(
-    path: Path, texts: Sequence[np.ndarray], tokenizer: Tokenizer, least: int = 2
+    path: Path, texts: Sequence[np.ndarray], tokenizer: Tokenizer, min_count: int = 2
 ) -> tuple[int, int]:
     """Write the datastore of some texts, token ids ``[n]`` each; returns its numbers of tokens and
-    contexts. A context is stored if its last ``MATCH`` tokens and the next one occur ``least``
+    contexts. A context is stored if its last ``MATCH`` tokens and the next one occur ``min_count``
     times together. Raises DataError if there is none, WriteError."""
     width = 2 if len(tokenizer) < 1 << 16 else 4
     end = np.array([(1 << 8 * width) - 1])
     parts = [end] + [part for text in texts for part in (text[::-1], end)]
     tokens = np.concatenate([*parts[::-1], *[end] * DEPTH]).astype(np.int64)
-    order = _sorted_contexts(tokens, int(end[0]), least)
+    order = _sorted_contexts(tokens, int(end[0]), min_count)
     if not len(order):
         raise DataError(
-            f"no run of {MATCH + 1} tokens occurs {least} times; give more text or a lower --least"
+            f"no run of {MATCH + 1} tokens occurs {min_count} times; give more text or a lower "
+            "--min-count"
         )
     about = {
         "format": _FORMAT,

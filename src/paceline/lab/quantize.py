@@ -70,7 +70,7 @@ class QuantizeReport:
             **asdict(self.scheme),
             "rounding": self.kind,
             "layers": self.rounded.layers,
-            "left_as_they_are": self.rounded.left,
+            "not_quantised": self.rounded.left,
             "bytes_before": self.rounded.before,
             "bytes_after": self.rounded.after,
             "text": self.text,

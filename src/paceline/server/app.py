@@ -95,7 +95,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "max_model_len": service.max_model_len,
             "drafters": list(service.facts.drafters),
             **(adapter_fields if adapter else {}),
-            "chats": service.tokenizer.chat_template is not None,
+            "has_chat_template": service.tokenizer.chat_template is not None,
         }
 
     @app.get("/v1/models")

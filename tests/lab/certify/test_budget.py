@@ -153,7 +153,7 @@ def test_a_certificate_states_the_detectable_bias(llm: LLM, prompts: Named) -> N
     record = certificate.record()
     # The second prefix would have had a few samples only: it was not begun.
     assert record["enough"] and record["budget"]["prefixes"] == 1
-    assert record["lacks"] == ()
+    assert record["missing_evidence"] == ()
     assert 0 < record["smallest_bias"] <= 0.25
     last = certificate.report().sections[-1]
     lines = [block.text for block in last.blocks]  # type: ignore[union-attr]

@@ -175,7 +175,7 @@ def test_samples_without_power_certify_nothing() -> None:
     for tests in ((), (replace(certificate.rows("tests")[0], smallest_bias=0.4),)):
         (lack,) = lacks_of(certificate.rows("parts"), tests)
         assert "or more would have been detected in the samples" in lack
-        blind = replace(certificate, lacks=(lack,))
+        blind = replace(certificate, missing_evidence=(lack,))
         assert not blind.lossless and blind.verdict.startswith(f"NOT ENOUGH: {lack}")
     greedy, *others = certificate.rows("parts")
     for texts in (0, 1):

@@ -18,7 +18,7 @@ from paceline.lab.tune.finalists import (
     Finalist,
     affordable,
     choose,
-    unrest_between,
+    timing_spread_of,
     winner,
 )
 from paceline.lab.tune.plan import TuningOutcome
@@ -121,14 +121,14 @@ def test_one_slow_round_changes_no_choice() -> None:
 
 def test_a_busy_machine_is_reported() -> None:
     quick, slow = (StepSums(2, 2, 2, seconds={"target": seconds}) for seconds in (1.0, 4.0))
-    assert unrest_between([quick, slow]) == 4.0
-    assert unrest_between([StepSums()]) == 1.0
+    assert timing_spread_of([quick, slow]) == 4.0
+    assert timing_spread_of([StepSums()]) == 1.0
     outcome = synthetic()
     outcome.trials = [
         replace(one, plain=timed(1.0, decoding=steps))
         for one, steps in zip(TRIALS, (quick, slow), strict=False)
     ]
-    assert outcome.unrest == 4.0
+    assert outcome.timing_spread == 4.0
     assert "took up to 4.0 times" in report_of(outcome).sections[0].blocks[0].text  # type: ignore[union-attr]
 
 

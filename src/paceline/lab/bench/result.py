@@ -32,7 +32,7 @@ _QUANTILES = (0.025, 0.975)
 class Row:
     """One method on one category at one concurrency and temperature. Times in seconds.
 
-    ``heats``: jobs per round. ``speedup``: over our plain decoding in the same jobs and rounds.
+    ``speedup``: over our plain decoding in the same jobs and rounds (``jobs_per_round``).
     ``interval``: 95 % confidence interval of the speedup, by bootstrap over prompts; None for few
     prompts, or several requests at once. ``mean_speedup``: as Spec-Bench computes it (speed.py),
     the mean over jobs of tokens per second divided by plain decoding's mean. ``inter_token_*``:
@@ -45,7 +45,7 @@ class Row:
     concurrency: int
     temperature: float
     rounds: int
-    heats: int
+    jobs_per_round: int
     requests: int
     tokens: int
     tokens_per_second: Spread
@@ -122,7 +122,7 @@ def _row(category: str, rounds: list[list[JobResult]], name: str) -> Row:
         concurrency=job.concurrency,
         temperature=job.temperature,
         rounds=len(rounds),
-        heats=len(rounds[0]),
+        jobs_per_round=len(rounds[0]),
         requests=len(whole.answers),
         tokens=whole.tokens,
         tokens_per_second=Spread.of([run.rate for run in merged_rounds]),
@@ -305,12 +305,12 @@ class BenchResult:
     def record(self) -> dict[str, Any]:
         """The JSON object: medians and spreads, unrounded, in seconds."""
         texts, names = self.texts, ("model", "interrupted", "machine", "settings", "idle")
-        partings = [{**asdict(d), "is_tie": d.difference.is_tie} for d in texts.divergences]
+        divergences = [{**asdict(d), "is_tie": d.difference.is_tie} for d in texts.divergences]
         return {
             **{name: getattr(self, name) for name in names},
             "methods": [asdict(method) for method in self.methods],
             "figures": [row.record(self.price) for row in self.rows],
-            "texts": {"counts": texts.counts, "partings": partings},
+            "texts": {"counts": texts.counts, "divergences": divergences},
             "unequal": {name: dict(words) for name, words in self.unequal.items()},
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
@@ -325,7 +325,8 @@ class BenchResult:
     def measured_prompts(self) -> str:
         """How many prompts were measured, and of how many."""
         wanted = int(self.settings["prompts"])
-        measured = max((row.heats for row in self.rows if row.concurrency == 1), default=wanted)
+        alone = (row.jobs_per_round for row in self.rows if row.concurrency == 1)
+        measured = max(alone, default=wanted)
         return f"{wanted} prompts" if measured >= wanted else f"{measured} of {wanted} prompts"
 
     def bugs(self) -> list[str]:

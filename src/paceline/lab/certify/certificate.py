@@ -114,7 +114,7 @@ class Certificate:
     """The outcome. ``lossless`` only if there are no problems and enough was tested.
 
     ``facts``: further entries of the JSON. ``tables``: the results. ``alpha``: family-wise error
-    rate of the distribution tests. ``lacks``: evidence that is missing for a certificate.
+    rate of the distribution tests. ``missing_evidence``: what a certificate lacks.
     ``notes``: what was left out, and why. ``completed``: a line on what was done in which time;
     ``certified``: what the verdict CERTIFIED says in this case."""
 
@@ -123,7 +123,7 @@ class Certificate:
     facts: Mapping[str, Any]
     tables: tuple[ResultTable, ...]
     problems: tuple[Problem, ...]
-    lacks: tuple[str, ...]
+    missing_evidence: tuple[str, ...]
     notes: tuple[str, ...]
     interrupted: bool
     completed: str
@@ -135,7 +135,7 @@ class Certificate:
     @property
     def enough(self) -> bool:
         """Whether what was tested can certify anything."""
-        return not self.interrupted and not self.lacks
+        return not self.interrupted and not self.missing_evidence
 
     @property
     def lossless(self) -> bool:
@@ -150,15 +150,15 @@ class Certificate:
             return f"NOT LOSSLESS: {first.part}: {first.what}{more}"
         if self.interrupted:
             return f"NOT CERTIFIED: interrupted; {so_far}"
-        if self.lacks:
-            return f"NOT ENOUGH: {'; '.join(self.lacks)}. {self.completed}; {so_far}"
+        if self.missing_evidence:
+            return f"NOT ENOUGH: {'; '.join(self.missing_evidence)}. {self.completed}; {so_far}"
         return f"CERTIFIED: {self.certified}"
 
     def record(self) -> dict[str, Any]:
         tables = [table for table in self.tables if table.key]
-        names = ("lossless", "verdict", "enough", "interrupted", "alpha", "lacks", "notes")
+        outcome, rest = ("lossless", "verdict", "enough", "interrupted"), ("alpha", "notes")
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in (*outcome, "missing_evidence", *rest)},
             "power": POWER,
             **self.facts,
             "problems": [asdict(problem) for problem in self.problems],

@@ -299,7 +299,7 @@ class Certifier(TextCertifier):
             },
             tables=tuple(evidence.tables(tests)),
             problems=tuple(dict.fromkeys(problems)),
-            lacks=tuple(self._lacks(tests, amounts["texts"], bias)),
+            missing_evidence=tuple(self._lacks(tests, amounts["texts"], bias)),
             notes=tuple(dict.fromkeys(notes)),
             interrupted=not self._ended,
             completed=self._completed(bias if tests else None),

@@ -338,7 +338,7 @@ class ServerCertifier(ServerSession):
             },
             tables=(replace(_PARTS, rows=parts), replace(TESTS, rows=tests)),
             problems=tuple(problems),
-            lacks=tuple(lacks_of(parts, tests)),
+            missing_evidence=tuple(lacks_of(parts, tests)),
             notes=tuple(f"{part.name}: {note}" for part in parts for note in part.notes),
             interrupted=not self._ended,
             completed=f"{spent:.0f} s, {self.sent} requests",

@@ -30,7 +30,7 @@ def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[Draft
     if only:
         if not requested:
             raise ConfigError(
-                "--only tries only the drafters of --draft, and there is none; add one"
+                "--draft-only tries only the drafters of --draft, and there is none; add one"
             )
         return _unique(requested)
     texts: list[str] = []

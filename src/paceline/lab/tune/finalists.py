@@ -22,7 +22,7 @@ AUTO_MARGIN = 1.03
 MIN_FINALISTS = 3  # plain decoding, and the best drafter at a fixed and at the adaptive length
 MIN_ROUNDS = 2
 _MIN_WINS = 0.75  # share of the rounds in which the faster of two must be faster
-MAX_UNREST = 1.5  # slowest by fastest plain step: beyond it the figures are not reliable
+MAX_TIMING_SPREAD = 1.5  # slowest by fastest plain step: beyond it the figures are not reliable
 ROUND_SIZES = (8, 4, 2, 1)  # prompts per round
 
 
@@ -163,7 +163,7 @@ def confirmations(finalists: Sequence[Finalist], record: list[JobResult]) -> lis
     return results
 
 
-def unrest_between(plain: Sequence[StepSums]) -> float:
+def timing_spread_of(plain: Sequence[StepSums]) -> float:
     """Step time of plain decoding in the slowest run divided by that in the fastest."""
     rates = [steps.rate for steps in plain if steps.rate]
     return max(rates) / min(rates) if rates else 1.0

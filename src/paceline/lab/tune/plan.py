@@ -36,7 +36,7 @@ from paceline.lab.tune.finalists import (
     affordable,
     choose,
     confirmations,
-    unrest_between,
+    timing_spread_of,
     winner,
 )
 from paceline.llm import LLM
@@ -93,11 +93,11 @@ class TuningOutcome:
         return winner(self.results) if enough else None
 
     @property
-    def unrest(self) -> float:
+    def timing_spread(self) -> float:
         """How much the speed of plain decoding varied between runs: slowest by fastest step."""
         plain = [trial.plain for trial in self.trials]
         plain += [job_result.runs[PLAIN] for job_result in self.job_results]
-        return unrest_between([run.decoding for run in plain])
+        return timing_spread_of([run.decoding for run in plain])
 
 
 def num_tasks(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:

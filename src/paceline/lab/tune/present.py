@@ -20,7 +20,7 @@ from paceline.lab.report.document import (
     table_of,
     times,
 )
-from paceline.lab.tune.finalists import MAX_UNREST, Confirmation, DrafterTrial
+from paceline.lab.tune.finalists import MAX_TIMING_SPREAD, Confirmation, DrafterTrial
 from paceline.lab.tune.plan import TuningOutcome
 from paceline.llm import LLM
 from paceline.settings.tuned import (
@@ -115,7 +115,8 @@ def report_of(outcome: TuningOutcome) -> Report:
     if trials:
         how = f"{options.concurrency} at once, temperature {options.temperature:g}"
         title = f"Each drafter compared with plain decoding, adaptive length, {how}"
-        busy = _NOTES["busy"].format(outcome.unrest) if outcome.unrest > MAX_UNREST else ""
+        spread = outcome.timing_spread
+        busy = _NOTES["busy"].format(spread) if spread > MAX_TIMING_SPREAD else ""
         table = table_of(trials, _TRIED, _NOTES["tried"].format(outcome), title)
         left_out = "; ".join(f"{what}: {why}" for what, why in outcome.left_out)
         report.add("Search", Text(busy, True), table, Text(left_out and f"Left out: {left_out}"))
@@ -136,7 +137,7 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
         "prompts": outcome.prompt_count,
         "decision": decision(outcome),
         "confirmed": outcome.chosen is not None,
-        "unrest": outcome.unrest,
+        "timing_spread": outcome.timing_spread,
         "target_costs": outcome.costs and to_builtins(outcome.costs),
         "search": [record_of(trial, _TRIED) for trial in outcome.trials],
         "confirmation": [record_of(result, _CONFIRMED) for result in outcome.results],
