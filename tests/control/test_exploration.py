@@ -12,7 +12,7 @@ import pytest
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.controller import Decision
 from paceline.control.cost import CostModel
-from paceline.control.exploration import ExplorationBudget
+from paceline.control.learning import ExplorationBudget
 from paceline.core.batch import Commit, Slice
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams

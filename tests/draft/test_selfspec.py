@@ -14,7 +14,7 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
-from paceline.draft import layer_skip
+from paceline.draft import selfspec
 from paceline.draft.layer_skip import LayerSkip, skippable, spread
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.spec import Loading, TargetShape
@@ -232,7 +232,7 @@ def test_which_layers_are_left(
         views.append(tuple(kept))
         return layer_view(target, kept)
 
-    monkeypatch.setattr(layer_skip, "layer_view", view)
+    monkeypatch.setattr(selfspec, "layer_view", view)
     engine_of(model, str(LayerSkip(**options)))
     assert views == [layers]
 

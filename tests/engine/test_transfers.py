@@ -18,7 +18,7 @@ import torch
 import paceline
 from paceline import LLM, Grammar, SamplingParams
 from paceline.core import transfer
-from paceline.draft.heads.block import DSparkDrafter
+from paceline.draft.heads.block import BlockDrafter
 from paceline.draft.heads.eagle import EagleDrafter
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.paged.cache import PagedCache
@@ -108,7 +108,7 @@ def said(drafter: Any) -> set[str]:
     for drafts in getattr(drafter, "members", (drafter,)):
         if isinstance(drafts, LevelDrafter) and drafts._policy.nodes:
             found.add("grow.grow")  # dynamic trees, once they are grown
-        if isinstance(drafts, DSparkDrafter) and drafts.stops_early:
+        if isinstance(drafts, BlockDrafter) and drafts.stops_early:
             found.add("block._grow_trees")  # how long each chain is
     return found
 

@@ -273,9 +273,9 @@ def test_any_damage_to_a_suffix_memory(tmp_path: Path) -> None:
     drafter = SuffixDrafter("cpu", 50)
     chooser = random.Random(5)
     for _ in range(20):
-        drafter.memory().add([chooser.randrange(50) for _ in range(30)])
+        drafter.remember([chooser.randrange(50) for _ in range(30)])
     drafter.save(file)
-    texts = [list(text) for text in drafter.memory().index.texts()]
+    texts = [list(text) for text in drafter.memory().texts()]
     for content in damages(file.read_bytes(), 7, 30, 300):
         file.write_bytes(content)
         fresh = SuffixDrafter("cpu", 50)
@@ -284,7 +284,7 @@ def test_any_damage_to_a_suffix_memory(tmp_path: Path) -> None:
         except (DataError, PacelineError) as error:
             assert str(file) in str(error) and "\n" not in str(error)
         else:
-            assert [list(text) for text in fresh.memory().index.texts()] == texts
+            assert [list(text) for text in fresh.memory().texts()] == texts
 
 
 def test_memories_of_earlier_versions_are_refused(tmp_path: Path) -> None:

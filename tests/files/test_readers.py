@@ -107,7 +107,7 @@ def adapter(root: Path) -> Made:
 def suffix_memory(root: Path) -> Made:
     drafter = SuffixDrafter("cpu", VOCAB)
     for start in range(9):
-        drafter.memory().add([*range(start, 40)])
+        drafter.remember([*range(start, 40)])
     drafter.save(root / "memory")
     return [root / "memory"], lambda: SuffixDrafter("cpu", VOCAB).load(root / "memory")
 

@@ -8,9 +8,9 @@ for greedy and sampled text.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 
-from paceline.core.batch import Commit
 from paceline.core.params import SamplingParams
 
 UNKNOWN = (0.7, 0.75)  # prior of a drafter that ships none; optimistic, so that it gets tried
@@ -28,12 +28,13 @@ MATCHED = {
     16: (0.93, 0.93, 0.95),
     32: (0.95, 0.97),
 }
-_KINDS = [max(least for least in MATCHED if least <= match) for match in range(max(MATCHED) + 1)]
+_KINDS = list(MATCHED)
 _SAMPLED_FROM = 0.5  # temperature from which acceptance is that of sampled text
 CONTINUES = "continues"  # kind of the estimate of how often a draft gets one level longer
 _DECAY, _WEIGHT = 0.998, 4.0  # decay of old drafts; weight of the prior, in drafts
 _PREVIOUS_LEVEL = 3.0  # times this weight, for the estimate taken from the level before
 _SEQUENCE_DECAY, _SEQUENCE_WEIGHT = 0.97, 6.0  # the same for the drafts of one sequence
+_NO_FAILURES = 0.0, 0.0
 
 
 def is_sampled(params: SamplingParams) -> bool:
@@ -43,7 +44,7 @@ def is_sampled(params: SamplingParams) -> bool:
 
 def kind_of(confidence: int) -> int:
     """The entry of ``MATCHED`` for a match of ``confidence`` tokens."""
-    return _KINDS[min(max(confidence, 0), len(_KINDS) - 1)]
+    return _KINDS[max(0, bisect_right(_KINDS, confidence) - 1)]
 
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:
@@ -59,17 +60,6 @@ def expected_tokens(rates: Sequence[float]) -> list[float]:
     return expected
 
 
-def levels_tried(commit: Commit, length: int) -> int:
-    """How many levels of a draft of ``length`` levels were put to the test.
-
-    A path that ends in a leaf above the last level counts as a failure of the next level, as that
-    level gained nothing. Only the end of the request cuts the count short.
-    """
-    if commit.finish_reason is not None:
-        return commit.reached
-    return min(len(commit.path) + 1, length)
-
-
 class AcceptanceEstimate:
     """Chance that level i of a draft is accepted if all levels before it were.
 
@@ -82,12 +72,11 @@ class AcceptanceEstimate:
         self._reached = [0.0] * depth
         self._accepted = [0.0] * depth
         self._rates: list[float] = []  # cached, for as many levels as were asked for
-        self._tokens: list[float] = []
 
     def record(self, reached: int, accepted: int, since: int = 0) -> None:
         """Of ``reached`` levels that were tried, the first ``accepted`` were accepted. The first
         ``since`` of them were recorded before."""
-        self._rates, self._tokens = [], []
+        self._rates = []
         for level in range(since, min(reached, self.depth)):
             self._reached[level] = _DECAY * self._reached[level] + 1.0
             self._accepted[level] = _DECAY * self._accepted[level] + (level < accepted)
@@ -105,34 +94,6 @@ class AcceptanceEstimate:
             rates.append((weight * rate + self._accepted[level]) / (weight + self._reached[level]))
         return rates[:most]
 
-    def tokens(self) -> list[float]:
-        """Expected tokens of a step, by draft length."""
-        self._tokens = self._tokens or expected_tokens(self.rates())
-        return self._tokens
-
-
-class SequenceAcceptance:
-    """How much more often one sequence's drafts fail than those of all sequences: one factor for
-    all levels, so that a few drafts are enough to estimate it."""
-
-    def __init__(self) -> None:
-        self._failed = self._expected = 0.0  # failures seen, and failures expected by all's rates
-
-    def record(self, all_rates: Sequence[float], reached: int, accepted: int, since: int) -> None:
-        """As ``AcceptanceEstimate.record``; ``all_rates`` are the rates of all sequences."""
-        rates = all_rates[since : min(reached, accepted + 1)]
-        failed = accepted < min(reached, len(all_rates))
-        self._failed = _SEQUENCE_DECAY * self._failed + failed
-        self._expected = _SEQUENCE_DECAY * self._expected + len(rates) - sum(rates)
-
-    def rates(self, all_rates: Sequence[float]) -> list[float]:
-        """This sequence's rates, given the rates of all sequences."""
-        if not all_rates:
-            return []
-        prior = _SEQUENCE_WEIGHT * max(1.0 - all_rates[0], 1e-3)
-        factor = (self._failed + prior) / (self._expected + prior)
-        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in all_rates]
-
 
 class AcceptanceTracker:
     """Acceptance estimates by drafter, kind of draft and sequence, for up to ``depth`` levels."""
@@ -141,7 +102,9 @@ class AcceptanceTracker:
         self.depth = depth
         self.priors: dict[Hashable, Sequence[float]] = {}
         self._all: dict[tuple[Hashable, Hashable, bool], AcceptanceEstimate] = {}
-        self._sequences: dict[int, dict[Hashable, SequenceAcceptance]] = {}
+        # By sequence and drafter: failures, and how many the rates of all sequences expected. Their
+        # ratio holds for all levels, so that a few drafts are enough to estimate it.
+        self._failures: dict[int, dict[Hashable, tuple[float, float]]] = {}
 
     def of_all(
         self, name: Hashable, kind: Hashable = None, sampled: bool = False
@@ -165,8 +128,12 @@ class AcceptanceTracker:
     ) -> list[float]:
         """Expected acceptance rates of a sequence's next draft, for its first ``most`` levels."""
         all_rates = self.of_all(name, kind, sampled).rates(most)
-        sequence = self._sequences.get(seq_id, {}).get(name)
-        return sequence.rates(all_rates) if sequence else all_rates
+        failed, expected = self._failures.get(seq_id, {}).get(name, _NO_FAILURES)
+        if not (expected and all_rates):
+            return all_rates
+        prior = _SEQUENCE_WEIGHT * max(1.0 - all_rates[0], 1e-3)
+        factor = (failed + prior) / (expected + prior)
+        return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in all_rates]
 
     def record(
         self,
@@ -180,10 +147,12 @@ class AcceptanceTracker:
     ) -> None:
         """As ``AcceptanceEstimate.record``, for one sequence and for all of them."""
         estimate = self.of_all(name, kind, sampled)
-        sequence = self._sequences.setdefault(seq_id, {}).setdefault(name, SequenceAcceptance())
-        # Levels behind the first failure tell nothing.
-        sequence.record(estimate.rates(accepted + 1), reached, accepted, since)
+        tried = estimate.rates(accepted + 1)[since:reached]  # behind the first failure none was
+        failures = self._failures.setdefault(seq_id, {})
+        failed, expected = (_SEQUENCE_DECAY * n for n in failures.get(name, _NO_FAILURES))
+        failed += accepted < min(reached, estimate.depth)
+        failures[name] = failed, expected + len(tried) - sum(tried)
         estimate.record(reached, accepted, since)
 
     def forget(self, seq_id: int) -> None:
-        self._sequences.pop(seq_id, None)
+        self._failures.pop(seq_id, None)

@@ -2,8 +2,7 @@
 
 Every option of a step (no draft, or a drafter and a draft length) has an expected goodput: its
 expected tokens (acceptance.py) divided by its expected seconds (cost.py). The best one is taken
-(choice.py), from the first step of a process on. A budget pays for drafts made only to learn
-(exploration.py).
+(choice.py), from the first step of a process on. A budget pays for drafts made only to learn.
 Lookups cost nothing to compare with the text, so their acceptance is learnt whether they draft or
 not (following.py). learning.py corrects tokens and seconds by every step.
 Sources: HedgeSpec (arXiv 2510.20064), TapOut (2511.02017), BanditSpec (2505.15141).
@@ -26,19 +25,18 @@ from paceline.control.controller import (
     Decision,
 )
 from paceline.control.cost import CostModel, DraftOption
-from paceline.control.exploration import ExplorationBudget
 from paceline.control.following import LookupFollower, Offers
-from paceline.control.learning import BatchDecision, StepLearner
+from paceline.control.learning import BatchDecision, ExplorationBudget, StepLearner
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDraft, LookupDrafter
 from paceline.draft.collapse import CollapseWatch
 
-# Steps for which a decision about the same batch is kept, at most.
-_KEEP_DRAFTS = 4
-_KEEP_PLAIN = 8
-_KEEP_PLAIN_LONG = 32  # while the budget pays for no exploration either
+# Steps for which a decision about the same batch is kept, at most. Plain decoding is kept for
+# _KEEP_PLAIN steps where the budget then pays for exploration.
+_KEEP_DRAFTS, _KEEP_PLAIN, _KEEP_PLAIN_LONG = 4, 8, 32
 _EARLY_STEPS = 64  # steps in which decisions are not kept, and each step is learnt from at once
+_FIRST_WAIT, _LONGEST_WAIT = 8, 512  # steps until a drafter is explored beside the best again
 _READING_HORIZON = 256  # tokens at most over which the cost of reading a text is spread
 _FEW_UNREAD = 8  # unread tokens that cost next to nothing
 # Draft lengths that are compared for several sequences and for lookups (else: every length).
@@ -75,9 +73,10 @@ class AdaptiveController(Controller):
         self._decisions: list[Decision] = []
         self._batch_decision = BatchDecision()
         self._keep = 1  # steps
-        self._next_decision = 0  # the step of the next decision
-        self._deadline = 0  # the step of the next decision if the budget allows nothing new
+        self._decided = 0  # the step of the decision
         self._exploration_price = 0.0  # seconds that the budget must hold to explore anything
+        # While another drafter is the best: the step of its next turn, and the wait after that.
+        self._turns: dict[Hashable, tuple[int, int]] = {}
 
     def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[Decision]:
         self._step += 1
@@ -85,26 +84,21 @@ class AdaptiveController(Controller):
         start = perf_counter()
         offers = self._lookups.lookup(seqs, self._members, self._step, ids == self._ids)
         looked_up = perf_counter()
-        keep = ids == self._ids and self._step < self._next_decision and self._have_room(seqs)
-        if offers or not keep:
+        age = self._step - self._decided
+        pairs = zip(seqs, self._decisions, strict=False)
+        have_room = all(seq.remaining > decision.length for seq, decision in pairs)
+        keep = ids == self._ids and age < self._keep and have_room
+        # A plain decision ends earlier if the budget then pays for exploration.
+        checks = not keep or age % _KEEP_PLAIN == 0
+        if offers or checks:
             self.learner.learn(at_once=self._step <= _EARLY_STEPS)
-            too_dear = self.budget.seconds < self._exploration_price
-            if ids == self._ids and not offers and too_dear and self._step < self._deadline:
-                self._next_decision = self._step + _KEEP_PLAIN
-            else:
+            if offers or not keep or self.budget.seconds >= self._exploration_price:
                 self._decide(ids, seqs, offers or {})
         if offers is not None:
             # A decision that only the offers made necessary is part of what lookups cost.
-            end = perf_counter() if keep else looked_up
+            end = looked_up if checks else perf_counter()
             self._lookups.record_cost(end - start, len(seqs))
         return self._decisions
-
-    def _have_room(self, seqs: Sequence[SequenceState]) -> bool:
-        """Whether the drafts that are kept leave one token of each sequence to the target."""
-        drafts = self._batch_decision.drafts
-        return all(
-            seq.remaining > drafts[seq.seq_id].length for seq in seqs if seq.seq_id in drafts
-        )
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
         """Names of the drafters allowed to draft for ``seq``. In a hybrid, collapsed drafters are
@@ -148,10 +142,7 @@ class AdaptiveController(Controller):
         for index, draft in zip(options, chosen, strict=True):
             could_draft = ids[index] in offers or bool(self._models(seqs[index]))
             self._decisions[index] = self._decision(draft, no_draft, could_draft)
-        self._keep = self._steps_to_keep(same_batch)
-        self._next_decision = self._step + self._keep
-        plain = not (drafts or measures_plain or has_fixed)
-        self._deadline = self._step + _KEEP_PLAIN_LONG * plain
+        self._decided, self._keep = self._step, self._steps_to_keep(same_batch)
 
     def _decision(self, draft: DraftOption, no_draft: DraftOption, could_draft: bool) -> Decision:
         if draft.length:
@@ -164,9 +155,9 @@ class AdaptiveController(Controller):
 
     def _steps_to_keep(self, same_batch: bool) -> int:
         """Steps for which the decision is kept as long as lookups offer nothing."""
-        drafts, alternative, measures_plain, _ = self._batch_decision
+        drafts, alternative, measures_plain, has_fixed = self._batch_decision
         if not drafts:
-            return 1 if measures_plain else _KEEP_PLAIN
+            return 1 if measures_plain else _KEEP_PLAIN if has_fixed else _KEEP_PLAIN_LONG
         models = not any(self.cost.drafters[draft.name].model_free for draft in drafts.values())
         known = same_batch and models and not alternative and self._step > _EARLY_STEPS
         return min(2 * self._keep, _KEEP_DRAFTS) if known else 1
@@ -201,8 +192,7 @@ class AdaptiveController(Controller):
         """A drafter's drafts for ``seq``, of up to ``longest`` levels; for a lookup: parts of its
         ``offer``. ``forced``: leading levels that a grammar forces."""
         cost, costs, remaining = self.cost, self.cost.drafters[name], seq.remaining
-        most = min(longest or costs.max_length, remaining - 1)
-        most = min(most, offer.levels) if offer else most
+        most = min(longest or costs.max_length, remaining - 1, offer.levels if offer else remaining)
         if batch > 1:  # at most twice as long as any draft before
             most = min(most, max(1, 2 * cost.longest_made(name, batch)))
         if most < 1:
@@ -215,28 +205,26 @@ class AdaptiveController(Controller):
         rates = cost.acceptance.rates(seq.seq_id, name, kind, sampled, most)
         expected = expected_tokens(([1.0] * forced + rates)[:most])
         tokens = [min(count, remaining) for count in expected]
-        unread = 0
-        if costs.needs_prefill:
-            unread = len(seq.tokens) - 1 - self.learner.tokens_read(seq)[name]
+        unread = (
+            len(seq.tokens) - 1 - self.learner.tokens_read(seq)[name] if costs.needs_prefill else 0
+        )
         reading_now = unread * cost.reading_token(name) if unread > _FEW_UNREAD else 0.0
         reading_now += 0.0 if costs.model_free else self.learner.cold_seconds(batch) / batch
         horizon = min(remaining, _READING_HORIZON)
-        nodes: Sequence[float] = offer.nodes if offer else cost.nodes(name, batch)
-        fill = 1.0 if offer else cost.fill[name]
+        prices: Mapping[int, float] | Sequence[float]
         if offer:
-            seconds = [cost.verification(batch, nodes[n]) / batch for n in lengths]
+            nodes: Sequence[float] = offer.nodes
+            prices = {n: cost.verification(batch, nodes[n]) / batch for n in lengths}
         else:
+            nodes = cost.nodes(name, batch)
             prices = cost.prices_for(name, batch, expected, sampled, forced > 0)
-            seconds = [prices[n] for n in lengths]
         options = list[DraftOption]()
-        for n, step_seconds in zip(lengths, seconds, strict=True):
+        for n in lengths:
             reading = reading_now * tokens[n] / horizon
+            share = prices[n] + reading, reading, reading_now
             options.append(
-                DraftOption(
-                    name, n, fill * nodes[n], tokens[n], step_seconds + reading,
-                    reading, reading_now, sampled, min(forced, n),
-                )
-            )  # fmt: skip
+                DraftOption(name, n, nodes[n], tokens[n], *share, sampled, min(forced, n))
+            )
         return options
 
     def _select(
@@ -255,8 +243,9 @@ class AdaptiveController(Controller):
         names = dict.fromkeys(draft.name for draft in best if draft.length)
         models = [name for name in names if not self.cost.drafters[name].model_free]
         if batch == 1 and names:
-            self.budget.used(models)
-            other = self._explore_another(best[0], options[0], seqs[0])
+            for name in models:
+                self._turns.pop(name, None)
+            other = self._explore_another(best[0], options[0], seqs[0]) if can_explore else None
             return ([other], 1 / best[0].goodput) if other else (best, 0.0)
         untried = [name for name in models if not self.cost.longest_made(name, batch)]
         candidates = (
@@ -284,15 +273,17 @@ class AdaptiveController(Controller):
         self, best: DraftOption, options: Sequence[DraftOption], seq: SequenceState
     ) -> DraftOption | None:
         """While one drafter is the best for a single request: the best draft of another one, if it
-        is due and the budget pays what it is expected to lose."""
-        for name in self._models(seq) if self.budget.seconds > 0 else ():
-            if name == best.name or not self.budget.is_due(name, self._step):
+        is its turn and the budget pays what it is expected to lose. Each time it then waits twice
+        as long."""
+        for name in self._models(seq):
+            turn, wait = self._turns.get(name, (0, _FIRST_WAIT))
+            if name == best.name or self._step < turn:
                 continue
             if drafts := self._drafts_to_explore(name, 1, options, seq):
                 other = max(drafts, key=lambda draft: draft.goodput)
                 seconds = other.seconds - other.reading + other.reading_now
                 if seconds - other.tokens / best.goodput <= self.budget.seconds:
-                    self.budget.explored(name, self._step)
+                    self._turns[name] = self._step + wait, min(2 * wait, _LONGEST_WAIT)
                     return other
         return None
 
@@ -335,6 +326,6 @@ class AdaptiveController(Controller):
             self._ids.remove(seq_id)
         drafts = self._batch_decision.drafts
         if drafts:  # a plain decision is kept for the other sequences
-            self._next_decision = 0
+            self._decided = -_KEEP_DRAFTS
         left = {other: draft for other, draft in drafts.items() if other != seq_id}
         self._batch_decision = self._batch_decision._replace(drafts=left)

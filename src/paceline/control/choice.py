@@ -31,20 +31,15 @@ def choose(
         return [max(options[0], key=lambda draft: draft.goodput)]
 
     score = partial(_score, cost, batch, fair)
-    best = [alternatives[0] for alternatives in options]
-    least = _MARGIN * score(best)
-    names = {draft.name for alternatives in options for draft in alternatives[1:]}
-    for index in range(1, max(map(len, options))) if len(names) == 1 else ():
-        alike = [alternatives[min(index, len(alternatives) - 1)] for alternatives in options]
-        if (seconds := score(alike)) < least:
-            best, least = alike, seconds
     no_draft = [alternatives[0] for alternatives in options]
     fastest = [max(alternatives, key=lambda draft: draft.goodput) for alternatives in options]
-    for start in (no_draft, fastest):
-        chosen = _choose_separately(options, start)
-        if (seconds := score(chosen)) < least:
-            best, least = chosen, seconds
-    return best
+    candidates = [_choose_separately(options, start) for start in (no_draft, fastest)]
+    if len({draft.name for alternatives in options for draft in alternatives[1:]}) == 1:
+        alike = range(1, max(map(len, options)))
+        candidates[:0] = [[some[min(n, len(some) - 1)] for some in options] for n in alike]
+    scores = [score(drafts) for drafts in candidates]
+    least = min(scores)
+    return candidates[scores.index(least)] if least < _MARGIN * score(no_draft) else no_draft
 
 
 def with_more_nodes(
@@ -67,7 +62,7 @@ def with_more_nodes(
             for option in alternatives
             if option.name == draft.name and node_bucket(option.nodes) > bucket
         )
-        drafts.append(next(more, draft) if draft.length else draft)
+        drafts.append(next(more, draft))
     nodes_now, nodes_then = (sum(d.nodes for d in some) / batch for some in (chosen, drafts))
     if node_bucket(nodes_then) <= node_bucket(nodes_now) or cost.is_known(batch, nodes_then):
         return []

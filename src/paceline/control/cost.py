@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from numpy import interp
 
-from paceline.control.acceptance import CONTINUES, AcceptanceTracker
+from paceline.control.acceptance import CONTINUES, AcceptanceTracker, expected_tokens
 from paceline.control.correction import COLD, Correction, PassPrice, batch_bucket, node_bucket
 from paceline.core.costs import DrafterCosts, TargetCosts
 
 WARM_UP = 5  # plain steps behind passes or a prompt, after which the target's weights are cached
 _MAX_PLAIN_INTERVAL = 256  # steps after which a plain step is measured again
 _PLAIN_IS_RECENT = 64  # steps for which the last plain step tells drafting from verification
-_REFRESH = 16  # observations after which the expected shape of drafts is worked out again
 _MARGINAL = 1.2  # expected speedup below which plain steps are measured several in a row
 _MAX_COLD_PENALTY = 0.1  # of a plain step, by which cold caches may be thought to slow it down
 _SLOW_STEP = 1.3  # times its expected time; from there on a step says that the machine is busy
@@ -57,14 +56,13 @@ class DraftOption(NamedTuple):
         return self.tokens / self.seconds
 
 
-class _Uniform(NamedTuple):
-    """A batch whose sequences all draft alike, by draft length: nodes of a full draft, and, of the
-    nodes that are really verified, their bucket, the forward, and the passes as measured alone."""
+class _Table(NamedTuple):
+    """By draft length, if all sequences of a batch draft alike: nodes to verify and passes that are
+    expected of each, and one sequence's share of the step in seconds."""
 
     nodes: Sequence[float]
-    buckets: Sequence[int]
-    forward: Sequence[float]
     passes: Sequence[float]
+    seconds: Sequence[float]
 
 
 class CostModel:
@@ -87,10 +85,8 @@ class CostModel:
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds, tokens
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and batch
         # Caches, emptied when more is learnt.
-        self._prices: dict[tuple[Hashable, int], Sequence[float]] = {}
-        self._uniform: dict[tuple[Hashable, int], _Uniform] = {}
+        self._tables: dict[tuple[Hashable, int], _Table] = {}
         self._pays: dict[tuple[Hashable, int, Hashable, bool], bool] = {}
-        self._observations = 0
         self._since_plain = _MAX_PLAIN_INTERVAL  # steps since one without drafts
         self._plain_steps = 0  # times that a plain step was asked for
         self._in_a_row = 0  # further ones that are to follow at once
@@ -102,7 +98,9 @@ class CostModel:
         self.drafters[name] = costs
         self.acceptance.priors[name] = costs.prior
         self.acceptance.depth = max(self.acceptance.depth, costs.max_length)
-        self.fill[name], self._passes[name] = 1.0, PassPrice()
+        # Most levels of a lookup's tree have one node.
+        self.fill[name] = costs.max_length / max(1, costs.nodes[-1]) if costs.model_free else 1.0
+        self._passes[name] = PassPrice()
         # Until more is known, reading a token costs what a further row adds to a pass.
         row = max(0.0, costs.seconds(1024) - costs.seconds(1)) / 1023
         self._reading[name] = (64 * row, 64.0)
@@ -129,33 +127,26 @@ class CostModel:
         """A drafter's passes as measured alone, each over the sequences that still draft.
         ``lengths``: the draft length of each sequence."""
         costs = self.drafters[name]
-        if costs.model_free:
-            return 0.0
         passes = [costs.passes[length] for length in lengths]
-        if len(passes) == 1:
-            return passes[0] * costs.seconds(1)
         counts = (sum(most > number for most in passes) for number in range(max(passes)))
         return sum(map(costs.seconds, counts))
 
     def drafting(self, batch: int, passes: Mapping[Hashable, float]) -> float:
         """The drafting of a step. ``passes``: by drafter, its ``passes_alone``."""
-        seconds = 0.0
-        for name, alone in passes.items():
-            if alone:
-                seconds += self._passes[name].seconds(alone, self.drafters[name].seconds(batch))
-        return self._correction.machine * seconds
+        return self._correction.machine * sum(
+            self._passes[name].seconds(alone, self.drafters[name].seconds(batch))
+            for name, alone in passes.items()
+            if alone
+        )
 
     def step(self, batch: int, drafts: Iterable[DraftOption]) -> float:
         """A step of ``batch`` sequences with these drafts among them."""
         drafts = [draft for draft in drafts if draft.length]
-        if not drafts:
-            return self.verification(batch)
         lengths: dict[Hashable, list[int]] = {}
         for draft in drafts:
             length, costs = draft.length, self.drafters[draft.name]
             if costs.stops_early:  # only as many levels as are expected
-                passes = self._uniform_drafts(draft.name, batch).passes[length]
-                length = min(length, max(1, round(passes / costs.seconds(batch))))
+                length = min(length, max(1, round(self._table(draft.name, batch).passes[length])))
             lengths.setdefault(draft.name, []).append(length)
         alone = {name: self.passes_alone(name, levels) for name, levels in lengths.items()}
         nodes = sum(draft.nodes for draft in drafts) / batch
@@ -163,27 +154,7 @@ class CostModel:
 
     def prices(self, name: Hashable, batch: int) -> Sequence[float]:
         """One sequence's share of the step by draft length, if all sequences draft alike."""
-        prices = self._prices.get((name, batch))
-        if prices is None:
-            uniform, one_pass = (
-                self._uniform_drafts(name, batch),
-                self.drafters[name].seconds(batch),
-            )
-            bucket, price, machine = (
-                batch_bucket(batch),
-                self._passes[name],
-                self._correction.machine,
-            )
-            factors = {n: self._correction.factor(bucket, n) / batch for n in set(uniform.buckets)}
-            pairs = zip(uniform.forward, uniform.buckets, strict=True)
-            prices = [seconds * factors[nodes] for seconds, nodes in pairs]
-            if not self.drafters[name].model_free:
-                prices = [
-                    seconds + (machine * price.seconds(alone, one_pass) / batch if alone else 0.0)
-                    for seconds, alone in zip(prices, uniform.passes, strict=True)
-                ]
-            self._prices[name, batch] = prices
-        return prices
+        return self._table(name, batch).seconds
 
     def prices_for(
         self, name: Hashable, batch: int, tokens: Sequence[float], sampled: bool, forced: bool
@@ -199,35 +170,32 @@ class CostModel:
             return prices
         level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.max_length - 1)
         level *= self._correction.machine * self._passes[name].factor * costs.seconds(batch) / batch
-        usual = self.acceptance.of_all(name, None, sampled).tokens()
+        usual = expected_tokens(self.acceptance.of_all(name, None, sampled).rates())
         adjusted = [s + level * (t - u) for s, t, u in zip(prices, tokens, usual, strict=False)]
         return [prices[0], *(max(seconds, prices[1]) for seconds in adjusted[1:])]
 
     def nodes(self, name: Hashable, batch: int) -> Sequence[float]:
-        """Nodes by draft length, if all levels are full that a draft is expected to have."""
-        return self._uniform_drafts(name, batch).nodes
+        """Nodes to verify that are expected, by draft length, if all sequences draft alike."""
+        return self._table(name, batch).nodes
 
-    def _uniform_drafts(self, name: Hashable, batch: int) -> _Uniform:
-        uniform = self._uniform.get((name, batch))
-        if uniform is None:
+    def _table(self, name: Hashable, batch: int) -> _Table:
+        table = self._tables.get((name, batch))
+        if table is None:
             costs = self.drafters[name].for_batch(batch)
-            nodes: Sequence[float] = costs.nodes
-            passes: Sequence[float] = costs.passes
+            shape: Sequence[Sequence[float]] = costs.nodes, costs.passes
             if costs.stops_early:  # those of the expected number of levels
-                tokens = self.acceptance.of_all(name, CONTINUES).tokens()
-                levels = [count - 1 for count in tokens[: len(nodes)]]
-                nodes, passes = (
-                    interp(levels, range(len(full)), full).tolist() for full in (nodes, passes)
-                )
-            # A lookup rarely finds a full tree; mostly a level has one node.
-            fill = self.fill[name]
-            verified = range(len(nodes)) if costs.model_free else [fill * n for n in nodes]
-            forward = [self.forward(batch, count) for count in verified]
-            one_pass = costs.seconds(batch)
-            buckets = list(map(node_bucket, verified))
-            uniform = _Uniform(nodes, buckets, forward, [one_pass * count for count in passes])
-            self._uniform[name, batch] = uniform
-        return uniform
+                tokens = expected_tokens(self.acceptance.of_all(name, CONTINUES).rates())
+                levels = [count - 1 for count in tokens[: len(costs.nodes)]]
+                shape = [interp(levels, range(len(full)), full).tolist() for full in shape]
+            (full, passes), fill, price = shape, self.fill[name], self._passes[name]
+            machine, one_pass = self._correction.machine, costs.seconds(batch)
+            nodes = [fill * count for count in full]
+            seconds = [self.verification(batch, count) / batch for count in nodes]
+            for n, count in enumerate(passes):
+                if count:
+                    seconds[n] += machine * price.seconds(one_pass * count, one_pass) / batch
+            table = self._tables[name, batch] = _Table(nodes, passes, seconds)
+        return table
 
     def reading_token(self, name: Hashable) -> float:
         """Seconds in which a drafter reads one token that it has not seen."""
@@ -236,8 +204,7 @@ class CostModel:
 
     def longest_made(self, name: Hashable, batch: int) -> int:
         """Levels of the drafter's longest draft so far, at such a concurrency or a larger one."""
-        bucket, made = batch_bucket(batch), self._longest.items()
-        return max((n for (of, at), n in made if of == name and at >= bucket), default=0)
+        return self._longest.get((name, batch_bucket(batch)), 0)
 
     def wants_plain_step(self, batch: int, speedup: float) -> bool:
         """Whether the next step should be plain, to tell drafting from verification.
@@ -278,7 +245,7 @@ class CostModel:
         """
         key = name, batch, kind, sampled
         if key not in self._pays:
-            tokens = self.acceptance.of_all(name, kind, sampled).tokens()
+            tokens = expected_tokens(self.acceptance.of_all(name, kind, sampled).rates())
             plain, *prices = self.prices(name, batch)
             drafts = zip(tokens[1:], prices, strict=False)
             self._pays[key] = any(count * plain > seconds for count, seconds in drafts)
@@ -293,8 +260,8 @@ class CostModel:
 
     def record_length(self, name: Hashable, batch: int, length: int) -> None:
         """A draft of ``length`` levels was made."""
-        key = name, batch_bucket(batch)
-        self._longest[key] = max(length, self._longest.get(key, 0))
+        for bucket in range(1, 1 + batch_bucket(batch)):
+            self._longest[name, bucket] = max(length, self._longest.get((name, bucket), 0))
 
     def learn_reading(self, name: Hashable, seconds: float, tokens: int) -> None:
         """A drafter took ``seconds`` to read ``tokens``, besides drafting."""
@@ -351,8 +318,5 @@ class CostModel:
 
     def _expire(self) -> None:
         """Empty the caches, as more was learnt."""
-        self._observations += 1
-        self._prices.clear()
+        self._tables.clear()
         self._pays.clear()
-        if self._observations <= _REFRESH or self._observations % _REFRESH == 0:
-            self._uniform.clear()

@@ -57,15 +57,13 @@ class LookupFollower:
         self.drafters, self._cost = dict(drafters), cost
         # What lookups' drafts have won less what lookups have cost, in plain steps.
         self._balance = _MAX_BALANCE
-        self._lookup_seconds = 1e-3  # moving average, of all lookups of a step
         self._interval = _MIN_INTERVAL  # steps between lookups while the balance is negative
         self._followed: dict[int, dict[Hashable, _FollowedOffer]] = {}
 
     def record_cost(self, seconds: float, batch: int) -> None:
         """Lookups, and decisions on what they found, took ``seconds`` of a step."""
-        plain, mean = self._cost.verification(batch), self._lookup_seconds
-        self._lookup_seconds += (min(seconds, 4 * mean) - mean) / 8
-        interval = self._lookup_seconds / (_SHARE * plain)
+        plain = self._cost.verification(batch)
+        interval = seconds / (_SHARE * plain)
         self._interval = int(min(max(interval, _MIN_INTERVAL), _MAX_INTERVAL))
         self._add(-seconds / plain)
 
@@ -108,11 +106,11 @@ class LookupFollower:
         for name, slices in slices_of.items():
             for seq, offer in zip(seqs, self.drafters[name].lookup(slices), strict=True):
                 if offer is not None:
-                    followed = self._followed.setdefault(seq.seq_id, {})
-                    if name not in followed:
-                        followed[name] = _FollowedOffer(offer, seq)
-                    kind, sampled = kind_of(offer.match_length), is_sampled(seq.params)
-                    if offer.forced_levels or self._cost.may_pay(name, len(seqs), kind, sampled):
+                    new = _FollowedOffer(offer, seq)
+                    self._followed.setdefault(seq.seq_id, {}).setdefault(name, new)
+                    if offer.forced_levels or self._cost.may_pay(
+                        name, len(seqs), new.kind, new.sampled
+                    ):
                         offers.setdefault(seq.seq_id, {})[name] = offer
         return offers
 

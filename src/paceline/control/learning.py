@@ -10,15 +10,38 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.control.acceptance import CONTINUES, levels_tried
+from paceline.control.acceptance import CONTINUES
 from paceline.control.cost import WARM_UP, CostModel, DraftOption
-from paceline.control.exploration import ExplorationBudget
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 
 _STEPS_TOGETHER = 4  # steps that are learnt from at once
 _PLAIN_INTERVAL = 4  # one of so many plain steps is learnt from
 _FEW_UNREAD = 4  # tokens of each sequence, read before drafting without changing the step's time
+
+
+class ExplorationBudget:
+    """Seconds that exploration may lose. It limits nothing else."""
+
+    SHARE = 0.0075  # of the time of all steps
+    MOST = 8.0  # plain steps that the budget may hold
+    _MAX_DEBT = 1.0  # seconds of decoding after which any debt is paid back
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = False
+
+    def earn(self, seconds: float, plain: float, batch: int = 1) -> None:
+        """A step of ``batch`` sequences took ``seconds``; a plain one takes ``plain``. The very
+        first step earns the time of a plain one (for several sequences a fraction, as learning wins
+        less there)."""
+        start = 0.0 if self._started else plain / batch**2
+        self._started = True
+        self.seconds = min(self.seconds + self.SHARE * seconds + start, self.MOST * plain)
+
+    def spend(self, seconds: float) -> None:
+        """Exploration has lost ``seconds`` by plain steps."""
+        self.seconds = max(self.seconds - max(seconds, 0.0), -self.SHARE * self._MAX_DEBT)
 
 
 class BatchDecision(NamedTuple):
@@ -91,9 +114,10 @@ class StepLearner:
         """Tokens of the sequence that each drafter has read, of the drafters that must read a text
         before they draft. Some follow the prefill, and have read the prompt."""
         if seq.seq_id not in self._read:
-            known = self._cost.drafters.items()
-            readers = {n: c.sees_prompts for n, c in known if c.needs_prefill}
-            self._read[seq.seq_id] = {n: len(seq.tokens) * f for n, f in readers.items()}
+            drafters, count = self._cost.drafters.items(), len(seq.tokens)
+            self._read[seq.seq_id] = {
+                n: count * c.sees_prompts for n, c in drafters if c.needs_prefill
+            }
         return self._read[seq.seq_id]
 
     def forget(self, seq_id: int) -> None:
@@ -121,8 +145,7 @@ class StepLearner:
                 early = cost.drafters[draft.name].stops_early
                 length = min(draft.length, commit.levels) if early else draft.length
                 lengths.setdefault(draft.name, []).append(length)
-        for name, levels in lengths.items():
-            cost.record_length(name, batch, max(levels))
+                cost.record_length(draft.name, batch, length)
         if has_fixed or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
             return  # a step that prefills measures nothing else
         passes = {name: cost.passes_alone(name, levels) for name, levels in lengths.items()}
@@ -147,12 +170,14 @@ class StepLearner:
             continues = acceptance.of_all(name, CONTINUES)
             reached = min(commit.levels + 1, length) - forced
             continues.record(reached, max(commit.levels - forced, 0))
-        full = commit.levels if costs.stops_early else length
-        self._cost.record_fill(name, batch, commit.drafted, full)
         if name not in self._lookups:
-            reached = levels_tried(commit, length) - forced
+            full = commit.levels if costs.stops_early else length
+            self._cost.record_fill(name, batch, commit.drafted, full)
+            # A path that ends in a leaf above the last level counts as a failure of the next level,
+            # as that gained nothing. Only the end of the request cuts the count short.
+            ended, accepted = commit.finish_reason is not None, len(commit.path) - forced
+            reached = commit.reached - forced if ended else min(accepted + 1, length - forced)
             if reached > 0:
-                accepted = len(commit.path) - forced
                 acceptance.record(commit.seq_id, name, reached, accepted, sampled=draft.sampled)
         if not costs.needs_prefill or commit.seq_id not in self._read:
             return 0

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from paceline.draft.selfspec import prepared_view, report_layers
-from paceline.draft.spec import DraftInfo, Loading, Prepared, Target, TreeSpec, option
-from paceline.model.copies import layer_view
+from paceline.draft.selfspec import OwnLayers
+from paceline.draft.spec import Target, option
 
 Layers = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSkip(TreeSpec):
+class LayerSkip(OwnLayers):
     """The target without the layers ``skip``, else without the share ``ratio``, evenly spread."""
 
     kind = "layer_skip"
@@ -33,22 +31,17 @@ class LayerSkip(TreeSpec):
         if self.skip is not None and "ratio" in self.changed_options():
             raise self.refuse("skip fixes the set; leave out ratio")
 
-    def prepare(self, loading: Loading) -> Prepared:
-        target, skipped = loading.target, self._skipped(loading.target)
-        kept = [layer for layer in range(target.num_layers) if layer not in skipped]
-        return prepared_view(self, layer_view(target, kept))
+    def kept(self, target: Target) -> Sequence[int]:
+        skipped = self._skipped(target.num_layers)
+        return [layer for layer in range(target.num_layers) if layer not in skipped]
 
-    def examine(self, target: Target, read: Any = None) -> DraftInfo:
-        return report_layers(self, target.num_layers - len(self._skipped(target)), target)
-
-    def _skipped(self, target: Target) -> Layers:
-        total = target.num_layers
+    def _skipped(self, total: int) -> Layers:
         if self.skip is not None:
             if not set(self.skip) < set(range(total)):
                 raise self.refuse(
                     f"skip names some of the target's layers 0 to {total - 1}, not all"
                 )
-            return tuple(sorted(set(self.skip)))
+            return self.skip
         candidates = skippable(total)
         if not candidates:
             raise self.refuse("the target has one layer, which it needs")

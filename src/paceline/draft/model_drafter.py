@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -42,6 +42,7 @@ class ModelDrafter(LevelDrafter):
     """Drafts with a model. ``vocabulary`` translates between the target's ids and the draft's."""
 
     needs_prefill = True  # the model must run over a prompt before it can draft
+    _keeps_rows = True  # whether the cache rows of accepted nodes are kept
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class ModelDrafter(LevelDrafter):
         return self._vocabulary.logits(torch.zeros(size, dtype=model.dtype, device=model.device))
 
     def _to_proposal(self, item: Slice, grown: GrownTree) -> TokenTree:
-        self._states[item.seq.seq_id].slots = grown.slots
+        self._states[item.seq.seq_id].slots = grown.slots if self._keeps_rows else ()
         return grown.tree.on(self._deliver_to)
 
     def _context_span(self, item: Slice) -> Span | None:
@@ -172,9 +173,8 @@ class ModelDrafter(LevelDrafter):
 class ParallelDrafter(OnePassDrafter, ModelDrafter):
     """Drafts all its tokens in one pass with a model that was trained for it."""
 
+    _keeps_rows = False  # rows of masks
+
     def _pass_logits(self, spans: Sequence[Span]) -> torch.Tensor:
         logits = self.model(self.cache.batch_of(spans), self.cache).logits
         return self._vocabulary.logits(logits)
-
-    def _to_proposal(self, item: Slice, grown: GrownTree) -> TokenTree:
-        return super()._to_proposal(item, replace(grown, slots=()))  # no node has a cache row

@@ -15,6 +15,7 @@ verification forward of the same step overwrites::
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +51,24 @@ _MISS_COST = 3.0  # cost, in passes, of a token that the draft cannot propose
 
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyExit(TreeSpec):
+class OwnLayers(TreeSpec):
+    """The target drafts with some of its layers."""
+
+    @abstractmethod
+    def kept(self, target: Target) -> Sequence[int]:
+        """The layers that draft. Raises ConfigError."""
+
+    def prepare(self, loading: Loading) -> Prepared:
+        return prepared_view(self, layer_view(loading.target, self.kept(loading.target)))
+
+    def examine(self, target: Target, read: Any = None) -> DraftInfo:
+        count, total = len(self.kept(target)), target.num_layers
+        text = f"{self.kind} drafts with {count} of the target's {total} layers"
+        return self.report("draft-own-layers", text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyExit(OwnLayers):
     """The target's first ``layers`` layers (by default a third), its final norm and its head."""
 
     kind = "early_exit"
@@ -59,29 +77,17 @@ class EarlyExit(TreeSpec):
 
     layers: int | None = None
 
-    def prepare(self, loading: Loading) -> Prepared:
-        target = loading.target
-        return prepared_view(self, layer_view(target, range(self._num_layers(target))))
-
-    def examine(self, target: Target, read: Any = None) -> DraftInfo:
-        return report_layers(self, self._num_layers(target), target)
-
-    def _num_layers(self, target: Target) -> int:
+    def kept(self, target: Target) -> Sequence[int]:
         total = target.num_layers
         layers = max(1, round(total / 3)) if self.layers is None else self.layers
         if not 0 < layers < total:
             problem = f"layers={layers}, but the target has {total}"
             raise self.refuse(f"{problem}; use at least 1 and fewer than all")
-        return layers
+        return range(layers)
 
 
 def prepared_view(spec: TreeSpec, view: CausalModel, stop: float = STOP_BELOW) -> Prepared:
     return Prepared(lambda c: SelfDrafter(view, spec.growth_settings(c, c.cache, stop)))
-
-
-def report_layers(spec: TreeSpec, count: int, target: Target) -> DraftInfo:
-    text = f"{spec.kind} drafts with {count} of the target's {target.num_layers} layers"
-    return spec.report("draft-own-layers", text)
 
 
 class FrequentTokens:

@@ -25,7 +25,6 @@ from paceline.draft.model_drafter import DraftState, ModelDrafter
 from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.shape import merge
 from paceline.draft.vocabulary import Match, SharedVocabulary
-from paceline.model.backends.base import GrownTree
 from paceline.model.target import CausalModel
 
 # The space between two words: every tokenizer begins a new token there, whatever follows.
@@ -123,6 +122,7 @@ class StringDrafter(ModelDrafter):
 
     prefers_seeds = False  # it never samples
     _follows_grammar = False
+    _keeps_rows = False  # of tokens that may be written otherwise
 
     def __init__(
         self, match: Match, model: CausalModel, settings: GrowthSettings, deliver_to: torch.device
@@ -153,9 +153,6 @@ class StringDrafter(ModelDrafter):
         proposals = (text.proposal(leaf)[:length] for leaf in leaves)
         merged, parents = merge(proposals, self.max_nodes(length))
         return TokenTree(to_device(merged, draft.tokens.device), parents)
-
-    def _to_proposal(self, item: Slice, grown: GrownTree) -> TokenTree:
-        return super()._to_proposal(item, replace(grown, slots=()))  # no node stays in the cache
 
     def _append(self, state: DraftState, tokens: Sequence[int]) -> None:
         if tokens:

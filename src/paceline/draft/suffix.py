@@ -75,22 +75,6 @@ class Suffix(DraftSpec):
         return super().examine(target)
 
 
-class Memory:
-    """An index of finished outputs, at most ``capacity`` tokens."""
-
-    def __init__(self, index: TextIndex, capacity: int) -> None:
-        self.index, self._capacity = index, capacity
-
-    def add(self, text: Sequence[int]) -> None:
-        """Add an output; first the oldest outputs are dropped until it fits."""
-        if len(text) > self._capacity:
-            return
-        while len(self.index) + len(text) > self._capacity:
-            self.index.drop_oldest()
-        self.index.extend(text)
-        self.index.finish()
-
-
 class SuffixDrafter(IndexedDrafter):
     """Looks up the last tokens of each text in the text itself and in a memory of earlier outputs,
     and proposes the draft with more expected accepted tokens.
@@ -111,7 +95,7 @@ class SuffixDrafter(IndexedDrafter):
         self._vocab_size = vocab_size
         self._file = None if self.options.file is None else Path(self.options.file)
         # Of each sequence: the end of its prompt and its output, and the memory they will enter.
-        self._texts: dict[int, tuple[list[int], Memory]] = {}
+        self._texts: dict[int, tuple[list[int], TextIndex]] = {}
         self.clear()
         if self._file is not None and self._file.exists():
             self.load(self._file)
@@ -119,15 +103,25 @@ class SuffixDrafter(IndexedDrafter):
     @property
     def stored_tokens(self) -> int:
         """Number of tokens in the memory of requests without adapter."""
-        return len(self.memory().index)
+        return len(self.memory())
 
-    def memory(self, adapter: Adapter | None = None) -> Memory:
+    def memory(self, adapter: Adapter | None = None) -> TextIndex:
         """The earlier outputs of an adapter's requests."""
-        return self._memories.get(adapter, lambda: Memory(self._open(), self.options.capacity))
+        return self._memories.get(adapter, self._open)
+
+    def remember(self, text: Sequence[int], memory: TextIndex | None = None) -> None:
+        """Add an output to a memory, by default that of requests without adapter; the oldest
+        outputs are dropped until it fits."""
+        memory = self.memory() if memory is None else memory
+        if len(text) <= self.options.capacity:
+            while len(memory) + len(text) > self.options.capacity:
+                memory.drop_oldest()
+            memory.extend(text)
+            memory.finish()
 
     def clear(self) -> None:
         """Forget all earlier outputs."""
-        self._memories: PerAdapter[Memory] = PerAdapter()
+        self._memories: PerAdapter[TextIndex] = PerAdapter()
 
     def max_nodes(self, length: int) -> int:
         if self.options.nodes is None:
@@ -155,8 +149,8 @@ class SuffixDrafter(IndexedDrafter):
         self, seq: SequenceView, index: TextIndex, new: Ids, tail: Ids, length: int
     ) -> Draft:
         """The better of the drafts from the text itself and from the memory."""
-        memory = self.memory(seq.adapter).index
-        return index.suffixes(new, tail, length, self.max_nodes(length), memory)
+        memory, nodes = self.memory(seq.adapter), self.max_nodes(length)
+        return index.suffixes(new, tail, length, nodes, memory)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Extend the outputs by the committed tokens; finished outputs enter the memory."""
@@ -165,7 +159,7 @@ class SuffixDrafter(IndexedDrafter):
                 text, memory = self._texts[commit.seq_id]
                 text += commit.tokens
                 if commit.finish_reason is not None:
-                    memory.add(text)
+                    self.remember(text, memory)
 
     def forget(self, seq_id: int) -> None:
         super().forget(seq_id)
@@ -179,7 +173,7 @@ class SuffixDrafter(IndexedDrafter):
         target = self._file if path is None else Path(path)
         if target is None:
             raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")
-        ids = [token for text in self.memory().index.texts() for token in (*text, -1)]
+        ids = [token for text in self.memory().texts() for token in (*text, -1)]
         tensors = {_TEXTS: torch.tensor(ids, dtype=torch.int32)}
         content, _ = as_bytes({**tensors, _SIZE: torch.tensor(self._vocab_size)})
         replace_files({target: content}, "the suffix tree", _is_tree)
@@ -189,7 +183,7 @@ class SuffixDrafter(IndexedDrafter):
         """Add the texts of a saved memory. Raises DataError for other or damaged files,
         VocabularyMismatchError."""
         for text in _read(Path(path), self._vocab_size):
-            self.memory().add(text)
+            self.remember(text)
 
 
 def _is_tree(file: Path) -> bool:

@@ -50,17 +50,15 @@ class DrivenStep:
 
 @dataclass(frozen=True)
 class StepSums(Sums):
-    """Sums over steps: sequences, tokens gained, drafted and accepted, seconds by phase. At draft
-    position i, ``reached[i]`` drafts had a token to verify and ``accepted_at[i]`` of those were
-    accepted. ``context``: cached tokens of all sequences at the start of each step."""
+    """Sums over steps: sequences, tokens gained, drafted and accepted, seconds by phase.
+    ``context``: cached tokens of all sequences at the start of each step. ``DraftCounts`` have the
+    acceptance by draft position."""
 
     steps: int = 0
     sequences: int = 0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    reached: tuple[int, ...] = ()
-    accepted_at: tuple[int, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     context: int = 0
 
@@ -68,15 +66,12 @@ class StepSums(Sums):
     def of(cls, steps: Iterable[DrivenStep]) -> StepSums:
         listed = list(steps)
         commits = [commit for step in listed for commit in step.commits]
-        deepest = max((commit.reached for commit in commits), default=0)
         return cls(
             steps=len(listed),
             sequences=len(commits),
             tokens=sum(len(commit.tokens) for commit in commits),
             drafted=sum(commit.drafted for commit in commits),
             accepted=sum(len(commit.path) for commit in commits),
-            reached=tuple(sum(i < c.reached for c in commits) for i in range(deepest)),
-            accepted_at=tuple(sum(i < len(c.path) for c in commits) for i in range(deepest)),
             seconds={
                 phase: sum(step.seconds.get(phase, 0.0) for step in listed) for phase in PHASES
             },
@@ -96,18 +91,6 @@ class StepSums(Sums):
     def mean_seconds(self, *phases: str) -> float:
         """Mean seconds of these phases in a step."""
         return sum(self.seconds[phase] for phase in phases) / self.steps
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Acceptance rate by draft position, given that all earlier positions were accepted."""
-        pairs = zip(self.accepted_at, self.reached, strict=True)
-        return tuple(accepted / reached for accepted, reached in pairs)
-
-    @property
-    def acceptance(self) -> float:
-        """Acceptance rate over all draft positions that were verified."""
-        reached = sum(self.reached)
-        return sum(self.accepted_at) / reached if reached else 0.0
 
 
 class Drive:

@@ -14,7 +14,7 @@ from torch import nn
 from paceline import ConfigError, ModelLoadError, SamplingParams
 from paceline.build import EngineOptions, build_engine
 from paceline.core.sequence import SequenceState
-from paceline.draft.heads.block import STOP_BELOW, BlockDrafter, DSparkDrafter
+from paceline.draft.heads.block import STOP_BELOW, BlockDrafter
 from paceline.draft.heads.block_head import (
     BlockConfig,
     BlockHead,
@@ -104,9 +104,8 @@ def drafts_of(
 ) -> tuple[CausalModel, list[tuple[list[int], list[int]]]]:
     """The target, and the drafts with the tokens that they follow."""
     target, seen = adapted(0), list[tuple[list[int], list[int]]]()
-    kind = DSparkDrafter if head.config.confidence else BlockDrafter
 
-    class Recorder(kind):  # type: ignore[misc, valid-type]
+    class Recorder(BlockDrafter):
         def propose(self, plan):
             trees = super().propose(plan)
             for item, tree in zip(plan.slices, trees, strict=True):

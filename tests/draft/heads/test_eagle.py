@@ -224,7 +224,7 @@ def test_a_head_that_does_not_draft_costs_no_operator(
         copies += copied
         assert copied == (operators.count > 0)
         rows = len(PROMPTS[1]) + step - 1
-        assert drafter._states[0].count == rows
+        assert len(drafter._states[0].pending) == rows
         assert kept_bytes(drafter) <= (rows + drafter._retained_rows) * row_bytes(target, head)
         assert set(drafter._states) == {0}
         assert len(drafter.cache._tables) <= 1
@@ -246,7 +246,7 @@ def test_kept_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         drive.step()
         # Ten that wait of each, the step's own, and forwards that are kept whole.
         assert kept_bytes(drafter) <= (2 * 11 + 10 + 50) * row_bytes(target, head)
-    assert [state.count for state in drafter._states.values()] == [11, 11]
+    assert [len(state.pending) for state in drafter._states.values()] == [11, 11]
     engine.controller = FixedLength(LENGTH)
     drive.step()
     # The second's prompt was read in one chunk that never was run: all but the last ten are gone.

@@ -40,19 +40,16 @@ class BlockSpec(HeadSpec):
 
     page = "block.md"
 
-    def drafter(self, step: BlockStep, settings: GrowthSettings) -> BlockDrafter:
-        return BlockDrafter(step, settings)
-
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: Loading, stop: float = 0.0) -> Prepared:
         target = loading.target
         head = load_block(self.path, target, self.kind, self.feature_layers)
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
         step, config = target.backend.block(head, target), head.config
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:
-            settings = self.growth_settings(context, cache)
+            settings = self.growth_settings(context, cache, stop)
             policy = replace(settings.policy, levels=config.drafts)
-            return self.drafter(step, settings._replace(policy=policy))
+            return BlockDrafter(step, settings._replace(policy=policy))
 
         return feature_drafter(target, config.cache_shapes, len(config.feature_layers), make)
 
@@ -77,6 +74,25 @@ class DFlash(BlockSpec):
     examples: ClassVar[tuple[str, ...]] = ("dflash:{dflash}", "dflash:{dflash},nodes=12")
 
 
+STOP_BELOW = 0.3
+
+
+@dataclass(frozen=True)
+class DSpark(BlockSpec):
+    """A DSpark head (arXiv 2607.05147). ``stop``: a chain ends where the confidence head gives its
+    path a lower chance of acceptance than this; 0: chains have the full length."""
+
+    kind = "dspark"
+    weights = "dspark"
+    examples: ClassVar[tuple[str, ...]] = ("dspark:{dspark}", "dspark:{dspark},nodes=12")
+
+    _: KW_ONLY
+    stop: float = option(STOP_BELOW, least=0)
+
+    def prepare(self, loading: Loading, stop: float = 0.0) -> Prepared:
+        return super().prepare(loading, self.stop)
+
+
 class _Block(NamedTuple):
     """The result of a pass for one sequence: ``outputs [drafts, H]``, ``logits [drafts, columns]``.
     ``last``: int64 ``[1]``, the last committed token."""
@@ -87,7 +103,8 @@ class _Block(NamedTuple):
 
 
 class BlockDrafter(OnePassDrafter, FeatureDrafter):
-    """Drafts with the head of ``step``. The block begins with the last committed token."""
+    """Drafts with the head of ``step``. The block begins with the last committed token. A head with
+    a confidence head may end chains early."""
 
     _pass_outputs: dict[int, _Block]
 
@@ -96,6 +113,12 @@ class BlockDrafter(OnePassDrafter, FeatureDrafter):
 
     def _rows_for_nodes(self, length: int) -> int:
         return int(self.head.config.block_size)
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether chains end where the chance of acceptance falls below ``stop``."""
+        chains = not self._policy.nodes and is_chain(self._policy.shape.parents)
+        return chains and self.stop > 0 and self.head.confidence_head is not None
 
     # -- one pass ------------------------------------------------------------------------------
 
@@ -139,45 +162,6 @@ class BlockDrafter(OnePassDrafter, FeatureDrafter):
             parts.append(logits.expand(len(before), -1) if bias is None else logits + bias)
         return self._as_target_logits(torch.cat(parts))
 
-
-@lru_cache(maxsize=16)
-def _block_mask(
-    size: int, causal: bool, device: torch.device
-) -> tuple[tuple[int, ...], torch.Tensor | None]:
-    """The rows of a block as tree nodes: parents, and the attention mask (None: causal)."""
-    with torch.inference_mode(False):
-        mask = None if causal else torch.ones(size, size, dtype=torch.bool, device=device)
-    return tuple(range(-1, size - 1)), mask
-
-
-STOP_BELOW = 0.3
-
-
-@dataclass(frozen=True)
-class DSpark(BlockSpec):
-    """A DSpark head (arXiv 2607.05147). ``stop``: a chain ends where the confidence head gives its
-    path a lower chance of acceptance than this; 0: chains have the full length."""
-
-    kind = "dspark"
-    weights = "dspark"
-    examples: ClassVar[tuple[str, ...]] = ("dspark:{dspark}", "dspark:{dspark},nodes=12")
-
-    _: KW_ONLY
-    stop: float = option(STOP_BELOW, least=0)
-
-    def drafter(self, step: BlockStep, settings: GrowthSettings) -> BlockDrafter:
-        return DSparkDrafter(step, settings._replace(stop=self.stop))
-
-
-class DSparkDrafter(BlockDrafter):
-    """Drafts with a head that may end chains early."""
-
-    @property
-    def stops_early(self) -> bool:
-        """Whether chains end where the chance of acceptance falls below ``stop``."""
-        chains = not self._policy.nodes and is_chain(self._policy.shape.parents)
-        return chains and self.stop > 0 and self.head.confidence_head is not None
-
     def _grow_trees(self, trees: Sequence[GrowingTree], spans: Sequence[Span]) -> list[GrownTree]:
         all_grown = super()._grow_trees(trees, spans)
         if not (trees and self.stops_early):
@@ -190,6 +174,16 @@ class DSparkDrafter(BlockDrafter):
             on_device.append((chances.cumprod(0) >= self.stop).sum())
         lengths = torch.stack(on_device).tolist()  # a second wait for the device
         return [_cut(g, max(1, length)) for g, length in zip(all_grown, lengths, strict=True)]
+
+
+@lru_cache(maxsize=16)
+def _block_mask(
+    size: int, causal: bool, device: torch.device
+) -> tuple[tuple[int, ...], torch.Tensor | None]:
+    """The rows of a block as tree nodes: parents, and the attention mask (None: causal)."""
+    with torch.inference_mode(False):
+        mask = None if causal else torch.ones(size, size, dtype=torch.bool, device=device)
+    return tuple(range(-1, size - 1)), mask
 
 
 def _cut(grown: GrownTree, length: int) -> GrownTree:

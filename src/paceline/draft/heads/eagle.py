@@ -26,7 +26,7 @@ from paceline.core.batch import ModelOutput, Span
 from paceline.core.sequence import SEQUENCE_IDS
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
-from paceline.draft.heads.features import FeatureDrafter, FeatureRows, HeadSpec, feature_drafter
+from paceline.draft.heads.features import FeatureDrafter, FeatureRow, HeadSpec, feature_drafter
 from paceline.draft.spec import DraftContext, DraftInfo, Loading, Note, Prepared, Target, option
 from paceline.draft.trees.grow import GrowingTree, Logits, ReducedLogits
 from paceline.draft.trees.one_pass import OnePassDrafter
@@ -175,9 +175,7 @@ class ParallelEagleDrafter(OnePassDrafter, EagleDrafter):
         batch, features = self.cache.batch_of(spans), self._pop_features(spans)
         return self._step(batch, self.cache, features, fused=False)[1]
 
-    def _feature_parts(self, span: Span) -> list[FeatureRows]:
-        parts, count = super()._feature_parts(span) if span.pending else [], len(span.nodes)
-        if count:
-            learnt = self.head.mask_hidden.expand(count, -1).chunk(len(self.features), 1)
-            parts.append(FeatureRows(learnt, list(range(count))))
-        return parts
+    def _feature_rows(self, span: Span) -> list[FeatureRow]:
+        rows, count = super()._feature_rows(span) if span.pending else [], len(span.nodes)
+        learnt = self.head.mask_hidden.expand(count, -1).chunk(len(self.features), 1)
+        return [*rows, *(FeatureRow(learnt, row) for row in range(count))]

@@ -85,19 +85,19 @@ class HeadSpec(TreeSpec):
         return [("head-layers-shifted", text, cure)]
 
 
-class FeatureRows(NamedTuple):
-    """``rows`` of a forward's features. ``layers``: the features of each layer, ``[T, hidden]``."""
+class FeatureRow(NamedTuple):
+    """A row of a forward's features. ``layers``: the features of each layer, ``[T, hidden]``."""
 
     layers: tuple[torch.Tensor, ...]
-    rows: list[int]
+    row: int
 
 
-def _join_features(parts: Sequence[FeatureRows]) -> list[torch.Tensor]:
-    """The features of all parts, in order: one tensor ``[n, hidden]`` per layer."""
+def join_features(features: Sequence[FeatureRow]) -> list[torch.Tensor]:
+    """These rows, in order: one tensor ``[n, hidden]`` per layer."""
     picked: list[list[torch.Tensor]] = []
-    for _, group in groupby(parts, key=lambda part: id(part.layers)):
+    for _, group in groupby(features, key=lambda feature: id(feature.layers)):
         same = list(group)
-        layers, rows = same[0].layers, [row for part in same for row in part.rows]
+        layers, rows = same[0].layers, [feature.row for feature in same]
         if rows == list(range(rows[0], rows[-1] + 1)):
             picked.append([layer[rows[0] : rows[-1] + 1] for layer in layers])
         else:
@@ -111,48 +111,37 @@ def _join_features(parts: Sequence[FeatureRows]) -> list[torch.Tensor]:
 class _State:
     """The head's state of one sequence.
 
-    ``rows``: the token of each row in the head's cache. ``pending``: features of the ``count``
-    positions from ``start`` on, over which the head has not run. Earlier positions without a row (a
-    shared prefix) are missing from the head's context. ``ran``: the head has added rows that were
-    not committed to the cache yet.
+    ``rows``: the token of each row in the head's cache. ``pending``: features of the positions from
+    ``start`` on, over which the head has not run. Earlier positions without a row (a shared prefix)
+    are missing from the head's context. ``ran``: the head has added rows that were not committed to
+    the cache yet.
     """
 
     start: int
     rows: list[int] = field(default_factory=list)
-    pending: list[FeatureRows] = field(default_factory=list)
-    count: int = 0
+    pending: list[FeatureRow] = field(default_factory=list)
     ran: bool = False
 
     @property
     def end(self) -> int:
         """The first position whose feature is not known."""
-        return self.start + self.count
+        return self.start + len(self.pending)
 
     def add(self, position: int, layers: tuple[torch.Tensor, ...], rows: list[int]) -> None:
         """Add features of consecutive positions from ``position`` on; known ones are ignored."""
         if position > self.end:  # some positions between were not seen
-            self.pending, self.start, self.count = [], position, 0
-        elif position < self.end:
-            rows = rows[self.end - position :]
-        if rows:
-            self.pending.append(FeatureRows(layers, rows))
-            self.count += len(rows)
+            self.pending, self.start = [], position
+        self.pending += [FeatureRow(layers, row) for row in rows[self.end - position :]]
 
     def drop(self, excess: int) -> None:
         """Drop the ``excess`` oldest pending features."""
         self.start += excess
-        self.count = max(0, self.count - excess)
-        while excess and self.pending:
-            oldest = self.pending.pop(0)
-            if len(oldest.rows) > excess:
-                self.pending.insert(0, oldest._replace(rows=oldest.rows[excess:]))
-            excess = max(0, excess - len(oldest.rows))
+        del self.pending[:excess]
 
-    def pop_all(self) -> list[FeatureRows]:
+    def pop_all(self) -> list[FeatureRow]:
         """Remove and return all pending features, for the head to run over."""
-        parts = self.pending
-        self.start, self.count, self.pending = self.end, 0, []
-        return parts
+        self.start, features, self.pending = self.end, self.pending, []
+        return features
 
 
 class FeatureDrafter(LevelDrafter):
@@ -185,12 +174,12 @@ class FeatureDrafter(LevelDrafter):
         complete = state.end == len(seq.tokens) - 1  # the last token has no feature yet
         drafts = item.decodes and item.draft_length > 0 and complete
         # Prompt chunks run at once; the features of steps without a draft wait for the next draft.
-        if not state.count or not (drafts or not item.decodes):
+        if not state.pending or not (drafts or not item.decodes):
             return None
         context = len(state.rows)
         try:
             nodes = self._rows_for_nodes(item.draft_length) if drafts else 0
-            self.cache.reserve(seq.seq_id, context + state.count + nodes)
+            self.cache.reserve(seq.seq_id, context + len(state.pending) + nodes)
         except OutOfBlocksError:
             self._drop(seq.seq_id)
             return None
@@ -209,10 +198,10 @@ class FeatureDrafter(LevelDrafter):
 
     def _pop_features(self, spans: Sequence[Span]) -> torch.Tensor:
         """The pending features of these spans' rows, ``[T, layers * hidden]``."""
-        parts = [part for span in spans for part in self._feature_parts(span)]
-        return torch.cat(_join_features(parts), -1)
+        rows = [row for span in spans for row in self._feature_rows(span)]
+        return torch.cat(join_features(rows), -1)
 
-    def _feature_parts(self, span: Span) -> list[FeatureRows]:
+    def _feature_rows(self, span: Span) -> list[FeatureRow]:
         """The features of the rows of a span."""
         return self._states[span.seq_id].pop_all()
 
@@ -239,8 +228,7 @@ class FeatureDrafter(LevelDrafter):
         self._retained_rows += len(layers[0])
         for commit in known:
             state = self._states[commit.seq_id]
-            if state.count > MAX_PENDING_FEATURES:
-                state.drop(state.count - MAX_PENDING_FEATURES)
+            state.drop(max(0, len(state.pending) - MAX_PENDING_FEATURES))
             nodes = commit.row + commit.scheduled
             rows = [*range(commit.row, nodes), *[nodes + node for node in commit.path]]
             state.add(commit.position, layers, rows)
@@ -253,8 +241,8 @@ class FeatureDrafter(LevelDrafter):
         """Copy all pending features: a stored row keeps the tensor of its whole forward alive."""
         for state in self._states.values():
             if state.pending:
-                copies = tuple(layer.clone() for layer in _join_features(state.pending))
-                state.pending = [FeatureRows(copies, list(range(state.count)))]
+                copies = tuple(layer.clone() for layer in join_features(state.pending))
+                state.pending = [FeatureRow(copies, n) for n in range(len(state.pending))]
         self._retained_rows = 0
 
     def forget(self, seq_id: int) -> None:

@@ -27,6 +27,7 @@ from paceline.core.sampling import Rows, needs_paths
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of
+from paceline.draft.heads.features import FeatureRow, join_features
 from paceline.draft.heads.medusa_head import FILES, load_medusa
 from paceline.draft.spec import (
     DraftInfo,
@@ -122,9 +123,9 @@ class MedusaDrafter:
 
     def __post_init__(self) -> None:
         self.features: tuple[int, ...] = (self.target.num_layers,)
-        # For each sequence that may draft: a forward's last hidden states [T, width], and the row
-        # and position from which the last token was chosen.
-        self._seen: dict[int, tuple[torch.Tensor, int, int] | None] = {}
+        # For each sequence that may draft: the last hidden state from which its last token was
+        # chosen, and the position.
+        self._seen: dict[int, tuple[FeatureRow, int] | None] = {}
         self._empty = TokenTree.empty(self.target.device)
 
     def _shape(self, length: int) -> Shape:
@@ -165,18 +166,12 @@ class MedusaDrafter:
         if not item.decodes or not len(self._shape(item.draft_length)):
             return False
         seen = self._seen.get(item.seq.seq_id)
-        return seen is not None and seen[2] + 2 == len(item.seq.tokens)
+        return seen is not None and seen[1] + 2 == len(item.seq.tokens)
 
     def _features(self, items: Sequence[Slice]) -> torch.Tensor:
         """The hidden state of each sequence, ``[B, width]``."""
-        seen = [entry for item in items if (entry := self._seen[item.seq.seq_id]) is not None]
-        kept = seen[0][0]
-        if any(other is not kept for other, _, _ in seen):
-            return torch.stack([states[row] for states, row, _ in seen])
-        rows = [row for _, row, _ in seen]
-        if len(rows) == 1:
-            return kept[rows[0] : rows[0] + 1]
-        return kept.index_select(0, to_device(rows, kept.device))
+        seen = (self._seen[item.seq.seq_id] for item in items)
+        return join_features([entry[0] for entry in seen if entry is not None])[0]
 
     def _crossed(self, items: list[Slice], logits: torch.Tensor) -> dict[int, TokenTree]:
         """All sequences' trees by one draw for all levels. ``logits [B, levels, vocab]``."""
@@ -212,11 +207,12 @@ class MedusaDrafter:
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         """Store the hidden state from which each commit's last token was chosen."""
+        states = (out.features[self.features[0]],)
         for commit in commits:
             if commit.seq_id in self._seen:
                 row = commit.row + commit.scheduled + (commit.path[-1] if commit.path else -1)
                 last = commit.position + commit.scheduled + len(commit.path) - 1
-                self._seen[commit.seq_id] = out.features[self.features[0]], row, last
+                self._seen[commit.seq_id] = FeatureRow(states, row), last
 
     @torch.inference_mode()
     def first_logits(self, tokens: Sequence[int], out: ModelOutput) -> torch.Tensor:
