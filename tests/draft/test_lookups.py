@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from paceline import LLM
 from paceline.core.batch import Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
@@ -70,3 +71,20 @@ def test_forgetting_one_sequence_keeps_the_offers_of_others() -> None:
     drafter.forget(0)
     drafter.propose(Plan((drafting(0), drafting(1))))
     assert drafter.asked == [0, 1, 0]
+
+
+def test_wrong_parents_are_one_failure_and_nothing_of_them_is_kept(
+    random_pair: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Backwards(LookupDrafter):
+        name = "backwards"
+
+        def guess(self, item: Slice) -> Guess:
+            return (7, 8), (1, -1)
+
+    with LLM(random_pair[0], draft=Backwards()) as llm:
+        (answer,) = llm.generate("The old house", SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(answer.token_ids) == 5 and answer.error is None
+    logged = [record.getMessage() for record in caplog.records if record.levelno >= 40]
+    assert any("drafting failed: a tree's parents must come before" in line for line in logged)
+    assert not [line for line in logged if "forgetting" in line]

@@ -105,7 +105,7 @@ class LookupFollower:
                 slices.append(asked if name in names else Slice(view, asked.scheduled))
         for name, slices in slices_of.items():
             for seq, offer in zip(seqs, self.drafters[name].lookup(slices), strict=True):
-                if offer is not None:
+                if offer is not None and offer.levels:  # wrong parents raise before it is followed
                     new = _FollowedOffer(offer, seq)
                     self._followed.setdefault(seq.seq_id, {}).setdefault(name, new)
                     if offer.forced_levels or self._cost.may_pay(
