@@ -79,7 +79,7 @@ def test_wrong_parents_are_one_failure_and_nothing_of_them_is_kept(
     class Backwards(LookupDrafter):
         name = "backwards"
 
-        def guess(self, item: Slice) -> Guess:
+        def propose_one(self, item: Slice) -> Proposal:
             return (7, 8), (1, -1)
 
     with LLM(random_pair[0], draft=Backwards()) as llm:
