@@ -91,4 +91,4 @@ def test_exports(pair: tuple[str, str]) -> None:
     assert not made.approximations
     assert "parallel_drafting" not in export("vllm", target, f"model:{draft},parallel=off").config
     (only,) = export("sglang", target, draft, draft_length=4).approximations
-    assert only.what == "a draft of one pass"
+    assert only.what == "a draft in one pass"

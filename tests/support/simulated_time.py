@@ -46,7 +46,7 @@ class Guesser(LookupDrafter):
         return length if self.pass_seconds else 0
 
     @property
-    def offers(self) -> bool:  # type: ignore[override]
+    def drafts_before_choice(self) -> bool:  # type: ignore[override]
         """One that takes no pass looks something up."""
         return not self.pass_seconds
 
