@@ -63,7 +63,7 @@ _STRUCTURES: list[Any] = [
     for definition in re.findall(r"typedef struct {([^}]*)} (\w+);", _HEADER)
 ]
 CWeight, CNorm, CLayer, CModel, CMedusa, CSpan = _STRUCTURES[:6]
-CPair, CRun, CBatch, CTree, CGrowth, CRecurrence, CVerdict, CLookup = _STRUCTURES[6:]
+CLora, CAdapterRows, CBatch, CTree, CGrowth, CRecurrence, CVerification, CLookup = _STRUCTURES[6:]
 
 
 def declare(loaded: Any) -> None:
@@ -104,7 +104,7 @@ def library() -> Any:
     declare(loaded)
     loaded.pl_limit_processors(processors())
     wanted = os.environ.get("PACELINE_NATIVE")
-    if wanted and loaded.pl_choose(wanted.encode()):
+    if wanted and loaded.pl_choose_kernels(wanted.encode()):
         raise NativeUnavailableError(
             f"PACELINE_NATIVE={wanted} cannot run here; use {', '.join(INSTRUCTIONS)} or off"
         )
@@ -119,7 +119,7 @@ def instructions() -> str:
 
 def choose(name: str) -> bool:
     """Use this instruction set from now on. False if it is not available here."""
-    return not library().pl_choose(name.encode())
+    return not library().pl_choose_kernels(name.encode())
 
 
 def active_threads() -> int:

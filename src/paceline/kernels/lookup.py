@@ -84,7 +84,7 @@ class NativeTextIndex:
         self.open_tokens += len(new)
 
     def finish(self) -> None:
-        check(self._native.pl_index_finish(self._handle), _WORK)
+        check(self._native.pl_index_end_text(self._handle), _WORK)
         self._finished += self.open_tokens
         self.open_tokens = 0
 
@@ -92,8 +92,8 @@ class NativeTextIndex:
         self._finished -= self._native.pl_index_drop_oldest(self._handle)
 
     def texts(self) -> Iterator[Sequence[int]]:
-        stream = array("i", bytes(4 * self._native.pl_index_stream(self._handle, None)))
-        self._native.pl_index_stream(self._handle, stream.buffer_info()[0])
+        stream = array("i", bytes(4 * self._native.pl_index_copy_texts(self._handle, None)))
+        self._native.pl_index_copy_texts(self._handle, stream.buffer_info()[0])
         start = 0
         while start < len(stream) - self.open_tokens:
             end = stream.index(-1, start)
@@ -101,13 +101,15 @@ class NativeTextIndex:
             start = end + 1
 
     def ngrams(self, new: Ids, tail: Ids, levels: int, nodes: int) -> Draft:
-        return self._drafted(self._native.pl_ngrams, (self._handle,), new, tail, levels, nodes)
+        return self._drafted(
+            self._native.pl_draft_ngrams, (self._handle,), new, tail, levels, nodes
+        )
 
     def suffixes(
         self, new: Ids, tail: Ids, levels: int, nodes: int, memory: NativeTextIndex | None = None
     ) -> Draft:
         handles = self._handle, None if memory is None else memory._handle
-        return self._drafted(self._native.pl_suffixes, handles, new, tail, levels, nodes)
+        return self._drafted(self._native.pl_draft_suffixes, handles, new, tail, levels, nodes)
 
     def _drafted(
         self, find: Any, handles: tuple[Any, ...], new: Ids, tail: Ids, levels: int, nodes: int

@@ -14,7 +14,7 @@ import torch
 from paceline.core.batch import Span
 from paceline.core.draws import draws_unseeded
 from paceline.core.noise import splitmix64
-from paceline.kernels.library import DTYPES, CVerdict, check, pointer
+from paceline.kernels.library import DTYPES, CVerification, check, pointer
 from paceline.kernels.lookup import functions
 
 _NO_LIMIT = 1 << 30  # as top_k: more tokens than any vocabulary has
@@ -57,7 +57,7 @@ def decide_in_kernels(
         choices, accepted = array("i", bytes(4 * rows)), array("B", bytes(rows))
         q = None if tree.q is None or node is None else tree.q.contiguous()
         drawn = start if draws_unseeded(params) else None
-        verdict = CVerdict(
+        verdict = CVerification(
             dtype=DTYPES[logits.dtype],
             rows=rows,
             width=logits.shape[1],
@@ -66,7 +66,9 @@ def decide_in_kernels(
             all=tree.wants_choices,
             threads=threads,
             logits=logits.data_ptr() + first * stride * logits.itemsize,
-            sharpness=min(1e6, 1 / params.temperature),  # beyond this a softmax is one-hot
+            inverse_temperature=min(
+                1e6, 1 / params.temperature
+            ),  # beyond this a softmax is one-hot
             top_p=params.top_p,
             min_p=params.min_p,
             tokens=tokens.buffer_info()[0],
@@ -83,8 +85,8 @@ def decide_in_kernels(
         kept.append((tokens, parents, q))
         verdicts.append(verdict)
         answers.append((choices, accepted, None if q is None else rows - 1))
-    together = (CVerdict * len(verdicts))(*verdicts)
-    check(native.pl_decide(together, len(verdicts), threads), "the choices of a step")
+    together = (CVerification * len(verdicts))(*verdicts)
+    check(native.pl_verify(together, len(verdicts), threads), "the choices of a step")
     return [
         (choices.tolist(), () if nodes is None else accepted[:nodes].tolist())
         for choices, accepted, nodes in answers

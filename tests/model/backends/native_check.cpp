@@ -67,11 +67,11 @@ class Model {
         gate_up.push_back(weight(s.ffn, s.hidden, PL_GATE, false));
         down.push_back(weight(s.hidden, s.ffn, PL_PLAIN, false));
       }
-      l.experts = s.experts, l.chosen = s.experts / 2;
+      l.experts = s.experts, l.experts_per_row = s.experts / 2;
       if (s.experts) l.router = weight(s.experts, s.hidden, PL_PLAIN, false);
       if (s.eagle != 1) l.attention_norm = norm(s.hidden);
       l.mlp_norm = norm(s.hidden);
-      if (s.gemma) l.attention_after = norm(s.hidden), l.mlp_after = norm(s.hidden);
+      if (s.gemma) l.post_attention_norm = norm(s.hidden), l.post_mlp_norm = norm(s.hidden);
       l.q_norm = norm(s.head_dim);
       l.k_norm = norm(s.head_dim);
       l.window = &l == &layers[0] ? s.window : 0;
@@ -82,7 +82,7 @@ class Model {
     }
     embedding = numbers(s.dtype, VOCAB * s.hidden);
     model = pl_model{};
-    model.dtype = s.dtype, model.hidden = s.hidden, model.vocab = model.words = VOCAB, model.layers = LAYERS;
+    model.dtype = s.dtype, model.hidden = s.hidden, model.vocab = model.embedding_rows = VOCAB, model.layers = LAYERS;
     model.heads = s.heads, model.kv_heads = s.kv_heads, model.head_dim = s.head_dim, model.ffn = s.ffn;
     model.activation = s.gemma, model.embedding_scale = s.gemma ? 3.0f : 1.0f, model.scaling = 0.4f;
     model.attention_cap = s.gemma ? 2.0f : 0.0f, model.logit_cap = s.gemma ? 4.0f : 0.0f;
@@ -175,9 +175,9 @@ Bytes forward(Model& m, Cache& cache, const std::vector<int32_t>& ids, int conte
   pl_batch b{};
   b.rows = rows, b.spans = 1, b.logit_rows = rows, b.features = 2, b.block_size = BLOCK, b.threads = threads;
   b.ids = ids.data(), b.positions = positions.data(), b.slots = slots.data(), b.span = &span;
-  b.tables = cache.table.data(), b.parents = parents.data(), b.wanted = wanted.data(), b.logits = logits.data();
+  b.tables = cache.table.data(), b.parents = parents.data(), b.logit_row_indices = wanted.data(), b.logits = logits.data();
   b.feature_layers = feature_layers, b.feature = features.data();
-  b.keys = keys.data(), b.values = values.data(), b.coded = m.size.coded, b.rope = ropes;
+  b.keys = keys.data(), b.values = values.data(), b.int8_cache = m.size.coded, b.rope = ropes;
   Bytes states, outputs(rows * m.size.hidden * each);
   size_t width = m.state_width() * each;
   for (int32_t id : ids) states.insert(states.end(), m.states.begin() + id * width, m.states.begin() + (id + 1) * width);
@@ -242,7 +242,7 @@ std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vecto
   g.trees = static_cast<int64_t>(count), g.block_size = BLOCK, g.threads = threads, g.tree = trees.data();
   g.tables = cache.table.data(), g.logits = logits.data(), g.stride = g.columns = VOCAB;
   g.outputs = m.size.eagle ? outputs.data() : nullptr;
-  g.keys = keys.data(), g.values = values.data(), g.coded = m.size.coded, g.rope = ropes, g.most = most;
+  g.keys = keys.data(), g.values = values.data(), g.int8_cache = m.size.coded, g.rope = ropes, g.max_nodes = most;
   g.tokens = tokens.data(), g.parents = parents.data(), g.slots = slots.data(), g.counts = counts.data();
   g.scores = scores.data();
   if (pl_grow(m.opened, &g)) printf("no memory\n"), exit(1);
@@ -261,9 +261,9 @@ void growth(Model& m) {
   for (size_t n = 0; n < trees.size(); n++) {
     pl_tree& tree = trees[n];
     tree.base = m.size.coded ? 0 : tree.base;  // int8 values that were never written are not numbers
-    tree.sampled = static_cast<int32_t>(n % 3), tree.top_k = 1 << 30, tree.sharpness = 1.75f;
+    tree.sampled = static_cast<int32_t>(n % 3), tree.top_k = 1 << 30, tree.inverse_temperature = 1.75f;
     tree.top_p = 1.0f, tree.position = 7, tree.seed = n, tree.power = 1.0f;
-    tree.stop = n == 1 ? 0.05f : 0.0f, tree.least = n == 3 ? -1.0f : -INFINITY;
+    tree.min_level_prob = n == 1 ? 0.05f : 0.0f, tree.min_node_score = n == 3 ? -1.0f : -INFINITY;
   }
   Bytes logits = numbers(m.size.dtype, trees.size() * VOCAB), outputs = numbers(m.size.dtype, trees.size() * m.size.hidden);
   size_t row = logits.size() / trees.size(), state = outputs.size() / trees.size();
@@ -306,14 +306,14 @@ std::vector<int32_t> decisions(int64_t dtype, int64_t width) {
     for (float top_p : {1.0f, 0.7f}) {
       std::vector<int32_t> choices(4);
       std::vector<uint8_t> accepted(3);
-      pl_verdict v{};
+      pl_verification v{};
       v.dtype = dtype, v.rows = rows, v.width = v.stride = width, v.top_k = top_p < 1 ? 9 : 1 << 30, v.all = kind == 3;
-      v.threads = 3, v.logits = logits.data(), v.sharpness = 2, v.top_p = top_p, v.min_p = top_p < 1 ? 0.01f : 0;
+      v.threads = 3, v.logits = logits.data(), v.inverse_temperature = 2, v.top_p = top_p, v.min_p = top_p < 1 ? 0.01f : 0;
       v.tokens = tokens.data(), v.parents = parents.data(), v.position = 5, v.seed = 77;
       if (kind) v.uniforms = uniforms.data();
       if (kind == 2) v.q = q.data(), v.q_width = narrow, v.thresholds = thresholds.data();
       v.choices = choices.data(), v.accepted = accepted.data();
-      if (pl_decide(&v, 1, v.threads)) printf("no memory\n"), exit(1);
+      if (pl_verify(&v, 1, v.threads)) printf("no memory\n"), exit(1);
       for (int32_t token : choices) expect(token >= 0 && token < width, "a choice");
       decided.insert(decided.end(), choices.begin(), choices.end());
       decided.insert(decided.end(), accepted.begin(), accepted.end());
@@ -343,7 +343,7 @@ int main() {
     std::vector<int32_t> decided;
     unsigned seed = rng();
     for (const char* name : {"portable", "avx2", "avx512", "amx", "dpbf16", "neon", "i8mm"}) {
-      if (pl_choose(name)) continue;
+      if (pl_choose_kernels(name)) continue;
       checked += std::string(" ") + name;
       rng.seed(seed);
       std::vector<Bytes> expected = run(m);

@@ -30,7 +30,7 @@ std::vector<Table> tables() {
 #if defined(__aarch64__)
   std::vector<Table> all{{"portable", kernels_portable, quantised_portable}, {"neon", kernels_neon, quantised_neon}};
   if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) all.push_back({"dotprod", kernels_neon, quantised_dotprod});
-  if (!pl_choose("i8mm")) all.push_back({"i8mm", kernels_i8mm, quantised_i8mm});
+  if (!pl_choose_kernels("i8mm")) all.push_back({"i8mm", kernels_i8mm, quantised_i8mm});
   return all;
 #else
   return {{"avx512", kernels_avx512, quantised_vnni}, {"amx", kernels_amx, quantised_amx}};

@@ -264,7 +264,7 @@ extern "C" {
 
 const char* pl_instructions(void) { return kernels().name; }
 
-int pl_choose(const char* instructions) {
+int pl_choose_kernels(const char* instructions) {
   for (const Kernels* k : all_kernels)
     if (k && !strcmp(k->name, instructions) && runs_here(k)) {
       chosen = k;
@@ -305,7 +305,7 @@ void pl_copy_quantised(int64_t unpack, int64_t part, int8_t* codes, float* scale
       copy_quantised_row<false>(*w, part, first + r, codes, scales, offsets, r);
 }
 
-int pl_round(int64_t dtype, const void* weight, int64_t rows, int64_t columns, int64_t group, int64_t bits, int64_t zero,
+int pl_quantise(int64_t dtype, const void* weight, int64_t rows, int64_t columns, int64_t group, int64_t bits, int64_t zero,
              int8_t* codes, float* scales, float* offsets, int64_t threads) {
   return status_of([&](const Kernels& k) {
     WeightRounding r{dtype, weight, columns, group, bits, zero, codes, scales, offsets};
@@ -323,7 +323,7 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
   return status_of([&](const Kernels& k) { multiply(k, dtype, *w, x, rows, cap, y, threads, passes, stride); });
 }
 
-int pl_recur(const pl_recurrence* rows, int64_t threads) {
+int pl_run_recurrence(const pl_recurrence* rows, int64_t threads) {
   return status_of([&](const Kernels& k) {
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
     for (int64_t head = 0; head < rows->heads; head++) k.recurrent_steps(*rows, head);
@@ -344,7 +344,7 @@ int pl_grow(void* opened, const pl_growth* growth) {
   return status_of([&](const Kernels& k) { context->growth.run(context->forward, k, quantised_of(&k), *growth); });
 }
 
-int pl_decide(const pl_verdict* verdicts, int64_t count, int64_t threads) {
+int pl_verify(const pl_verification* verdicts, int64_t count, int64_t threads) {
   bool any_block = false;
   for (int64_t n = 0; n < count; n++) any_block |= verdicts[n].q != nullptr;
   // Block verification of a draft uses all threads, which is better where there are fewer drafts than threads. That

@@ -7,7 +7,7 @@ namespace {
 
 constexpr long KEPT_FLOATS = 1 << 20;  // partial results of attention that stay allocated for the next forward
 
-// LoRA matrices of pl_run, four for each layer and then the head's.
+// LoRA matrices of pl_adapter_rows, four for each layer and then the head's.
 enum { LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN, LORA_PER_LAYER };
 
 }  // namespace
@@ -49,7 +49,7 @@ void Forward::run(const Kernels& kernels, const QuantisedKernels& quantised, con
 void Forward::resize_buffers(long threads) {
   long rows = b_.rows, hidden = m_.hidden, inner = m_.heads * m_.head_dim;
   long chosen = 1, experts = 0;  // the most of any layer
-  for (const pl_layer& l : layers_) chosen = std::max<long>(chosen, l.chosen), experts = std::max<long>(experts, l.experts);
+  for (const pl_layer& l : layers_) chosen = std::max<long>(chosen, l.experts_per_row), experts = std::max<long>(experts, l.experts);
   residual_.resize(rows, hidden);
   if (m_.fuse.data) {
     eagle_features_.resize(b_.fused ? 0 : rows, m_.fuse.inputs);
@@ -128,24 +128,24 @@ void Forward::run_layer(const Worker& worker, long index) {
   barrier_.wait();
   multiply(worker, l.qkv, input, b_.rows, STORE, qkv_, 0, lora_bias(worker, lora + LORA_QKV, input));
   barrier_.wait();
-  const long slot_bytes = m_.kv_heads * kv_head_bytes(m_, b_.coded);
+  const long slot_bytes = m_.kv_heads * kv_head_bytes(m_, b_.int8_cache);
   char *keys = static_cast<char*>(b_.keys[index]), *values = static_cast<char*>(b_.values[index]);
   RowRange rows = worker.share(b_.rows);
   for (long r = rows.begin; r < rows.end; r++) {
     const float* rope = b_.rope[l.rope] + b_.positions[r] * m_.head_dim;
     long offset = b_.slots[r] * slot_bytes;
-    k_.rope_and_write_kv(m_, l, rope, qkv_.row(r), keys + offset, values + offset, b_.coded);
+    k_.rope_and_write_kv(m_, l, rope, qkv_.row(r), keys + offset, values + offset, b_.int8_cache);
   }
   barrier_.wait();
   attend(worker, index);
   barrier_.wait();
-  add_projection(worker, l.out, attended_, l.attention_after, lora + LORA_OUT);
+  add_projection(worker, l.out, attended_, l.post_attention_norm, lora + LORA_OUT);
   normalise_rows(worker, l.mlp_norm, residual_, normed_);
   barrier_.wait();
   if (l.experts) return run_experts(worker, l);
   multiply(worker, l.gate_up, normed_, b_.rows, GATED, mlp_hidden_, 0, lora_bias(worker, lora + LORA_GATE_UP, normed_));
   barrier_.wait();
-  add_projection(worker, l.down, mlp_hidden_, l.mlp_after, lora + LORA_DOWN);
+  add_projection(worker, l.down, mlp_hidden_, l.post_mlp_norm, lora + LORA_DOWN);
 }
 
 // residual += x W^T, or its norm, or its multiple by the model's residual scale.
@@ -194,7 +194,7 @@ void Forward::resize_lora_buffers() {
   long low = 0, width = 0, head = 0;  // outputs of A, and of B in layers and in the head
   const long head_matrix = LORA_PER_LAYER * m_.layers;
   for (long r = 0; r < b_.runs; r++) {
-    const pl_pair* pair = b_.run[r].pair;
+    const pl_lora* pair = b_.run[r].pair;
     for (long n = 0; n <= head_matrix; n++) low = std::max<long>(low, pair[n].a.outputs);
     for (long n = 0; n < head_matrix; n++) width = std::max<long>(width, pair[n].b.outputs);
     head = std::max<long>(head, pair[head_matrix].b.outputs);
@@ -215,8 +215,8 @@ const float* const* Forward::lora_bias(const Worker& worker, long matrix, const 
   if (worker.index == 0) std::fill(row_bias_.begin(), row_bias_.end(), nullptr);
   for (bool second : {false, true}) {
     for (long r = 0; r < b_.runs; r++) {
-      const pl_run& run = b_.run[r];
-      const pl_pair& pair = run.pair[matrix];
+      const pl_adapter_rows& run = b_.run[r];
+      const pl_lora& pair = run.pair[matrix];
       long first = is_head ? run.first_logits : run.first, rows = is_head ? run.logit_rows : run.rows;
       if (!pair.a.data) continue;
       if (second) multiply(worker, pair.b, lora_low_, rows, STORE, y, first);
@@ -246,7 +246,7 @@ void Forward::compute_logits(const Worker& worker) {
   const long size = dtype_bytes(m_.dtype);
   RowRange rows = worker.share(b_.logit_rows);
   for (long r = rows.begin; r < rows.end; r++) {
-    const float* x = residual_.row(b_.wanted ? b_.wanted[r] : r);
+    const float* x = residual_.row(b_.logit_row_indices ? b_.logit_row_indices[r] : r);
     k_.rms_norm(m_, m_.head_norm.weight ? m_.head_norm : m_.final_norm, x, head_input_.row(r), m_.hidden);
     if (b_.outputs) k_.store_row(m_.dtype, x, m_.hidden, static_cast<char*>(b_.outputs) + r * m_.hidden * size);
   }

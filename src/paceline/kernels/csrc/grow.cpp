@@ -32,10 +32,10 @@ struct GrowingTree {
 
   // Whether the tree has all its levels, or the nodes that it would expand are too unlikely for another forward.
   bool is_complete(long level) const {
-    if (level == params.depth || params.stop <= 0) return level == params.depth;
+    if (level == params.depth || params.min_level_prob <= 0) return level == params.depth;
     float chance = 0;
     for (int32_t c : best_candidates(level_begin, params.width)) chance += std::exp(params.power * score[c]);
-    return chance < params.stop;
+    return chance < params.min_level_prob;
   }
 
   // The `count` best candidates from `begin` on, in their order. Of equals the first wins: a parent is never worse
@@ -70,8 +70,8 @@ struct GrowingTree {
     for (long e = 0; e < expanded(); e++) slot[candidate[e]] = static_cast<int32_t>(e);
     int32_t count = 0;
     for (int32_t c : best_candidates(0, params.nodes)) {
-      if (score[c] == NEVER || (score[c] < params.least && count && !is_chain())) continue;
-      long at = index * g.most + count;
+      if (score[c] == NEVER || (score[c] < params.min_node_score && count && !is_chain())) continue;
+      long at = index * g.max_nodes + count;
       g.tokens[at] = token[c];
       g.parents[at] = parent[c] < 0 ? -1 : node[candidate[parent[c]]];
       g.slots[at] = slot[c];
@@ -90,7 +90,7 @@ void sample_candidates(const Kernels& k, const pl_tree& tree, const pl_growth& g
   Distribution p;
   std::fill(columns, columns + count, 0);
   std::fill(values, values + count, NEVER);
-  if (!compute_distribution(k, row, {tree.sharpness, tree.top_p, tree.min_p, tree.top_k}, &p, nullptr)) return;
+  if (!compute_distribution(k, row, {tree.inverse_temperature, tree.top_p, tree.min_p, tree.top_k}, &p, nullptr)) return;
   uint64_t key = splitmix(tree.seed ^ static_cast<uint64_t>(position));
   if (tree.sampled == 2) return gumbel_top(k, row, p, key, g.ids, count, columns, values);
   if (tree.sampled == 1) {
@@ -127,14 +127,14 @@ void add_level(const Kernels& k, int64_t dtype, const pl_growth& g, const std::v
     const char* row = logits + r * bytes;
     long count = std::min<long>(tree.width, width);
     if (tree.sampled) {
-      float* q = g.q ? g.q + (tree_of[r]->index * g.most + level - 1) * g.q_width : nullptr;
+      float* q = g.q ? g.q + (tree_of[r]->index * g.max_nodes + level - 1) * g.q_width : nullptr;
       sample_candidates(k, tree, g, {dtype, row, g.columns}, tree.position + level - 1, count, column, value, q);
       continue;
     }
     // A chain has no choice: its scores only say where it ends.
-    float sharpness = count > 1 || tree.stop > 0 ? tree.sharpness : 0.0f;
-    float mass = k.top_k(dtype, row, g.columns, count, sharpness, column, value), largest = value[0];
-    for (long c = 0; c < count; c++) value[c] = tree.sharpness * (value[c] - largest) - std::log(mass);
+    float inverse_temperature = count > 1 || tree.min_level_prob > 0 ? tree.inverse_temperature : 0.0f;
+    float mass = k.top_k(dtype, row, g.columns, count, inverse_temperature, column, value), largest = value[0];
+    for (long c = 0; c < count; c++) value[c] = tree.inverse_temperature * (value[c] - largest) - std::log(mass);
   }
   for (GrowingTree* t : trees) {
     t->level_begin = static_cast<long>(t->token.size());
@@ -149,7 +149,7 @@ void add_level(const Kernels& k, int64_t dtype, const pl_growth& g, const std::v
 struct LevelBatch {
   std::vector<int32_t> ids, positions, slots, wanted, parents, source_rows;
   std::vector<pl_span> spans;
-  std::vector<pl_run> runs;
+  std::vector<pl_adapter_rows> runs;
 
   // Expands the best candidates of the tree's newest level.
   void expand(GrowingTree& t, const pl_growth& g, long level) {
@@ -174,7 +174,7 @@ struct LevelBatch {
 
   // Neighbouring rows with one adapter are one run.
   void add_adapter(const GrowingTree& t) {
-    const pl_pair* pair = t.params.pair;
+    const pl_lora* pair = t.params.pair;
     if (runs.empty() || runs.back().pair != pair || runs.back().first + runs.back().rows < t.first_row)
       runs.push_back({t.first_row, 0, t.first_row, 0, pair});
     runs.back().rows = runs.back().logit_rows = t.first_row + t.level_rows - runs.back().first;
@@ -185,9 +185,9 @@ struct LevelBatch {
     b.rows = b.logit_rows = static_cast<int64_t>(ids.size()), b.spans = static_cast<int64_t>(spans.size());
     b.block_size = g.block_size, b.threads = g.threads;
     b.ids = ids.data(), b.positions = positions.data(), b.slots = slots.data();
-    b.span = spans.data(), b.tables = g.tables, b.parents = parents.data(), b.wanted = wanted.data();
+    b.span = spans.data(), b.tables = g.tables, b.parents = parents.data(), b.logit_row_indices = wanted.data();
     b.logits = logits, b.columns = g.columns, b.skipped = g.skipped;
-    b.keys = g.keys, b.values = g.values, b.coded = g.coded, b.rope = g.rope;
+    b.keys = g.keys, b.values = g.values, b.int8_cache = g.int8_cache, b.rope = g.rope;
     b.runs = static_cast<int64_t>(runs.size()), b.run = runs.data();
     return b;
   }

@@ -177,10 +177,10 @@ inline long rounding_scratch(const WeightRounding& r) {
   return round_up(rounded_rows(r) * (r.columns / r.group), 16) * (r.group + 2);
 }
 
-// The distribution of a row of logits x after truncation: p = e^(sharpness * (x - largest)) / mass where x >= cutoff,
+// The distribution of a row of logits x after truncation: p = e^(inverse_temperature * (x - largest)) / mass where x >= cutoff,
 // else 0.
 struct Distribution {
-  float sharpness, largest, cutoff;  // sharpness: 1 / temperature
+  float inverse_temperature, largest, cutoff;  // inverse_temperature: 1 / temperature
   double mass;
 };
 constexpr long LOGIT_CHUNK = 64;  // logits that the kernels of sampling take at once
@@ -204,9 +204,9 @@ struct Kernels {
   void (*load_row)(int64_t dtype, const void* x, long width, float* y);
   void (*store_row)(int64_t dtype, const float* x, long width, void* y);
 
-  // The `count` largest of a row of logits, largest first. Returns the sum of e^(sharpness * (logit - largest)), or
-  // 1 without computing it if sharpness is 0.
-  float (*top_k)(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* ids, float* values);
+  // The `count` largest of a row of logits, largest first. Returns the sum of e^(inverse_temperature * (logit - largest)), or
+  // 1 without computing it if inverse_temperature is 0.
+  float (*top_k)(int64_t dtype, const void* x, long width, long count, float inverse_temperature, int32_t* ids, float* values);
   int32_t (*argmax)(int64_t dtype, const void* x, long width);  // -1 if a logit is NaN or the largest is not finite
   // Sampling (sampling_kernels.h). For at most LOGIT_CHUNK logits: y = max(e^(...) * scale - q, 0). Returns the sum. q and y
   // may be NULL.

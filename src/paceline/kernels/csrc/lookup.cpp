@@ -219,13 +219,13 @@ int pl_index_extend(void* index, const int32_t* tokens, int64_t count) {
   return status_of(index, [&](TextIndex& texts) { texts.append(tokens, count); });
 }
 
-int pl_index_finish(void* index) {
+int pl_index_end_text(void* index) {
   return status_of(index, [](TextIndex& texts) { texts.finish_text(); });
 }
 
 int64_t pl_index_drop_oldest(void* index) { return static_cast<TextIndex*>(index)->drop_oldest_text(); }
 
-int64_t pl_index_stream(void* index, int32_t* out) {
+int64_t pl_index_copy_texts(void* index, int32_t* out) {
   const TextIndex& texts = *static_cast<TextIndex*>(index);
   for (Position p = texts.begin; out && p != texts.end; p++) *out++ = texts.token(p);
   return static_cast<Position>(texts.end - texts.begin);
@@ -239,14 +239,14 @@ int64_t pl_index_bytes(void* index) {
   return static_cast<int64_t>(bytes);
 }
 
-int pl_ngrams(void* index, const int32_t* query, int32_t* draft) {
+int pl_draft_ngrams(void* index, const int32_t* query, int32_t* draft) {
   return status_of(index, [&](TextIndex& texts) {
     Text text = texts.read_query(query);
     Lookup{texts}.draft_ngrams(text, query[0], static_cast<size_t>(query[1])).write_to(draft);
   });
 }
 
-int pl_suffixes(void* index, void* memory, const int32_t* query, int32_t* draft) {
+int pl_draft_suffixes(void* index, void* memory, const int32_t* query, int32_t* draft) {
   return status_of(index, [&](TextIndex& texts) {
     Text text = texts.read_query(query);
     Draft best = Lookup{texts}.draft_suffixes(text, query[0], static_cast<size_t>(query[1]));

@@ -38,21 +38,21 @@ typedef struct {
 typedef struct {
   pl_weight qkv, out, gate_up, down;
   pl_norm attention_norm, mlp_norm;    // before attention and MLP
-  pl_norm attention_after, mlp_after;  // after them (Gemma)
+  pl_norm post_attention_norm, post_mlp_norm;  // after them (Gemma)
   pl_norm q_norm, k_norm;              // of each head
   int64_t window;  // how many keys a row sees, its own included; 0: all
   int64_t rope;    // index into the tables of pl_batch
-  // Mixture of experts: each row goes through `chosen` of them. experts 0: the layer has gate_up and down.
-  int64_t experts, chosen;
+  // Mixture of experts: each row goes through `experts_per_row` of them. experts 0: the layer has gate_up and down.
+  int64_t experts, experts_per_row;
   pl_weight router;
   const pl_weight *expert_gate_up, *expert_down;  // [experts], all with activations quantised in the same way
 } pl_layer;
 
 typedef struct {
-  int64_t dtype, hidden, vocab, words, layers, heads, kv_heads, head_dim, ffn, activation;
+  int64_t dtype, hidden, vocab, embedding_rows, layers, heads, kv_heads, head_dim, ffn, activation;
   float embedding_scale, scaling, attention_cap, logit_cap;  // scaling: of attention scores; a cap of 0: none
   float residual_scale;  // of what attention and MLP add to the residual stream (Granite); 0: 1
-  const void* embedding;  // [words, hidden] in dtype
+  const void* embedding;  // [embedding_rows, hidden] in dtype
   const pl_layer* layer;
   pl_norm final_norm, head_norm;  // head_norm: with the scale of the logits, or NULL: final_norm
   pl_weight head;
@@ -83,13 +83,13 @@ typedef struct {
 // padding included. a.data NULL: the adapter adds nothing.
 typedef struct {
   pl_weight a, b;
-} pl_pair;
+} pl_lora;
 
 // Neighbouring rows with the same adapter, and their rows of logits.
 typedef struct {
   int64_t first, rows, first_logits, logit_rows;
-  const pl_pair* pair;  // [4 layers + 1]: qkv, out, gate_up, down of each layer, then the head
-} pl_run;
+  const pl_lora* pair;  // [4 layers + 1]: qkv, out, gate_up, down of each layer, then the head
+} pl_adapter_rows;
 
 // One forward.
 typedef struct {
@@ -97,15 +97,15 @@ typedef struct {
   const int32_t *ids, *positions, *slots;  // [rows]: tokens, their positions, and their places in the cache
   const pl_span* span;
   const int32_t *tables, *parents;
-  const int32_t* wanted;  // [logit_rows]: the rows that have logits; NULL: all
+  const int32_t* logit_row_indices;  // [logit_rows]: the rows that have logits; NULL: all
   void* logits;           // [logit_rows, columns] in dtype; NULL: only `greedy` is wanted
   int64_t columns;        // how many tokens of the vocabulary, from the first on, have logits; 0: all
   const int32_t* feature_layers;  // [features], ascending: layers whose inputs are wanted; `layers`: what the head sees
   void* const* feature;           // each [rows, hidden] in dtype
-  // Caches of each layer, [slots, kv_heads, head_dim] in dtype. `coded`: int8, with a float32 scale after each head's
+  // Caches of each layer, [slots, kv_heads, head_dim] in dtype. `int8_cache`: int8, with a float32 scale after each head's
   // numbers: [slots, kv_heads, head_dim + 4] bytes.
   void *const *keys, *const *values;
-  int64_t coded;
+  int64_t int8_cache;
   const uint8_t* skipped;    // [layers]: whether a layer is left out; or NULL
   const float* const* rope;  // tables [positions, head_dim]: half of each row cosines, half sines
   // An EAGLE head, in dtype: its features [rows, fuse.inputs], or hidden states [rows, hidden] if `fused`; and
@@ -117,24 +117,24 @@ typedef struct {
   // any logit is NaN.
   int32_t* greedy;
   int64_t runs;
-  const pl_run* run;  // rows that have adapters
+  const pl_adapter_rows* run;  // rows that have adapters
 } pl_batch;
 
 // A draft tree to grow after a committed token. Each expanded node gets its `width` likeliest tokens as candidates. The
 // `width` likeliest candidates of a level are expanded, and in the end the `nodes` likeliest of all stay, without those
-// whose log-probability is below `least` (the first stays, and so do all nodes of a chain). A width of 1 is a chain. There
-// is no next level if the nodes to expand have a probability of less than `stop` together, where that of a path
+// whose log-probability is below `min_node_score` (the first stays, and so do all nodes of a chain). A width of 1 is a chain. There
+// is no next level if the nodes to expand have a probability of less than `min_level_prob` together, where that of a path
 // counts as p^power.
 typedef struct {
   int32_t depth, width, nodes;
   int32_t base, table;  // base: cached tokens before the tree; table: where its block table begins in pl_growth
   int32_t sampled;  // 0: greedy; 1: truncated; 2: truncated, with the noise of seed and position; 3: drawn
   int32_t top_k;
-  float sharpness;  // 1 / temperature: tokens are scored by softmax(sharpness * logits)
-  float top_p, min_p, power, stop, least;
+  float inverse_temperature;  // 1 / temperature: tokens are scored by softmax(inverse_temperature * logits)
+  float top_p, min_p, power, min_level_prob, min_node_score;
   int64_t position;  // of the first level, for the noise
   uint64_t seed;     // hashed once
-  const pl_pair* pair;  // its adapter, as in pl_run, or NULL
+  const pl_lora* pair;  // its adapter, as in pl_adapter_rows, or NULL
 } pl_tree;
 
 typedef struct {
@@ -147,12 +147,12 @@ typedef struct {
   const int64_t* ids;       // [columns]: the token of each column, ascending; NULL: the column's number
   const void* outputs;      // an EAGLE head's, [trees, hidden] in dtype; else NULL
   void *const *keys, *const *values;  // these four: as in pl_batch
-  int64_t coded;
+  int64_t int8_cache;
   const uint8_t* skipped;
   const float* const* rope;
-  // Results: `counts` nodes of each tree, parents first, in rows of `most`. slots: the number of a node among the expanded
+  // Results: `counts` nodes of each tree, parents first, in rows of `max_nodes`. slots: the number of a node among the expanded
   // ones, which is its place after `base` in the cache, or -1; scores: log-probabilities of paths.
-  int64_t most;
+  int64_t max_nodes;
   int32_t *tokens, *parents, *slots, *counts;
   float* scores;
   float* q;  // distributions from which chains were drawn, [trees, most, q_width]; with `ids` zero before the call
@@ -160,7 +160,7 @@ typedef struct {
 } pl_growth;
 
 const char* pl_instructions(void);           // name of the kernels in use
-int pl_choose(const char* instructions);  // chooses the kernels; 1: this processor does not have the instructions
+int pl_choose_kernels(const char* instructions);  // chooses the kernels; 1: this processor does not have the instructions
 
 // Processors that the process may use: a container may grant the time of fewer than it shows.
 void pl_limit_processors(int64_t most);
@@ -183,7 +183,7 @@ void pl_copy_quantised(int64_t unpack, int64_t part, int8_t* codes, float* scale
 
 // Rounds a weight [rows, columns] in dtype to codes of 8 or 4 bits, with a scale for each `group` inputs (a multiple of
 // 16), for pl_copy_quantised. zero: PL_ZERO_...; offsets: NULL with PL_ZERO_NONE.
-int pl_round(int64_t dtype, const void* weight, int64_t rows, int64_t columns, int64_t group, int64_t bits, int64_t zero,
+int pl_quantise(int64_t dtype, const void* weight, int64_t rows, int64_t columns, int64_t group, int64_t bits, int64_t zero,
              int8_t* codes, float* scales, float* offsets, int64_t threads);
 
 // y = x W^T + b: x [rows, inputs] and y [rows, outputs] in dtype, with the logits' cap. Measurements repeat it: pass n
@@ -196,12 +196,12 @@ int pl_product(int64_t dtype, const pl_weight* w, const void* x, int64_t rows, f
 // gated delta rule, with states [slots, heads, keys, values]. The last dimension is a multiple of 32.
 typedef struct {
   int64_t rows, heads, keys, values;
-  const int64_t *before, *behind;  // [rows]: slots read and written
+  const int64_t *read_slots, *write_slots;  // [rows]: slots read and written
   const float *decay, *beta, *query, *key, *value;
   float *states, *out;
 } pl_recurrence;
 
-int pl_recur(const pl_recurrence* rows, int64_t threads);
+int pl_run_recurrence(const pl_recurrence* rows, int64_t threads);
 
 // Opens a model: its structure, which is copied, and buffers of its forwards. NULL: no memory.
 void* pl_open(const pl_model* model);
@@ -221,7 +221,7 @@ int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_
 typedef struct {
   int64_t dtype, rows, width, stride, top_k, all, threads;
   const void* logits;  // [rows, width] in dtype, with `stride` numbers from row to row
-  float sharpness, top_p, min_p;  // sharpness: 1 / temperature
+  float inverse_temperature, top_p, min_p;  // inverse_temperature: 1 / temperature
   const int32_t *tokens, *parents;  // of the nodes
   int64_t position;
   uint64_t seed;  // hashed once
@@ -230,9 +230,9 @@ typedef struct {
   int64_t q_width;
   int32_t* choices;   // [rows]
   uint8_t* accepted;  // [rows - 1]
-} pl_verdict;
+} pl_verification;
 
-int pl_decide(const pl_verdict* verdicts, int64_t count, int64_t threads);
+int pl_verify(const pl_verification* verdicts, int64_t count, int64_t threads);
 
 // An index of texts (lookup.cpp). lengths: of its n-grams, ascending; first and stop: positions of a text between which
 // a continuation may begin. The others are for suffixes: depth is the most tokens of a match that are compared, and the
@@ -246,16 +246,16 @@ typedef struct {
 void* pl_index_open(const pl_lookup* rule);  // the structure is copied; NULL: no memory
 void pl_index_close(void* index);
 int pl_index_extend(void* index, const int32_t* tokens, int64_t count);
-int pl_index_finish(void* index);            // ends the open text
+int pl_index_end_text(void* index);            // ends the open text
 int64_t pl_index_drop_oldest(void* index);   // drops the oldest finished text, which must exist; returns its tokens
-int64_t pl_index_stream(void* index, int32_t* out);  // copies all texts, with -1 after each finished one; returns the length
+int64_t pl_index_copy_texts(void* index, int32_t* out);  // copies all texts, with -1 after each finished one; returns the length
 int64_t pl_index_bytes(void* index);                 // of memory
 
 // Append tokens to the open text and draft its continuation. query: levels, most nodes, number of new tokens, number of
 // tokens given as the text's end (0 unless the index lacks tokens before the new ones); then these tokens. draft: number
 // of nodes, tokens of the match, then tokens and parents of the nodes.
-int pl_ngrams(void* index, const int32_t* query, int32_t* draft);
-int pl_suffixes(void* index, void* memory, const int32_t* query, int32_t* draft);  // memory: another index, or NULL
+int pl_draft_ngrams(void* index, const int32_t* query, int32_t* draft);
+int pl_draft_suffixes(void* index, void* memory, const int32_t* query, int32_t* draft);  // memory: another index, or NULL
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -57,8 +57,8 @@ void recurrent_steps(const pl_recurrence& r, long head) {
 #endif
   for (long j = 0; j < r.values; j += r.beta ? PANEL : 1)
     for (long row = 0, at = head; row < r.rows; row++, at += r.heads) {
-      float *from = state(r.before[row]), *to = state(r.behind[row]);
-      bool chain = held && row && r.before[row] == r.behind[row - 1];
+      float *from = state(r.read_slots[row]), *to = state(r.write_slots[row]);
+      bool chain = held && row && r.read_slots[row] == r.write_slots[row - 1];
       if (r.beta)
         delta_step(r, at, j, chain ? held : from + j, chain ? PANEL : r.values, held ? held : to + j,
                    held ? PANEL : r.values, held ? to + j : nullptr);

@@ -155,7 +155,7 @@ void rope_and_write_kv(const pl_model& m, const pl_layer& layer, const float* ro
 
 // Insertion into a short sorted list; 64 logits at a time are skipped if none of them is larger than its last.
 template <class T>
-float top_k_of(const T* x, long width, long count, float sharpness, int32_t* ids, float* values) {
+float top_k_of(const T* x, long width, long count, float inverse_temperature, int32_t* ids, float* values) {
   for (long n = 0; n < count; n++) ids[n] = 0, values[n] = -__builtin_inff();
   for (long i = 0; i < width; i += 64) {
     long left = width - i < 64 ? width - i : 64;
@@ -173,8 +173,8 @@ float top_k_of(const T* x, long width, long count, float sharpness, int32_t* ids
       }
     }
   }
-  if (sharpness == 0) return 1.0f;
-  F32x16 total = zero(), best = set1(values[0]), by = set1(sharpness);
+  if (inverse_temperature == 0) return 1.0f;
+  F32x16 total = zero(), best = set1(values[0]), by = set1(inverse_temperature);
   long whole = width / 16 * 16;
   for (long i = 0; i < whole; i += 16) total = total + exp((load(x + i) - best) * by);
   float lane[16], rest = 0;
@@ -183,8 +183,8 @@ float top_k_of(const T* x, long width, long count, float sharpness, int32_t* ids
   return reduce_sum(total) + rest;
 }
 
-float top_k(int64_t dtype, const void* x, long width, long count, float sharpness, int32_t* ids, float* values) {
-  return with_dtype(dtype, x, [&](auto* row) { return top_k_of(row, width, count, sharpness, ids, values); });
+float top_k(int64_t dtype, const void* x, long width, long count, float inverse_temperature, int32_t* ids, float* values) {
+  return with_dtype(dtype, x, [&](auto* row) { return top_k_of(row, width, count, inverse_temperature, ids, values); });
 }
 
 // Infinities are clamped to finite numbers first.

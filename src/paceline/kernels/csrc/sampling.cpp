@@ -23,7 +23,7 @@ double exponential_noise(uint64_t key, int64_t id) {
 
 double weight_of(const Distribution& p, float logit) {
   double distance = static_cast<double>(logit) - p.largest;
-  return logit >= p.cutoff ? std::exp(static_cast<double>(p.sharpness) * distance) : 0.0;
+  return logit >= p.cutoff ? std::exp(static_cast<double>(p.inverse_temperature) * distance) : 0.0;
 }
 
 size_t chunks(const LogitRow& row) { return static_cast<size_t>((row.width + LOGIT_CHUNK - 1) / LOGIT_CHUNK); }
@@ -53,7 +53,7 @@ void truncate(const Kernels& k, const LogitRow& row, const SamplingParams& param
   double mass = p->mass;
   size_t top_k = params.top_k < row.width ? static_cast<size_t>(params.top_k) : 0;
   for (float span = 4;; span *= 2) {
-    float least = std::max(p->cutoff, p->largest - span / p->sharpness);
+    float least = std::max(p->cutoff, p->largest - span / p->inverse_temperature);
     bool all = least == p->cutoff || span > 87;  // smaller logits have a weight of 0 in float32
     head.resize(static_cast<size_t>(k.collect_at_least(row.dtype, row.data, row.width, least, nullptr)));
     if (head.size() < top_k && !all) continue;
@@ -98,16 +98,16 @@ long invert(const Kernels& k, const LogitRow& row, const Distribution& p, const 
   return token;
 }
 
-// The rows of logits of one draft (pl_verdict), whose distributions are computed when they are first needed.
+// The rows of logits of one draft (pl_verification), whose distributions are computed when they are first needed.
 struct DraftRows {
   const Kernels& k;
-  const pl_verdict& v;
+  const pl_verification& v;
   std::vector<Distribution> p;
   std::vector<std::vector<float>> chunk_sums;  // of each row, if it is sampled by inversion
   std::vector<char> computed, valid;           // valid: the row has a distribution
   std::vector<float> uniform_logits;           // zeros, which stand for the logits of rows that are not valid
 
-  DraftRows(const Kernels& kernels, const pl_verdict& verdict)
+  DraftRows(const Kernels& kernels, const pl_verification& verdict)
       : k(kernels), v(verdict), p(static_cast<size_t>(v.rows)), chunk_sums(p.size()), computed(p.size()), valid(p.size()) {}
 
   LogitRow row(long r) const {
@@ -119,7 +119,7 @@ struct DraftRows {
     if (computed[r]) return;
     chunk_sums[r].resize(v.uniforms ? chunks(row(r)) : 0);
     float* sums = v.uniforms ? chunk_sums[r].data() : nullptr;
-    valid[r] = compute_distribution(k, row(r), {v.sharpness, v.top_p, v.min_p, v.top_k}, &p[r], sums);
+    valid[r] = compute_distribution(k, row(r), {v.inverse_temperature, v.top_p, v.min_p, v.top_k}, &p[r], sums);
     computed[r] = 1;
   }
 
@@ -151,7 +151,7 @@ struct DraftRows {
 
 // Goes down from the root as long as the token sampled after a row is one of its children.
 void match_tree(DraftRows& draft) {
-  const pl_verdict& v = draft.v;
+  const pl_verification& v = draft.v;
   for (long r = 0; r >= 0;) {
     int32_t child = -1;
     v.choices[r] = draft.sample(r);
@@ -163,7 +163,7 @@ void match_tree(DraftRows& draft) {
 
 // Block verification of a chain; verify/rules.py has the formulas.
 void verify_block(DraftRows& draft) {
-  const pl_verdict& v = draft.v;
+  const pl_verification& v = draft.v;
   long nodes = v.rows - 1;
   std::vector<double> prefix(static_cast<size_t>(v.rows), 1.0), mass(static_cast<size_t>(v.rows), 0.0);
   auto residual = [&](long n) { return Residual{prefix[n], v.q + n * v.q_width, static_cast<long>(v.q_width)}; };
@@ -204,8 +204,8 @@ bool compute_distribution(const Kernels& k, const LogitRow& row, const SamplingP
                           float* chunk_sums) {
   int32_t best = k.argmax(row.dtype, row.data, row.width);
   if (best < 0) return false;
-  *p = {params.sharpness, row[best], NEVER, 0};
-  if (params.min_p > 0) p->cutoff = p->largest + std::log(params.min_p) / params.sharpness;
+  *p = {params.inverse_temperature, row[best], NEVER, 0};
+  if (params.min_p > 0) p->cutoff = p->largest + std::log(params.min_p) / params.inverse_temperature;
   compute_mass(k, row, p, chunk_sums);
   if (params.top_p < 1.0f || params.top_k < row.width) truncate(k, row, params, p, chunk_sums);
   return true;
@@ -245,7 +245,7 @@ void gumbel_top(const Kernels& k, const LogitRow& row, const Distribution& p, ui
                                      key, ids ? ids + first : nullptr, first, candidates, log_shares ? &rest : nullptr);
     for (long c = 0; c < found; c++) {
       long column = first + candidates[c];
-      double log_weight = static_cast<double>(p.sharpness) * (static_cast<double>(row[column]) - p.largest);
+      double log_weight = static_cast<double>(p.inverse_temperature) * (static_cast<double>(row[column]) - p.largest);
       double score = log_weight - std::log(exponential_noise(key, ids ? ids[column] : column));
       sum += std::exp(score);
       if (!(score > scores.back())) continue;
@@ -257,7 +257,7 @@ void gumbel_top(const Kernels& k, const LogitRow& row, const Distribution& p, ui
   for (long n = 0; log_shares && n < count; n++) log_shares[n] = static_cast<float>(scores[n] - std::log(sum + rest));
 }
 
-void verify_draft(const Kernels& k, const pl_verdict& v) {
+void verify_draft(const Kernels& k, const pl_verification& v) {
   DraftRows draft(k, v);
   if (v.q) return verify_block(draft);
   if (!v.all) return match_tree(draft);

@@ -12,7 +12,7 @@ asm(".symver exp, exp@GLIBC_2.17\n.symver log, log@GLIBC_2.17");
 #endif
 
 struct SamplingParams {
-  float sharpness, top_p, min_p;  // sharpness: 1 / temperature
+  float inverse_temperature, top_p, min_p;  // inverse_temperature: 1 / temperature
   int64_t top_k;
 };
 
@@ -54,5 +54,5 @@ long sample_residual(const Kernels& k, const LogitRow& row, const Distribution& 
 void gumbel_top(const Kernels& k, const LogitRow& row, const Distribution& p, uint64_t key, const int64_t* ids,
                 long count, int32_t* columns, float* log_shares);
 
-// See pl_verdict.
-void verify_draft(const Kernels& k, const pl_verdict& v);
+// See pl_verification.
+void verify_draft(const Kernels& k, const pl_verification& v);

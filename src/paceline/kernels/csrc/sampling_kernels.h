@@ -7,11 +7,11 @@
 
 namespace {
 
-// The weights e^(sharpness * (logit - largest)) of the first `left` of 16 logits; zero below the cutoff and behind them.
+// The weights e^(inverse_temperature * (logit - largest)) of the first `left` of 16 logits; zero below the cutoff and behind them.
 template <class T>
 inline F32x16 weights(const T* x, long left, const Distribution& p) {
   F32x16 logits = load_partial(x, left);
-  F32x16 w = zero_where_less(logits, p.cutoff, exp((logits - set1(p.largest)) * set1(p.sharpness)));
+  F32x16 w = zero_where_less(logits, p.cutoff, exp((logits - set1(p.largest)) * set1(p.inverse_temperature)));
   if (left >= 16) return w;
   float lanes[16];
   store(lanes, w);

@@ -235,7 +235,7 @@ struct TextIndex {
     }
   }
 
-  // Appends the new tokens of a query (see pl_ngrams), and returns the end of the text to look up.
+  // Appends the new tokens of a query (see pl_draft_ngrams), and returns the end of the text to look up.
   Text read_query(const int32_t* query) {
     const int32_t *tokens = query + 4, fresh = query[2], given = query[3];
     append(tokens, fresh);

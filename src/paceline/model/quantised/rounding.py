@@ -203,5 +203,5 @@ def round_to_nearest(
     inputs = DTYPES[weight.dtype], weight.data_ptr(), rows, columns, group, bits
     outputs = pointer(codes), pointer(scales), pointer(offsets)
     zero_points = _KERNEL_ZERO_POINTS[zero]
-    check(kernels.pl_round(*inputs, zero_points, *outputs, torch.get_num_threads()))
+    check(kernels.pl_quantise(*inputs, zero_points, *outputs, torch.get_num_threads()))
     return QuantisedWeight(codes, scales, bits, offsets, _limits(bits, zero)[0] == 0)

@@ -9,11 +9,11 @@ import torch
 
 from paceline.core.adapter import Adapter, AdapterRun
 from paceline.errors import ConfigError
-from paceline.kernels.library import CPair, CRun
+from paceline.kernels.library import CAdapterRows, CLora
 from paceline.model.backends.native.packing import GATED, PROJECTIONS, PackedMatrix
 from paceline.model.quantised.weights import plain_linear
 
-# The packed matrices of a layer, in the order of pl_run: their modules, and whether it is gated.
+# The packed matrices of a layer, in the order of pl_adapter_rows: modules, and whether it is gated.
 _PACKED_MODULES = (
     (tuple(f"self_attn.{name}" for name in PROJECTIONS), False),
     (("self_attn.o_proj",), False),
@@ -45,20 +45,20 @@ class NativeAdapters:
         self.pairs_of(adapter)
 
     def pairs_of(self, adapter: Adapter) -> Any:
-        """A C array with a CPair for each packed matrix; it lives as long as ``adapter``."""
+        """A C array with a CLora for each packed matrix; it lives as long as ``adapter``."""
         pairs = self._pairs.get(adapter)
         if pairs is None:
             made = [self._pair(adapter, names, gated) for names, gated in self._matrices]
-            pairs = (CPair * len(made))(*(struct for struct, _ in made))
+            pairs = (CLora * len(made))(*(struct for struct, _ in made))
             pairs.packed = [packed for _, packed in made]
             self._pairs[adapter] = pairs
         return pairs
 
     def runs(self, runs: list[AdapterRun]) -> Any:
-        """A C array of CRun."""
-        return (CRun * len(runs))(
+        """A C array of CAdapterRows."""
+        return (CAdapterRows * len(runs))(
             *(
-                CRun(
+                CAdapterRows(
                     *(run.rows.start, run.rows.stop - run.rows.start),
                     *(run.logits.start, run.logits.stop - run.logits.start),
                     self.pairs_of(run.adapter),
@@ -68,11 +68,11 @@ class NativeAdapters:
         )
 
     def _pair(self, adapter: Adapter, names: tuple[str, ...], gated: bool) -> tuple[Any, Any]:
-        """The CPair for the packed matrix of modules ``names``, and the matrices that it points to.
+        """The CLora for the packed matrix of modules ``names``, and the matrices that it points to.
         The modules' A are stacked; a module's B is padded with zeros for the A of the others."""
         pairs = {name: adapter.pairs[name] for name in names if name in adapter.pairs}
         if not pairs:
-            return CPair(), None
+            return CLora(), None
         stacked_a = torch.cat([a for a, _ in pairs.values()])
         padded_b, begin = [], 0
         for name in names:
@@ -92,4 +92,4 @@ class NativeAdapters:
             gated
         ):  # count gate and up outputs separately: both sums are added, before the activation
             b.outputs = 2 * -(-b.outputs // 16) * 16
-        return CPair(a, b), packed
+        return CLora(a, b), packed

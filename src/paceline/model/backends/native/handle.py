@@ -151,7 +151,7 @@ class ModelHandle:
             outputs=pointer(outputs),
             skipped=_address(skipped),
             rope=_address(ropes),
-            most=max_nodes,
+            max_nodes=max_nodes,
             tokens=nodes[0].data_ptr(),
             parents=nodes[1].data_ptr(),
             slots=nodes[2].data_ptr(),
@@ -179,18 +179,18 @@ class ModelHandle:
                 raise IndexError("a tree has no room in the cache")
             params, greedy = tree.params, tree.params.greedy
             # With a factor of 1e6 on the logits the softmax is one-hot.
-            sharpness = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
+            inverse_temperature = GREEDY_SHARPNESS if greedy else min(1e6, 1 / params.temperature)
             seeded, (power, stop, least) = params.seed is not None, tree.early_stop
             trees[i] = CTree(
                 *(tree.depth, tree.width, tree.nodes, tree.base, len(tables)),
                 sampled=0 if greedy else 2 if seeded else 1 if tree.draw_seed is None else 3,
                 top_k=params.top_k if params.top_k > 0 else _NO_TOP_K,
-                sharpness=sharpness,
+                inverse_temperature=inverse_temperature,
                 top_p=params.top_p,
                 min_p=params.min_p,
                 power=power,
-                stop=stop,
-                least=math.log(least) if least > 0 else -math.inf,
+                min_level_prob=stop,
+                min_node_score=math.log(least) if least > 0 else -math.inf,
                 position=tree.position,
                 seed=splitmix64(params.seed or tree.draw_seed or 0),
                 pair=tree.adapter and self._adapters and self._adapters.pairs_of(tree.adapter),
@@ -237,7 +237,7 @@ class ModelHandle:
             ids=starts[2],
             positions=starts[3],
             slots=starts[4],
-            wanted=None if logit_rows is None else starts[5],
+            logit_row_indices=None if logit_rows is None else starts[5],
             skipped=_address(skipped),
             rope=_address(ropes),
             **self._cache_fields(cache),
@@ -254,7 +254,7 @@ class ModelHandle:
             assert all(part.is_contiguous() for layer in layers for part in layer)
             keys, values = (array_of(*(layer[n].data_ptr() for layer in layers)) for n in (0, 1))
             fields = {"keys": _address(keys), "values": _address(values)}
-            fields |= {"block_size": cache.block_size, "coded": layers[0][0].dtype == INT8}
+            fields |= {"block_size": cache.block_size, "int8_cache": layers[0][0].dtype == INT8}
             known = self._caches[cache] = fields, keys, values
         return known[0]
 

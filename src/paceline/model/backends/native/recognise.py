@@ -32,9 +32,9 @@ STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables do not depend on
 _NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _GEMMA_NORMS = {
     "attention_norm": "input_layernorm",
-    "attention_after": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_after": "post_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
 }
 _HEAD_NORMS = ("q_norm", "k_norm")
 _TANH = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")

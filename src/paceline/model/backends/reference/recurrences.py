@@ -104,7 +104,7 @@ def kernels() -> Any:
 def _compiled(
     states: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Any = None
 ) -> Tensor | None:
-    """The outputs of all rows, computed by the kernels (pl_recur); None where they cannot."""
+    """The outputs of all rows, by the kernels (pl_run_recurrence); None where they cannot."""
     if states.device.type != "cpu" or states.dtype != torch.float32 or states.shape[-1] % 32:
         return None
     if not states.is_contiguous() or kernels() is None:
@@ -113,7 +113,7 @@ def _compiled(
     sizes, out = (*query.shape, value.shape[-1]), torch.empty_like(value)
     slots = _STEP.get().slots
     struct = CRecurrence(*sizes, *map(pointer, (*slots, *parts, states, out)))
-    check(kernels().pl_recur(struct, torch.get_num_threads()))
+    check(kernels().pl_run_recurrence(struct, torch.get_num_threads()))
     return out
 
 
