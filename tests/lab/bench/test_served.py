@@ -55,7 +55,7 @@ def test_specs() -> None:
     text = "url:http://127.0.0.1:8080"
     method = parse_method(text, None)
     assert (method.name, method.draft, method.url) == (text, None, "http://127.0.0.1:8080")
-    assert not method.remembers
+    assert not method.learns_across_requests
     with pytest.raises(ConfigError, match="needs its address"):
         parse_method("url:", None)
     for text in ("llamacpp:m.gguf", "openvino:folder"):  # their servers are named by URL
