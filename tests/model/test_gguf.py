@@ -227,6 +227,16 @@ def test_damaged_headers(place: int, llama: Path, tmp_path: Path) -> None:
     assert str(path) in refused(path)
 
 
+def test_an_array_longer_than_the_file(llama: Path, tmp_path: Path) -> None:
+    content = bytearray(llama.read_bytes())
+    key = b"tokenizer.ggml.token_type"
+    length = content.index(key) + len(key) + 8  # behind the types of the value and of its entries
+    content[length - 4 : length + 8] = bytes(4) + (1 << 40).to_bytes(8, "little")  # of bytes
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    assert "damaged, cut short or no GGUF at all; download" in refused(path)
+
+
 def test_no_gguf_at_all(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"<html>not found</html>")

@@ -138,9 +138,18 @@ def read_gguf(path: Path) -> GgufFile:
 def _read(path: Path, modified: int, size: int) -> GgufFile:
     from gguf import GGUFReader, dequantize
 
+    class Reader(GGUFReader):
+        """As GGUFReader, which goes on past the end of the file where a length in it is damaged."""
+
+        def _get(self, at: Any, dtype: Any, count: Any = 1, **order: Any) -> Any:  # type: ignore
+            numbers = super()._get(at, dtype, count, **order)
+            if len(numbers) < count:
+                raise ValueError("the file ends before this value")
+            return numbers
+
     try:
         with stage(f"reading the header of {path.name}"):
-            reader = GGUFReader(path)
+            reader = Reader(path)
             fields = {
                 key: field.contents()
                 for key, field in reader.fields.items()
