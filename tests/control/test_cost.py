@@ -93,3 +93,13 @@ def test_sampled_text_has_an_acceptance_of_its_own() -> None:
         acceptance.record(0, "model", 1, 0, sampled=True)
     assert acceptance.rates(1, "model", sampled=True)[0] < 0.2
     assert acceptance.rates(1, "model") == [greedy]
+
+
+def test_a_lookup_is_priced_as_a_chain() -> None:
+    """Its tree may have many nodes in the first levels and none in the last; mostly it has one."""
+    known = steps()
+    wide = DrafterCosts((0, 3, 6, 9, 9), (0,) * 5, CostCurve((1,), (0.0,)))
+    known.add("lookup", wide)
+    assert known.prices("lookup", 1) == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4])
+    known.record_fill("lookup", 1, 1, 1)
+    assert known.prices("lookup", 1) == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4])

@@ -98,9 +98,7 @@ class CostModel:
         self.drafters[name] = costs
         self.acceptance.priors[name] = costs.prior
         self.acceptance.depth = max(self.acceptance.depth, costs.max_length)
-        # Most levels of a lookup's tree have one node.
-        self.fill[name] = costs.max_length / max(1, costs.nodes[-1]) if costs.model_free else 1.0
-        self._passes[name] = PassPrice()
+        self.fill[name], self._passes[name] = 1.0, PassPrice()
         # Until more is known, reading a token costs what a further row adds to a pass.
         row = max(0.0, costs.seconds(1024) - costs.seconds(1)) / 1023
         self._reading[name] = (64 * row, 64.0)
@@ -189,7 +187,8 @@ class CostModel:
                 shape = [interp(levels, range(len(full)), full).tolist() for full in shape]
             (full, passes), fill, price = shape, self.fill[name], self._passes[name]
             machine, one_pass = self._correction.machine, costs.seconds(batch)
-            nodes = [fill * count for count in full]
+            # A lookup rarely finds a full tree; mostly a level has one node.
+            nodes = range(len(full)) if costs.model_free else [fill * count for count in full]
             seconds = [self.verification(batch, count) / batch for count in nodes]
             for n, count in enumerate(passes):
                 if count:

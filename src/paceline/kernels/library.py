@@ -54,7 +54,8 @@ def _declared(text: str) -> Iterator[tuple[str, Any]]:
 
 def _structure(body: str, name: str) -> Any:
     fields = [field for line in body.split(";") if line.strip() for field in _declared(line)]
-    _TYPES[name] = type(name, (Structure,), {"_fields_": fields})
+    # Without slots a misspelt field would be stored beside the structure.
+    _TYPES[name] = type(name, (Structure,), {"_fields_": fields, "__slots__": ()})
     return _TYPES[name]
 
 

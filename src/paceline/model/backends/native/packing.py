@@ -298,7 +298,7 @@ class WeightPacker:
         down = array_of(*(add(pack_children(e, ("down_proj",), dtype), share) for e in experts))
         self.keep_alive += (gate_up, down)
         router = add(PackedMatrix.pack([plain_linear(mlp.gate.weight)], dtype))
-        fields |= {"experts": count, "chosen": chosen, "router": router}
+        fields |= {"experts": count, "experts_per_row": chosen, "router": router}
         return fields | {"expert_gate_up": gate_up, "expert_down": down}
 
     def norm(self, norm: Any) -> Any:
