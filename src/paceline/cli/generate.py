@@ -247,10 +247,12 @@ def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str
     last one is redrawn. Ctrl-C ends the answer."""
     console, text, shown = Console(), "", 0  # characters that have been printed
     completion: Completion | None = None
+    from_draft, start = list[bool](), time.perf_counter()  # from_draft: of each token
     events, status = llm.stream([prompt], params), f"reading {len(prompt):,} tokens"
     with suppress(KeyboardInterrupt), Live(status, console=console, transient=True) as live:
         for event in events:
             text, completion = text + event.text, event.completion
+            from_draft += event.from_draft
             end = _end_of_complete_blocks(text, shown)
             if end > shown:
                 console.print(Markdown(text[shown:end]))
@@ -259,7 +261,9 @@ def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str
     events.close()  # type: ignore[attr-defined]
     console.print(Markdown(text[shown:]))
     if completion is None:
-        info("stopped")
+        count, seconds = len(from_draft), time.perf_counter() - start
+        drafted = f" · {sum(from_draft) / count:.0%} drafted" if any(from_draft) else ""
+        info(f"{count} tokens (stopped) · {count / seconds:.0f} tokens/s{drafted}")
     else:
         note(summary(completion, llm.drafters != ("none",)))
     return text
