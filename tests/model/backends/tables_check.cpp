@@ -1,5 +1,5 @@
-// Kernels of several tables beside those of the first: the same bits, in every form and number of rows. Beside AVX512
-// emulated tiles (test_tiles.py), beside the portable table NEON's (test_arm.py).
+// Kernels of several tables beside the portable ones: the same bits, in every form and number of rows. On x86-64 with
+// emulated tiles (test_avx512.py), on ARM by qemu (test_arm.py).
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -33,7 +33,8 @@ std::vector<Table> tables() {
   if (!pl_choose_kernels("i8mm")) all.push_back({"i8mm", kernels_i8mm, quantised_i8mm});
   return all;
 #else
-  return {{"avx512", kernels_avx512, quantised_vnni}, {"amx", kernels_amx, quantised_amx}};
+  return {{"portable", kernels_portable, quantised_portable}, {"avx2", kernels_avx2, quantised_avx2},
+          {"avx512", kernels_avx512, quantised_vnni}, {"amx", kernels_amx, quantised_amx}};
 #endif
 }
 
