@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-slow test-tables gpu-check test-oldest test-clients test-routers manifests soak check docs native-check arm-check format bench dist dist-check clean
+.PHONY: help install demo test test-fast test-slow test-tables gpu-check test-oldest test-clients test-routers manifests soak check docs native-check arm-check avx512-check format bench dist dist-check clean
 
 help:  ## print the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -191,6 +191,9 @@ native-check: $(CHECKED)  ## the native kernels under the address and undefined-
 
 arm-check: $(VENV)/.installed-test  ## the kernels for ARM, cross-compiled and run by qemu (g++-aarch64-linux-gnu, qemu-user)
 	$(BIN)/python -m pytest -q -rs -m slow tests/model/backends/test_arm.py $(ARGS)
+
+avx512-check: $(VENV)/.installed-test  ## the kernels for AVX512, and for AMX with emulated tiles; by Bochs where the processor has no AVX512
+	$(BIN)/python -m pytest -q -rs -m slow tests/model/backends/test_avx512.py $(ARGS)
 
 format: $(VENV)/.installed-dev  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
