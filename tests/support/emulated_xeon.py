@@ -54,6 +54,7 @@ int main(int count, char** names) {
     int ends[2], status = 1;
     char line[256] = {0};
     if (pipe(ends)) return 1;
+    say("<output>");
     pid_t child = fork();
     if (!child) dup2(ends[1], 1), dup2(ends[1], 2), close(ends[0]), execl(*p, *p, NULL), _exit(127);
     close(ends[1]);
@@ -103,5 +104,5 @@ def run(programs: Sequence[Path], folder: Path) -> list[tuple[int, str]]:
     shown = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()=>][A-Z0-9]?|\r", b"", done.stdout).decode(
         errors="replace"
     )
-    results = re.findall(r"([^\n]*)\n<status (\d+)>", shown)
-    return [(int(status), f"{line}\n") for line, status in results]
+    results = re.findall(r"<output>(.*?)<status (\d+)>", shown, re.DOTALL)
+    return [(int(status), output) for output, status in results]
