@@ -1,7 +1,7 @@
 """Programs on a Xeon with AVX512 that Bochs emulates, for processors without it.
 
 Needs Bochs 3 with its terminal (Debian: bochs, bochs-term), isolinux, xorriso, cpio, and a Linux
-kernel: /boot/vmlinuz or the one that PACELINE_KERNEL names (linux-image-cloud-amd64 is enough).
+kernel: /vmlinuz, as Debian links it, or the one that PACELINE_KERNEL names.
 Bochs enables no AMX under Linux: it has no XFD.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BOCHS = os.environ.get("PACELINE_BOCHS", "bochs").split()
-KERNEL = Path(os.environ.get("PACELINE_KERNEL", "/boot/vmlinuz"))
+KERNEL = Path(os.environ.get("PACELINE_KERNEL", "/vmlinuz"))
 BOOT = (Path("/usr/lib/ISOLINUX/isolinux.bin"), Path("/usr/lib/syslinux/modules/bios/ldlinux.c32"))
 _TOOLS = (BOCHS[0], "xorriso", "cpio", "script")
 AVAILABLE = all(map(shutil.which, _TOOLS)) and KERNEL.exists() and BOOT[0].exists()

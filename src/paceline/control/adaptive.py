@@ -326,6 +326,6 @@ class AdaptiveController(Controller):
             self._ids.remove(seq_id)
         drafts = self._batch_decision.drafts
         if drafts:  # a plain decision is kept for the other sequences
-            self._decided = -_KEEP_DRAFTS
+            self._decided = -_KEEP_DRAFTS  # so long ago that it is not kept
         left = {other: draft for other, draft in drafts.items() if other != seq_id}
         self._batch_decision = self._batch_decision._replace(drafts=left)
