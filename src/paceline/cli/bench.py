@@ -87,7 +87,7 @@ def bench(
     options: BenchOptions,
     run: BenchRun,
 ) -> int:
-    """Compare plain decoding with other methods: speed, latency, acceptance and text.
+    """Compare plain decoding with drafts: speed, acceptance, text.
 
     Exits with 1 if a text differs from plain decoding's or none of a method's drafts was accepted,
     with 3 if the time was too short to measure anything.
@@ -183,9 +183,9 @@ class TargetOptions(LoadSettings, TargetName):
 
     draft: tuple[str, ...] = _model(
         (),
-        "A drafter to try, written as for `generate`. Draft models and EAGLE heads are tried as "
-        "chains and as trees. Drafters that need no training are tried as well.",
-        shown="the built-in drafters of the model",
+        "A drafter to try. It is written as for `generate`. Draft models and EAGLE heads are tried "
+        "as chains and as trees. Drafters that need no training are tried as well.",
+        shown="built-in ones",
     )
     draft_only: bool = _model(False, "Try only the drafters that --draft names.")
 
@@ -194,7 +194,7 @@ class TargetOptions(LoadSettings, TargetName):
 class TuneRun(RunOptions):
     """The time budget and the output file. Raises ConfigError if the file cannot be written."""
 
-    out: str = setting("tuned.toml", "File to write the tuned settings to.")
+    out: str = setting("tuned.toml", "File to write the settings to. Use it with --config.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,7 +215,7 @@ def tune(
     options: TuneOptions,
     run: TuneRun,
 ) -> int:
-    """Find the fastest drafter and settings, and write them to a file for --config.
+    """Find the fastest drafter and settings; write them to a file.
 
     Exits with 3, and writes nothing, if the time was too short to confirm a result.
     """
@@ -259,7 +259,10 @@ def profile(
         metavar="FILE.json[.gz]",
     ),
 ) -> int:
-    """Show whether decoding is limited by memory bandwidth, compute, kernel launches or Python."""
+    """Show what limits decoding: memory, compute or Python.
+
+    That is memory bandwidth, compute, kernel launches or Python.
+    """
     if not debugging():  # the profiler's library reports its starts and stops on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with stage("starting"):

@@ -109,9 +109,9 @@ def certify(
     run: RunOptions,
     url: str | None = _server(
         None,
-        "Certify the OpenAI-compatible server at this URL; it is asked for --model, with the key "
+        "Certify an OpenAI-compatible server. It is asked for --model, with the key "
         "OPENAI_API_KEY.",
-        shown="the engine on this machine",
+        shown="this machine",
     ),
     against: str | None = _server(
         None,
@@ -119,11 +119,12 @@ def certify(
         shown="the tested server with speculation off, where it supports that",
     ),
 ) -> int:
-    """Test that speculative decoding gives the output of the target alone; exit 0 only if so.
+    """Test that speculation gives the output of the target alone.
 
     With --url a running server is tested instead, only by the answers it sends.
 
-    Exits with 1 if something is wrong, with 3 if the time was too short to certify anything.
+    Exits with 0 only if it does, with 1 if something is wrong, with 3 if the time was too short to
+    certify anything.
     """
     budget = run.begin()
     if url is not None:

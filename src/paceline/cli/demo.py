@@ -127,7 +127,7 @@ def demo(
     options: ModelOptions,
     max_tokens: int = setting(120, "New tokens per prompt.", low=1),
 ) -> None:
-    """Decode some prompts with and without speculation side by side; compare text and speed."""
+    """Compare text and speed with and without drafts, side by side."""
     draft = options.resolved_draft
     if draft is None:
         raise typer.BadParameter(

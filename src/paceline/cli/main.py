@@ -100,7 +100,7 @@ def root(
             "--version",
             callback=_print_version,
             is_eager=True,
-            help="Print the version, the build, the backend and the origin of the kernels.",
+            help="Print version, build, backend and kernels' origin.",
         ),
     ] = False,
     debug: Annotated[

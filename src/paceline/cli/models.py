@@ -35,11 +35,11 @@ def pull(
         False, "List the models that can be pulled, and exit.", flags=("--list",)
     ),
 ) -> None:
-    """Download a built-in model into the cache folder, if it is not there yet.
+    """Download a built-in model into the cache folder.
 
-    No other command downloads it without asking; models of the hub (OWNER/NAME) are downloaded on
-    first use. The download is checked by its SHA-256. The folder is $PACELINE_CACHE, else
-    $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
+    It does nothing if the model is there already. No other command downloads it without asking;
+    models of the hub (OWNER/NAME) are downloaded on first use. The download is checked by its
+    SHA-256. The folder is $PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
     """
     if show_list:
         models = PULLABLE.values()
@@ -81,9 +81,10 @@ def recommend(
         None, "Memory that the process may use, such as 16G.", kind="size", shown="the free memory"
     ),
 ) -> int:
-    """Predict a model's speed here, with and without drafts, in 8 and 4 bits; print the command.
+    """Predict a model's speed and memory here; print the command.
 
-    Reads only the headers of its files, and measures this machine for about 8 seconds.
+    Predicts them with and without drafts, unquantised and in 8 and 4 bits. Reads only the headers
+    of its files, and measures this machine for about 8 seconds.
 
     Exits with 1 if the model does not fit into memory in any precision.
     """
@@ -96,9 +97,9 @@ def recommend(
 
 @expand
 def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOptions) -> int:
-    """Check a model and its draft before loading them: report problems and their remedies.
+    """Check a model and its draft; report problems and remedies.
 
-    Loads a few of the model's layers and compares their logits with transformers'.
+    Loads only a few of the model's layers, and compares their logits with transformers'.
 
     Exit status 1 if there is an error among the findings.
     """
@@ -125,13 +126,11 @@ def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOption
 def quantize(
     output: WriteOptions,
     model: str = setting(MISSING, "Folder, GGUF file, built-in or hub name.", flags=("MODEL",)),
-    to: str = setting(
-        MISSING, "Precision; w4a16 is the 4-bit layout that vLLM loads.", metavar="int8|int4|w4a16"
-    ),
-    out: Path = setting(MISSING, "Folder to write; replaced if Paceline wrote everything in it."),
+    to: str = setting(MISSING, "w4a16 is the 4-bit layout of vLLM.", metavar="int8|int4|w4a16"),
+    out: Path = setting(MISSING, "Folder to write. Replaced if Paceline wrote everything in it."),
     calibrate: Path | None = setting(
         None,
-        "JSONL of calibration text for GPTQ; without it weights are rounded to nearest.",
+        "JSONL of calibration text for GPTQ. Without it weights are rounded to nearest.",
         metavar="FILE",
     ),
     tokens: int = setting(32_768, "Tokens of the calibration text to read.", low=512),
@@ -147,7 +146,7 @@ def quantize(
     ),
     seed: int = setting(0, "Seed of the choice of texts.", low=0),
 ) -> None:
-    """Quantise a model's weights to 8 or 4 bits, and measure what that costs in perplexity.
+    """Quantise weights to 8 or 4 bits; measure the perplexity.
 
     The layout is compressed-tensors. transformers loads it, and so does vLLM, except for int4.
     """
@@ -160,19 +159,18 @@ def quantize(
     output.show(report.record(), report.table())
 
 
-ENGINES = "vllm|sglang|tensorrt-llm|llama.cpp|openvino"
-
-
 @expand
 def export(
     engine: ModelOptions,
     output: WriteOptions,
-    to: str = setting(MISSING, "Engine to write the configuration for.", metavar=ENGINES),
+    to: str = setting(
+        MISSING, "vllm, sglang, tensorrt-llm, llama.cpp or openvino.", metavar="ENGINE"
+    ),
     out: Path | None = setting(
         None, "Folder for the command, the configuration and converted heads."
     ),
 ) -> None:
-    """Write the command and configuration that run the same speculation in another engine.
+    """Write another engine's command for the same speculation.
 
     With --config the draft, length and rule are those that `paceline tune` found. Settings without
     an equivalent there are refused by name, or approximated with a note on the cost.
@@ -211,7 +209,7 @@ def check_drafter(
         EMBEDDED, "The target; a record's example specs may need weights made for it."
     ),
 ) -> bool:
-    """Test a drafter of your own against the rules that every drafter must obey (the laws).
+    """Test a drafter of your own against the laws of drafters.
 
     Its trees must be well-formed, text and distribution must be those of plain decoding, and no
     state may remain of requests that have ended. Each distinct error is shown with a traceback.
@@ -246,10 +244,10 @@ def replay(
     threads: int | None = changed(LoadSettings, "threads", None),
     as_json: bool = setting(False, "Print one JSON object per receipt.", flags=("--json",)),
 ) -> int:
-    """Decode an answer again from its receipt, without drafts, and compare the texts.
+    """Decode an answer again from its receipt; compare the texts.
 
-    Exits with 0 if the text is the same, 1 if it differs, 3 if the receipt was altered or belongs
-    to other weights or settings.
+    It is decoded without drafts. Exits with 0 if the text is the same, 1 if it differs, 3 if the
+    receipt was altered or belongs to other weights or settings.
     """
     from paceline.request.receipt import ReceiptError, read_receipts
 

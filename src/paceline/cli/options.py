@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, is_dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -19,7 +21,8 @@ from paceline.draft.foreign import foreign_of
 from paceline.errors import ConfigError, PacelineError
 from paceline.model.names import (
     DEFAULT_DRAFT,
-    IN_WORDS,
+    DEFAULT_MODEL,
+    MODEL_HELP,
     NotPulledError,
     default_model,
     resolve,
@@ -45,14 +48,14 @@ _model = under("Model")
 # -- tables as options -----------------------------------------------------------------------------
 
 # For commands with more than this many options, --help shows only the common ones (and required
-# ones); --help-all shows all.
-_MANY_OPTIONS = 12
+# ones), with the first sentence about each; --help-all shows everything.
+_MANY_OPTIONS = 10
 _COMMON_OPTIONS = frozenset(
     (
-        *("model", "draft", "temperature", "max_tokens", "chat"),
-        *("prompt", "system", "as_json", "method", "seconds", "url"),
-        *("to", "run", "host", "port", "config", "served_model_name", "api_key_file"),
-        *("data", "valid", "out", "steps"),
+        *("model", "draft", "quantize", "temperature", "max_tokens", "chat"),
+        *("prompt", "system", "as_json", "method", "concurrency", "prompts", "seconds", "url"),
+        *("host", "port", "config", "served_model_name", "api_key_file"),
+        *("data", "valid", "out", "steps", "calibrate"),
     )
 )
 
@@ -95,6 +98,13 @@ class Command(SwitchesWithoutType, TyperCommand):
                 print(f"note: {name} is {ours} here", file=sys.stderr)
         return super().parse_args(ctx, words + args[end:])
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        brief = any(item.name == _HELP_ALL.name for item in self.params)
+        brief &= not ctx.meta.get(_WHOLE_HELP)
+        shown = copy(self)
+        shown.params = [_in_help(item, brief) for item in self.params]
+        super(Command, shown).format_help(ctx, formatter)
+
     @staticmethod
     def _our_flag(name: str, flags: set[str]) -> str:
         """Our name of an option; words that are not options are returned unchanged. Raises
@@ -110,10 +120,21 @@ class Command(SwitchesWithoutType, TyperCommand):
         return flag(ours) if ours else name
 
 
+_WHOLE_HELP = "paceline.help_all"
+
+
+def _in_help(parameter: Any, brief: bool) -> Any:
+    """A parameter as ``--help`` shows it, or as ``--help-all`` does."""
+    shown = copy(parameter)
+    shown.hidden &= brief
+    if brief:
+        shown.help = shown.help.partition(". ")[0].removesuffix(".") + "."
+    return shown
+
+
 def _show_all(ctx: typer.Context, wanted: bool) -> None:
     if wanted:
-        for parameter in ctx.command.params:
-            parameter.hidden = False  # type: ignore[attr-defined]
+        ctx.meta[_WHOLE_HELP] = True
         print(ctx.get_help())
         raise typer.Exit
 
@@ -171,7 +192,9 @@ def expand(command: Callable[..., int | None]) -> Callable[..., None]:
             *([_HELP_ALL] if many else ()),
         )
     ]
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    paragraphs = (command.__doc__ or "").split("\n\n")
+    call.__name__ = command.__name__
+    call.__doc__ = "\n\n".join(" ".join(lines.split()) for lines in paragraphs)
     call.__annotations__ = {item.name: item.annotation for item in parameters}
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return call
@@ -183,6 +206,9 @@ def without_default(entry: TableEntry) -> TableEntry:
     key = replace(entry.key, shown=shown, low=None, high=None, kind="")
     kind = str if entry.key.kind else entry.type
     return replace(entry, type=kind, default=None, optional=True, key=key)
+
+
+_METAVARS = {str: "TEXT", int: "N", float: "X", Path: "PATH", tuple[str, ...]: "TEXT"}
 
 
 def _typer_parameter(entry: TableEntry, many: bool) -> inspect.Parameter:
@@ -212,7 +238,8 @@ def _typer_parameter(entry: TableEntry, many: bool) -> inspect.Parameter:
         panel = None if many and listed else key.panel or None
         if entry.is_list and not key.kind:
             common["help"] += " Repeatable."
-        option = typer.Option(*flags, metavar=key.metavar, rich_help_panel=panel, **common)
+        metavar = key.metavar or _METAVARS.get(entry.type)
+        option = typer.Option(*flags, metavar=metavar, rich_help_panel=panel, **common)
     if entry.optional:
         kind = kind | None
     keyword, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[kind, option]
@@ -262,7 +289,7 @@ def select_model(given: str) -> str:
 class TargetName:
     """The model to load."""
 
-    model: str = _model("", "Model folder, GGUF file, hub name or built-in name.", shown=IN_WORDS)
+    model: str = _model("", MODEL_HELP, shown=DEFAULT_MODEL)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", select_model(self.model))
@@ -272,13 +299,13 @@ class TargetName:
 class _PairNames(TargetName):
     draft: str | None = _model(
         None,
-        "Draft model, a spec such as 'ngram' or 'hybrid:ngram+model:PATH', @FILE of vLLM or "
-        "SGLang, 'auto' (all likely to help), or 'none'.",
+        "Draft model or spec, 'auto' or 'none'. A spec is 'ngram' or 'hybrid:ngram+model:PATH', "
+        "for example, or @FILE of vLLM or SGLang; 'auto' is all drafters that are likely to help.",
         shown=DEFAULT_DRAFT,
     )
     config: str | None = _model(
         None,
-        "File of `paceline tune` for settings not given here.",
+        "File written by `paceline tune`. It is used for settings that are not given here.",
         metavar="FILE",
     )
 

@@ -210,9 +210,7 @@ class ReportOptions(WriteOptions):
 class RunOptions(ReportOptions):
     """Options of a command with a time budget."""
 
-    seconds: float = _budget(
-        180.0, "Time limit in seconds, loading included; 0 is no limit.", low=0
-    )
+    seconds: float = _budget(180.0, "Time limit, loading included; 0 is none.", low=0)
 
     def begin(self) -> Budget:
         return Budget(self.seconds or None)

@@ -25,14 +25,14 @@ def serve(
     *,
     config: tuple[str, ...] = setting(
         (),
-        "TOML file with server settings, or a file of `paceline tune`; once each. Flags win.",
+        "TOML file with settings. One of a server, one of `paceline tune`; flags win.",
         metavar="FILE",
         shown="none",
     ),
     print_config: bool = setting(False, "Print the configuration as a TOML file, and exit."),
     flags: Annotated[dict[str, Any], _FLAGS],
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API, metrics, and a chat page at /."""
+    """Serve a model: OpenAI's API, metrics, and a chat page at /."""
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     by_kind: dict[str, str] = {}
     for path in config:

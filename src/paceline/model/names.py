@@ -92,7 +92,11 @@ MADE_FOR = {
 # Heads and a draft model for paceline/smollm2, in package versions that include them.
 FOR_SMOLLM2 = ("paceline/smollm2-eagle3", "paceline/smollm2-medusa", "paceline/smollm2-draft")
 VARIABLE = "PACELINE_MODEL"
-IN_WORDS = f"{REAL} where pulled, else {EMBEDDED}; ${VARIABLE} names another"
+DEFAULT_MODEL = "smollm2 if pulled, else tiny"
+MODEL_HELP = (
+    f"Folder, GGUF file, hub or built-in name. Without it, ${VARIABLE} names the model, else it is "
+    f"{REAL} where that was pulled, else {EMBEDDED}."
+)
 # The draft that commands, ``LLM`` and servers use if none is given (draft/auto.py).
 DEFAULT_DRAFT = "auto"
 

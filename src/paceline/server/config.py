@@ -15,7 +15,14 @@ from typing import Any
 from paceline.core.keywords import announce, our_name
 from paceline.errors import ConfigError
 from paceline.files import read_toml
-from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, IN_WORDS, REAL, default_drafts
+from paceline.model.names import (
+    DEFAULT_DRAFT,
+    DEFAULT_MODEL,
+    EMBEDDED,
+    MODEL_HELP,
+    REAL,
+    default_drafts,
+)
 from paceline.settings import AdapterSettings, EngineSettings, TableEntry, entries, under
 
 SECTIONS = ("model", "engine", "server", "limits", "security")
@@ -29,19 +36,20 @@ class _Names:
 
     model: str = _model(
         EMBEDDED,
-        "Model folder, GGUF file, hub name or built-in name.",
-        shown=IN_WORDS,
+        MODEL_HELP,
+        shown=DEFAULT_MODEL,
         flags=("MODEL",),
     )
     draft: tuple[str, ...] = _model(
         (),
-        "Draft model, ngram or another drafter's spec; requests choose one by name, the first is "
-        "the default. 'auto' is all drafters that are likely to help, 'none' decodes plainly.",
-        shown=f"{DEFAULT_DRAFT}; for {REAL} and {EMBEDDED} also ngram and the built-in drafters",
+        "Draft model or spec, 'auto' or 'none'. Requests choose one by name; the first is the "
+        "default. 'auto' is all drafters that are likely to help, 'none' decodes plainly. For "
+        f"{REAL} and {EMBEDDED} the default includes ngram and the built-in drafters.",
+        shown=DEFAULT_DRAFT,
     )
     config: str | None = _model(
         None,
-        "File of `paceline tune` for settings not given here.",
+        "File written by `paceline tune`. It is used for settings that are not given here.",
         shown="none",
     )
     served_model_name: str | None = _model(None, "The model's name in the API.", shown="MODEL")
@@ -52,7 +60,7 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
     """Settings of a server. Sizes are in bytes, times in seconds; ``deadline`` 0 means none."""
 
     host: str = _server("127.0.0.1", "Address to listen on.")
-    port: int = _server(8000, "Port to listen on; 0 takes a free one.", low=0, high=65535)
+    port: int = _server(8000, "Port; 0 takes a free one.", low=0, high=65535)
     log_level: str = _server(
         "info", "Least severe level that is logged.", choices=("debug", "info", "warning", "error")
     )
@@ -84,7 +92,7 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
 
     api_key_file: str | None = _security(
         None,
-        "File with API keys, one per line (also the variable PACELINE_API_KEYS).",
+        "File with API keys, one per line. The variable PACELINE_API_KEYS has keys, too.",
         shown="no keys",
     )
     cors_origin: tuple[str, ...] = _security(

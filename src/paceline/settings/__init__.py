@@ -213,8 +213,8 @@ class LoadSettings:
     )
     quantize: str | None = _load(
         None,
-        "CPU only: round the weights to 8 or 4 bits while loading; none dequantises a quantised "
-        "checkpoint.",
+        "Round the weights to 8 or 4 bits. Done while loading, on CPUs only; none dequantises a "
+        "quantised checkpoint.",
         choices=("int8", "int4", "none"),
         shown="the checkpoint's precision",
     )

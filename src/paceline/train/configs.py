@@ -28,8 +28,8 @@ class TrainConfig:
     model: str = _data(EMBEDDED, "Target model to draft for; it is not changed.")
     data: tuple[str, ...] = _data(
         MISSING,
-        "JSONL(.gz) file with messages, conversations, turns, text or ids, and its share of the "
-        "data. Texts that the target wrote itself (paceline train sample) work best.",
+        "JSONL(.gz) file, and its share of the data. Its records have messages, conversations, "
+        "turns, text or ids. Texts that the target wrote itself (paceline train sample) work best.",
         metavar="FILE[=WEIGHT]",
     )
     valid: tuple[str, ...] = _data(

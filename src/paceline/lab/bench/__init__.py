@@ -23,8 +23,8 @@ class PromptOptions:
 
     prompts: str | None = _prompts(
         None,
-        "Prompt file: JSONL (Spec-Bench, MT-Bench, HumanEval, GSM8K or Paceline's layout) or plain "
-        "text.",
+        "Prompts: JSONL or plain text. The layout of JSONL is that of Spec-Bench, MT-Bench, "
+        "HumanEval, GSM8K or Paceline.",
         shown="the shipped set",
     )
     category: tuple[str, ...] = _prompts((), "Only this category.", shown="all")
@@ -43,18 +43,18 @@ class BenchOptions:
 
     method: tuple[str, ...] = _measuring(
         (),
-        "plain, draft (the draft of --draft), any draft spec, optionally with a length (ngram@5, "
-        "eagle3:PATH@auto), or another engine's server: url:http://HOST:PORT. "
-        "Plain decoding is always included.",
+        "plain, draft, a spec, or url:http://HOST:PORT. draft is that of --draft. A spec may have "
+        "a length (ngram@5, eagle3:PATH@auto). A URL is another engine's server. Plain decoding is "
+        "always included, by default also the EAGLE-3 head of the built-in model.",
         flags=("--method", "-m"),
-        shown="draft and ngram, and the EAGLE-3 head of the built-in model",
+        shown="draft, ngram",
     )
     concurrency: tuple[int, ...] = _numbers(
-        (1,), "Requests that run at once; several, such as 1,2,4,8, are compared.", low=1
+        (1,), "Requests that run at once. Several, such as 1,2,4,8, are compared.", low=1
     )
     temperature: tuple[float, ...] = _numbers(
         (0.0,),
-        "Sampling temperatures, as in 0,0.7,1; 0 is greedy.",
+        "Temperatures, as in 0,0.7,1; 0 is greedy.",
         flags=("--temperature", "-t"),
         shown="0",
         low=0,
