@@ -109,9 +109,9 @@ def test_the_version_elsewhere_is_that_of_the_package(file: str, pattern: str) -
     assert said[1] == paceline.__version__
 
 
-def test_a_version_takes_at_most_60_lines_of_the_changelog() -> None:
+def test_a_version_takes_at_most_60_short_lines_of_the_changelog() -> None:
     for section in re.split(r"^(?=## )", CHANGELOG, flags=re.M)[1:]:
         name, *lines = section.splitlines()
-        assert len(lines) < 60, name
+        assert len(lines) < 60 and max(map(len, lines)) <= 160, name
         kinds = re.findall(r"^### (.*)", section, re.M)
         assert set(kinds) <= {"Added", "Changed", "Fixed", "Removed"}, name
