@@ -123,10 +123,10 @@ def test_send_and_watch(page: Page) -> None:
     assert page.text("[data-figure=accepted]").endswith(" %")
     assert float(page.text("[data-figure=rate]")) > 0
     kinds = {span.get_attribute("class") for span in spans}
-    assert kinds == {"draft", "own"}
+    assert kinds == {"draft", "target"}
     colours = {
         page.browser.execute_script("return getComputedStyle(arguments[0]).color", page.find(css))
-        for css in (".answer .draft", ".answer .own")
+        for css in (".answer .draft", ".answer .target")
     }
     assert len(colours) == 2
     webdriver.ActionChains(page.browser).move_to_element(page.find(".answer .draft")).perform()
