@@ -253,13 +253,8 @@ def _fill_watch(watch: CollapseWatch, drafters: Mapping[str, Drafter]) -> None:
         if isinstance(drafter, HybridDrafter):
             pairs = zip(drafter.names, drafter.members, strict=True)
         for member_name, member in pairs:
-            origin: Origin | None = getattr(member, "origin", None)
             if member.passes(1):
-                watch.drafters[member_name] = (
-                    WatchedDrafter(origin.stated, origin.examine, origin.cause)
-                    if origin
-                    else WatchedDrafter()
-                )
+                watch.drafters[member_name] = getattr(member, "origin", None) or WatchedDrafter()
 
 
 def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | None:

@@ -223,7 +223,7 @@ def test_a_first_answer_is_not_drafted_from_the_warm_up(
     inner = demo_module.measure
 
     def measured(console: Console, plain: LLM, fast: LLM, *given: Any) -> Any:
-        stored.extend(memory.stored_tokens for memory in with_memory(fast))
+        stored.extend(len(memory.memory()) for memory in with_memory(fast))
         return inner(console, plain, fast, *given)
 
     monkeypatch.setattr(demo_module, "measure", measured)

@@ -85,11 +85,13 @@ def test_a_prompt_whose_prefix_is_cached(made: Callable[[], IndexedDrafter]) -> 
 
 
 def drafter_behind(drafter: IndexedDrafter, seq: SequenceState) -> bool:
-    return len(seq.tokens) - drafter.states.of(seq.view(), drafter.new_state).open_tokens > 64
+    return (
+        len(seq.tokens) - drafter.states.get_or_make(seq.view(), drafter.new_state).open_tokens > 64
+    )
 
 
 def read_at_once(drafter: IndexedDrafter, seq: SequenceState) -> None:
-    index = drafter.states.of(seq.view(), drafter.new_state)
+    index = drafter.states.get_or_make(seq.view(), drafter.new_state)
     index.extend(seq.tokens[index.open_tokens :])
 
 

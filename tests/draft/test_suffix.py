@@ -68,7 +68,7 @@ def test_a_repeated_request_is_drafted_from_its_first_token_on() -> None:
 def test_the_own_text_is_matched_too() -> None:
     drafter = SuffixDrafter("cpu", VOCAB, Suffix(max_tokens=0))
     assert propose(drafter, request([1, 2, 3, 4, 1, 2])).tokens.tolist() == [3, 4, 1, 2, 3, 4]
-    assert drafter.stored_tokens == 0
+    assert len(drafter.memory()) == 0
 
 
 def test_the_draft_grows_with_the_match() -> None:
@@ -82,10 +82,10 @@ def test_the_draft_grows_with_the_match() -> None:
 def test_cancelled_requests_and_switched_off_trees_keep_nothing() -> None:
     drafter = SuffixDrafter("cpu", VOCAB)
     run(drafter, [1, 2, 3], [4, 5], reason=None)
-    assert drafter.stored_tokens == 0
+    assert len(drafter.memory()) == 0
     off = SuffixDrafter("cpu", VOCAB, Suffix(max_tokens=0))
     run(off, [1, 2, 3], [4, 5])
-    assert off.stored_tokens == 0
+    assert len(off.memory()) == 0
     assert len(propose(off, request([1, 2, 3]))) == 0
 
 
@@ -102,7 +102,7 @@ def test_a_preempted_request_enters_once() -> None:
     propose(drafter, seq)
     seq.tokens.append(6)
     drafter.observe([Commit(0, (6,), finish_reason="stop")], OUT)
-    assert drafter.stored_tokens == 6
+    assert len(drafter.memory()) == 6
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), max_size=30))
@@ -111,13 +111,13 @@ def test_the_oldest_outputs_give_way(outputs: list[list[int]]) -> None:
     drafter = SuffixDrafter("cpu", VOCAB, Suffix(max_tokens=40))
     for output in outputs:
         run(drafter, [7], output)
-        assert drafter.stored_tokens <= 40
+        assert len(drafter.memory()) <= 40
     kept = 0
     for output in reversed(outputs):  # as many of the latest as fit
         if kept + len(output) + 1 > 40:
             break
         kept += len(output) + 1
-    assert drafter.stored_tokens == kept
+    assert len(drafter.memory()) == kept
 
 
 @given(
@@ -149,14 +149,14 @@ def test_save_and_load(tmp_path: Path) -> None:
     run(first, [9], [49, 0])
     assert first.save() == file
     again = SuffixDrafter("cpu", VOCAB, Suffix(str(file)))
-    assert again.stored_tokens == first.stored_tokens == 10
+    assert len(again.memory()) == len(first.memory()) == 10
     for prompt in ([1, 2, 3], [9], [5]):
         a, b = (propose(drafter, request(prompt)) for drafter in (first, again))
         assert a.tokens.tolist() == b.tokens.tolist() != []
     again.load(file)
-    assert again.stored_tokens == 20, "load adds"
+    assert len(again.memory()) == 20, "load adds"
     small = SuffixDrafter("cpu", VOCAB, Suffix(str(file), max_tokens=5))
-    assert small.stored_tokens == 3, "the newest text that fits"
+    assert len(small.memory()) == 3, "the newest text that fits"
     assert [path.name for path in tmp_path.iterdir()] == ["seen.suffix"]
 
 
@@ -164,7 +164,7 @@ def test_an_empty_tree_can_be_saved(tmp_path: Path) -> None:
     drafter = SuffixDrafter("cpu", VOCAB)
     drafter.save(tmp_path / "empty")
     drafter.load(tmp_path / "empty")
-    assert drafter.stored_tokens == 0
+    assert len(drafter.memory()) == 0
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

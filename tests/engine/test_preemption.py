@@ -139,7 +139,7 @@ def test_the_controller_begins_anew_with_every_drafter(plain: LLM, team: bool) -
         observe(commits, out)
         drafted.extend(commits)
         for seq_id, read in engine.controller.learner._read.items():  # type: ignore[attr-defined]
-            state = model._states.get(seq_id)
+            state = model._rows.get(seq_id)
             assert read.get(name, 0) <= (state.cached + 5 if state else 0)
 
     model.observe = observed  # type: ignore[method-assign]

@@ -40,7 +40,7 @@ class Backwards(Again):
 
 class Keeping(Again):
     def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
-        self.states.of(item.seq, lambda seq: [seq.seq_id])
+        self.states.get_or_make(item.seq, lambda seq: [seq.seq_id])
         return super().propose_one(item)
 
     def forget(self, seq_id: int) -> None:

@@ -8,13 +8,14 @@ well. Other drafters propose tokens that are then rejected.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
 
 from paceline.core.adapter import Adapter
+from paceline.core.keywords import renamed
 from paceline.core.params import SamplingParams
 
 
@@ -50,6 +51,7 @@ SEQUENCE_IDS = itertools.count(1)  # unique in the process
 
 
 _Sums = TypeVar("_Sums", bound="Sums")
+_Value = TypeVar("_Value")
 
 
 class Sums:
@@ -292,3 +294,16 @@ class SequenceState(_TokenCounts):
             if end is not None:
                 kept, reason = end, "stop"
         return kept, reason
+
+
+@renamed(of="get_or_make")
+class PerSequence(dict[int, _Value]):
+    """A value for each sequence, by ``seq_id``."""
+
+    def get_or_make(self, seq: SequenceView, make: Callable[[SequenceView], _Value]) -> _Value:
+        """The value of a sequence; the first call makes it by ``make(seq)``. (A stored ``make``
+        could be a reference cycle, so the caller passes it.)"""
+        value = self.get(seq.seq_id)
+        if value is None:
+            value = self[seq.seq_id] = make(seq)
+        return value

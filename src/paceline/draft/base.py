@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.keywords import renamed
-from paceline.core.sequence import SequenceView
+from paceline.core.sequence import PerSequence, SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
 from paceline.errors import ConfigError
-
-_State = TypeVar("_State")
 
 
 @runtime_checkable
@@ -194,18 +192,6 @@ def with_forced_prefix(
     return [*forced, *tokens], [*chain, *(parent + depth for parent in parents)], match, depth
 
 
-class States(dict[int, _State]):
-    """A drafter's state of each sequence, by ``seq_id``."""
-
-    def of(self, seq: SequenceView, begin: Callable[[SequenceView], _State]) -> _State:
-        """The state of a sequence; the first call makes it by ``new_state(seq)``. (Storing a bound
-        ``new_state`` here instead would be a reference cycle.)"""
-        state = self.get(seq.seq_id)
-        if state is None:
-            state = self[seq.seq_id] = begin(seq)
-        return state
-
-
 @renamed(
     guess="propose_one",
     take_in="begin_step",
@@ -217,8 +203,8 @@ class LookupDrafter:
     """Base of drafters that run no model. A subclass sets ``name`` and implements ``propose_one``.
 
     A subclass with state per sequence makes it in ``new_state(seq)``, and reads it by
-    ``self.states.of(seq, self.new_state)``. It overrides ``begin_step`` for work on all sequences
-    of a step at once, and ``observe`` to learn from committed tokens.
+    ``self.states.get_or_make(seq, self.new_state)``. It overrides ``begin_step`` for work on all
+    sequences of a step at once, and ``observe`` to learn from committed tokens.
 
     In each step ``lookup`` collects the drafts, the controller decides how much of which is used,
     and ``propose`` returns that. Set ``drafts_before_choice`` to False if ``propose_one`` changes
@@ -236,7 +222,7 @@ class LookupDrafter:
         """``device`` is the target's."""
         self._device = device
         self._empty = TokenTree.empty(device)
-        self.states: States[Any] = States()
+        self.states: PerSequence[Any] = PerSequence()
         # This step's offers by ``seq_id``, each with the sequence's length when it was made.
         self._offered: dict[int, tuple[int, LookupDraft | None]] = {}
 
@@ -254,7 +240,7 @@ class LookupDrafter:
         raise NotImplementedError
 
     def new_state(self, seq: SequenceView) -> Any:
-        """The initial state of a sequence, for ``states.of(seq, self.new_state)``."""
+        """The initial state of a sequence, for ``states.get_or_make(seq, self.new_state)``."""
 
     def begin_step(self, slices: Sequence[Slice]) -> None:
         """Called with a step's slices before ``propose_one`` is called for any of them."""

@@ -17,6 +17,7 @@ from math import log
 
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
+from paceline.draft.origin import Origin
 
 _log = logging.getLogger("paceline")
 
@@ -46,8 +47,9 @@ WatchedKey = tuple[Hashable, str | None, int]
 
 @dataclass(frozen=True)
 class WatchedDrafter:
-    """``stated``: the acceptance that the drafter's card states. ``examine``: measures the drafter
-    on a sequence's text. ``cause``: why it may have collapsed on such texts ("": unknown)."""
+    """A drafter of unknown origin. ``stated``: the acceptance that its card states. ``examine``:
+    measures it on a sequence's text. ``cause``: why it may have collapsed on such texts ("":
+    unknown)."""
 
     stated: float | None = None
     examine: Callable[[SequenceState], Examination] = lambda seq: ((), "")
@@ -99,7 +101,7 @@ class CollapseWatch:
     """Watches the drafters in ``drafters``, and warns once of each that collapses."""
 
     def __init__(self) -> None:
-        self.drafters: dict[Hashable, WatchedDrafter] = {}
+        self.drafters: dict[Hashable, WatchedDrafter | Origin] = {}
         self.default: Hashable = None  # the drafter of requests that name none
         self.tokens = 0  # committed by the engine so far
         self.collapsed: dict[WatchedKey, int] = {}  # value: at how many tokens it is tried again

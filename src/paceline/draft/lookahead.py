@@ -34,9 +34,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.sequence import SequenceView
+from paceline.core.sequence import PerSequence, SequenceView
 from paceline.core.tree import TokenTree
-from paceline.draft.base import LookupDrafter, States
+from paceline.draft.base import LookupDrafter
 from paceline.draft.spec import DraftSpec, Loading, Prepared, option
 from paceline.draft.trees.shape import merge
 
@@ -88,7 +88,7 @@ class LookaheadDrafter(LookupDrafter):
 
     name = "lookahead"
     drafts_before_choice = False
-    states: States[_State]
+    states: PerSequence[_State]
 
     def __init__(self, device: torch.device | str, spec: Lookahead | None = None) -> None:
         super().__init__(device)
@@ -116,7 +116,7 @@ class LookaheadDrafter(LookupDrafter):
 
     def propose_one(self, item: Slice) -> tuple[Sequence[int], Sequence[int]]:
         seq, length = item.seq, item.draft_length
-        state, last = self.states.of(seq, self.new_state), seq.tokens[-1]
+        state, last = self.states.get_or_make(seq, self.new_state), seq.tokens[-1]
         state.columns[0][0] = last
         used = [
             column[: self._limit(j, length)] for j, column in enumerate(state.columns[: length + 1])

@@ -19,10 +19,10 @@ import torch
 from paceline.core.adapter import Adapter, PerAdapter
 from paceline.core.batch import Commit, ModelOutput, Plan
 from paceline.core.ranking import top_k_indices
-from paceline.core.sequence import SequenceView
+from paceline.core.sequence import PerSequence, SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
-from paceline.draft.base import LookupDrafter, States
+from paceline.draft.base import LookupDrafter
 from paceline.draft.spec import DraftInfo, DraftSpec, Loading, Prepared, Target, option
 from paceline.draft.trees.grow import levels_of
 from paceline.draft.trees.shape import Shape, best_shape
@@ -97,7 +97,7 @@ class RecyclingDrafter(LookupDrafter):
     name = "recycling"
     reads_logits = True
     drafts_before_choice = False
-    states: States[_State]
+    states: PerSequence[_State]
 
     def __init__(
         self, device: torch.device | str, vocab: int, spec: Recycling | None = None
@@ -126,7 +126,7 @@ class RecyclingDrafter(LookupDrafter):
         self._asked = any(item.draft_length for item in plan.slices)
         ready: list[tuple[int, int, int, _State]] = []  # slice index, root token, levels, state
         for index, item in enumerate(plan.slices):
-            state = self.states.of(item.seq, self.new_state)
+            state = self.states.get_or_make(item.seq, self.new_state)
             state.tokens = None
             if not (item.decodes and item.draft_length):
                 continue

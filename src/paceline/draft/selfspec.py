@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Slice, Span
-from paceline.core.sequence import SequenceView
-from paceline.draft.base import States
+from paceline.core.sequence import PerSequence, SequenceView
 from paceline.draft.spec import DraftInfo, Loading, Prepared, Target, TreeSpec, option
 from paceline.draft.trees.grow import GrowingTree
 from paceline.draft.trees.levels import GrowthSettings, LevelDrafter
@@ -103,13 +102,13 @@ class FrequentTokens:
         """``share``: the head's share of the bytes that a pass reads."""
         self._vocab, self._share = vocab, share
         self._size = -(-vocab // _PARTS // 32) * 32
-        self._counts: States[list[int]] = States()
+        self._counts: PerSequence[list[int]] = PerSequence()
 
     def columns(self, seqs: Sequence[SequenceView]) -> int:
         """The cheapest number of columns for a draft of all these sequences."""
         if self._size < _MIN_COLUMNS / 2:
             return self._vocab
-        known = [self._counts.of(seq, self._begin) for seq in seqs]
+        known = [self._counts.get_or_make(seq, self._begin) for seq in seqs]
         counts = [sum(parts) for parts in zip(*known, strict=True)]
         total = sum(counts)
         costs = {
@@ -166,7 +165,7 @@ class SelfDrafter(LevelDrafter):
             return None
         return Span.of(seq.seq_id, seq.cached, seq.pending, adapter=seq.adapter)
 
-    def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> torch.Tensor:
+    def _run_model(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> torch.Tensor:
         return self.view(self.cache.batch_of(spans), self.cache).logits
 
     def _grow_trees(self, trees: Sequence[GrowingTree], spans: Sequence[Span]) -> list[GrownTree]:
@@ -192,7 +191,7 @@ class SelfDrafter(LevelDrafter):
             self._frequent.learn(commit.seq_id, commit.tokens)
 
     def forget(self, seq_id: int) -> None:
-        self._calibrations.forget(seq_id)  # the cache is the target's
+        super().forget(seq_id)
         self._frequent.forget(seq_id)
 
 

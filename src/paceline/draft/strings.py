@@ -18,10 +18,10 @@ import torch
 
 from paceline.core.batch import Plan, Slice
 from paceline.core.params import SamplingParams
+from paceline.core.sequence import PerSequence
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree, children_of, paths_of
-from paceline.draft.base import States
-from paceline.draft.model_drafter import DraftState, ModelDrafter
+from paceline.draft.model_drafter import ModelDrafter
 from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.shape import merge
 from paceline.draft.vocabulary import Match, SharedVocabulary
@@ -132,11 +132,11 @@ class StringDrafter(ModelDrafter):
         super().__init__(model, settings, ids, deliver_to)
         self.cache.shares = False  # the end of a text may change; shared blocks must not
         self._match = match
-        self._texts: States[Retokeniser] = States()
+        self._texts: PerSequence[Retokeniser] = PerSequence()
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         for item in plan.slices:
-            self._texts.of(item.seq, lambda _: Retokeniser(self._match))
+            self._texts.get_or_make(item.seq, lambda _: Retokeniser(self._match))
         drafts = super().propose(Plan(tuple(map(_as_greedy, plan.slices))))
         parts = [draft.tokens for draft in drafts if len(draft)]
         values = iter(torch.cat(parts).tolist() if parts else ())
@@ -154,13 +154,13 @@ class StringDrafter(ModelDrafter):
         merged, parents = merge(proposals, self.max_nodes(length))
         return TokenTree(to_device(merged, draft.tokens.device), parents)
 
-    def _append(self, state: DraftState, tokens: Sequence[int]) -> None:
+    def _append(self, seq_id: int, tokens: Sequence[int]) -> None:
         if tokens:
-            text = self._texts[state.seq_id]
-            state.cached = min(state.cached, len(text.settled))
+            text, rows = self._texts[seq_id], self._rows[seq_id]
+            rows.cached = min(rows.cached, len(text.settled))
             text.extend(tokens)
-            state.tokens[:] = text.context()
-            state.translated += len(tokens)
+            rows.keys[:] = text.context()
+            rows.translated += len(tokens)
 
     def forget(self, seq_id: int) -> None:
         self._texts.pop(seq_id, None)

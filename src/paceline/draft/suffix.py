@@ -100,11 +100,6 @@ class SuffixDrafter(IndexedDrafter):
         if self._file is not None and self._file.exists():
             self.load(self._file)
 
-    @property
-    def stored_tokens(self) -> int:
-        """Number of tokens in the memory of requests without adapter."""
-        return len(self.memory())
-
     def memory(self, adapter: Adapter | None = None) -> TextIndex:
         """The earlier outputs of an adapter's requests."""
         return self._memories.get(adapter, self._open)
@@ -131,7 +126,7 @@ class SuffixDrafter(IndexedDrafter):
 
     def begin_step(self, slices: Sequence[Slice]) -> None:
         for item in slices:
-            self.states.of(item.seq, self.new_state)
+            self.states.get_or_make(item.seq, self.new_state)
         super().begin_step(slices)
 
     def _open(self) -> TextIndex:

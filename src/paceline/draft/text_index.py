@@ -21,7 +21,7 @@ from operator import itemgetter
 import numpy as np
 
 from paceline.core.batch import Plan, Slice
-from paceline.core.sequence import SequenceView
+from paceline.core.sequence import PerSequence, SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.base import (
     ANY_FORCED,
@@ -29,7 +29,6 @@ from paceline.draft.base import (
     LookupDraft,
     LookupDrafter,
     Proposal,
-    States,
     can_extend_forced,
     forced_tokens,
     with_forced_prefix,
@@ -149,7 +148,7 @@ class IndexedDrafter(LookupDrafter):
     prefill, and what is left then in the first decode steps."""
 
     max_forced_tokens = ANY_FORCED
-    states: States[TextIndex]
+    states: PerSequence[TextIndex]
 
     def begin_step(self, slices: Sequence[Slice]) -> None:
         """Index up to ``MAX_INDEXED_PER_STEP`` tokens of sequences that draft now or may later. The
@@ -158,7 +157,7 @@ class IndexedDrafter(LookupDrafter):
         for item in slices:
             seq = item.seq
             if item.draft_length if item.decodes else seq.params.may_draft:
-                index = self.states.of(seq, self.new_state)
+                index = self.states.get_or_make(seq, self.new_state)
                 behind.append((len(seq.tokens) - index.open_tokens, index, seq.tokens))
         budget = MAX_INDEXED_PER_STEP
         for missing, index, tokens in sorted(behind, key=itemgetter(0)):
@@ -170,7 +169,11 @@ class IndexedDrafter(LookupDrafter):
 
     def propose_one(self, item: Slice) -> Proposal:
         """The continuation that the index finds for the text and what a grammar forces after it."""
-        seq, tokens, index = item.seq, item.seq.tokens, self.states.of(item.seq, self.new_state)
+        seq, tokens, index = (
+            item.seq,
+            item.seq.tokens,
+            self.states.get_or_make(item.seq, self.new_state),
+        )
         forced = forced_tokens(item)
         levels, indexed = item.draft_length - len(forced), index.open_tokens
         if levels <= 0:
@@ -199,7 +202,7 @@ class Predictions(LookupDrafter):
     long as the answer follows it. In all other cases the engine's drafter drafts."""
 
     name = "prediction"
-    states: States[TextIndex]
+    states: PerSequence[TextIndex]
 
     def propose_with(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
         """One tree per slice: from the request if that has one, else from ``drafter``. A drafter
@@ -252,7 +255,7 @@ class Predictions(LookupDrafter):
             return forced, range(-1, len(forced) - 1), _RULE.depth, len(forced)
         if not seq.params.prediction:
             return (), ()
-        index = self.states.of(seq, self.new_state)
+        index = self.states.get_or_make(seq, self.new_state)
         indexed = index.open_tokens - min(_CONTEXT, seq.prompt_length)
         new = seq.params.prediction[indexed : indexed + MAX_INDEXED_PER_STEP]
         return index.suffixes(new, seq.tokens[-_RULE.depth :], length, length)

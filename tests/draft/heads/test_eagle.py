@@ -78,7 +78,7 @@ def engine_of(
             trees = super().propose(plan)
             for item, tree in zip(plan.slices, trees, strict=True):
                 if len(tree):
-                    missing = len(item.seq.tokens) - 1 - len(self._states[item.seq.seq_id].rows)
+                    missing = len(item.seq.tokens) - 1 - len(self._rows[item.seq.seq_id].keys)
                     seen.append((list(item.seq.tokens), tree.tokens.tolist(), missing))
             return trees
 
@@ -175,7 +175,7 @@ def test_preemption_starts_over() -> None:
 
 def kept_bytes(drafter: EagleDrafter) -> int:
     """Bytes that the kept features hold in memory."""
-    parts = [part for state in drafter._states.values() for part in state.pending]
+    parts = [part for state in drafter._rows.values() for part in state.pending]
     storages = [layer.untyped_storage() for part in parts for layer in part.layers]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -224,13 +224,13 @@ def test_a_head_that_does_not_draft_costs_no_operator(
         copies += copied
         assert copied == (operators.count > 0)
         rows = len(PROMPTS[1]) + step - 1
-        assert len(drafter._states[0].pending) == rows
+        assert len(drafter._rows[0].pending) == rows
         assert kept_bytes(drafter) <= (rows + drafter._retained_rows) * row_bytes(target, head)
-        assert set(drafter._states) == {0}
+        assert set(drafter._rows) == {0}
         assert len(drafter.cache._tables) <= 1
     assert copies >= 3
     drive.drop(0)
-    assert not drafter._states
+    assert not drafter._rows
     finish(drive)
 
 
@@ -246,7 +246,7 @@ def test_kept_features_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         drive.step()
         # Ten that wait of each, the step's own, and forwards that are kept whole.
         assert kept_bytes(drafter) <= (2 * 11 + 10 + 50) * row_bytes(target, head)
-    assert [len(state.pending) for state in drafter._states.values()] == [11, 11]
+    assert [len(state.pending) for state in drafter._rows.values()] == [11, 11]
     engine.controller = FixedLength(LENGTH)
     drive.step()
     # The second's prompt was read in one chunk that never was run: all but the last ten are gone.

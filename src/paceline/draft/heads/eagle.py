@@ -124,10 +124,9 @@ class EagleDrafter(FeatureDrafter):
     def tree_grower(self) -> TreeGrower | None:
         return self._step.tree_grower
 
-    def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
+    def _run_model(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> torch.Tensor:
         """Run the head over the rows of pending features."""
-        logits = self._run(spans, trees, self._pop_features(spans), fused=False)
-        return self._as_target_logits(logits)
+        return self._run(spans, trees, self._pop_features(spans), fused=False)
 
     def _run_frontiers(self, trees: list[GrowingTree]) -> Logits:
         """Run the frontiers of some trees. A node's feature is the head's output at its parent."""
@@ -170,10 +169,6 @@ class EagleDrafter(FeatureDrafter):
 
 class ParallelEagleDrafter(OnePassDrafter, EagleDrafter):
     """Drafts all tokens in one pass (P-EAGLE). The rows of masks have the head's learnt feature."""
-
-    def _pass_logits(self, spans: Sequence[Span]) -> torch.Tensor:
-        batch, features = self.cache.batch_of(spans), self._pop_features(spans)
-        return self._step(batch, self.cache, features, fused=False)[1]
 
     def _feature_rows(self, span: Span) -> list[FeatureRow]:
         rows, count = super()._feature_rows(span) if span.pending else [], len(span.nodes)

@@ -12,7 +12,7 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
-from paceline.draft.base import Drafter, States
+from paceline.draft.base import Drafter
 from paceline.draft.heads.checkpoint import FILES
 from paceline.draft.heads.network import HeadShape
 from paceline.draft.spec import (
@@ -26,8 +26,7 @@ from paceline.draft.spec import (
     reduced,
 )
 from paceline.draft.trees.grow import Logits, ReducedLogits
-from paceline.draft.trees.levels import GrowthSettings, LevelDrafter
-from paceline.model.paged.blocks import OutOfBlocksError
+from paceline.draft.trees.levels import CachedRows, CachingDrafter, GrowthSettings
 from paceline.model.paged.cache import LayerShape, PagedCache, bytes_per_token
 from paceline.model.target import CausalModel
 
@@ -108,19 +107,13 @@ def join_features(features: Sequence[FeatureRow]) -> list[torch.Tensor]:
 
 
 @dataclass
-class _State:
-    """The head's state of one sequence.
+class FeatureRows(CachedRows):
+    """A head's rows of a sequence. ``keys``: their tokens. ``pending``: features of the positions
+    from ``start`` on, over which the head has not run. Earlier positions without a row (a shared
+    prefix) are missing from the head's context."""
 
-    ``rows``: the token of each row in the head's cache. ``pending``: features of the positions from
-    ``start`` on, over which the head has not run. Earlier positions without a row (a shared prefix)
-    are missing from the head's context. ``ran``: the head has added rows that were not committed to
-    the cache yet.
-    """
-
-    start: int
-    rows: list[int] = field(default_factory=list)
+    start: int = 0
     pending: list[FeatureRow] = field(default_factory=list)
-    ran: bool = False
 
     @property
     def end(self) -> int:
@@ -144,11 +137,10 @@ class _State:
         return features
 
 
-class FeatureDrafter(LevelDrafter):
+class FeatureDrafter(CachingDrafter[FeatureRows]):
     """Drafts with a head that has a cache row for each position of the text with a known feature.
     Features are joined only when the head runs: a step without drafts runs no tensor operation."""
 
-    needs_prefill = True  # the head must run over the features of steps without a draft
     sees_prompts = True  # it runs over prompts chunk by chunk, during prefill
     _token_offset = 0  # position of a row's token minus the position of its feature
     _follows_grammar = False
@@ -158,7 +150,6 @@ class FeatureDrafter(LevelDrafter):
         config = step.head.config
         super().__init__(settings, config.max_positions)
         self.head, self._step, self.features = step.head, step, config.feature_layers
-        self._states: States[_State] = States()
         self._retained_rows = 0  # at most so many rows of forwards are kept for pending features
 
     # -- proposing ---------------------------------------------------------------------------
@@ -168,33 +159,31 @@ class FeatureDrafter(LevelDrafter):
         seq = item.seq
         if not seq.params.may_draft:
             return None
-        state = self._states.of(seq, lambda seq: _State(seq.cached))
+        rows = self._rows.get_or_make(seq, lambda seq: FeatureRows(start=seq.cached))
         if seq.seq_id not in self.cache:
-            self._admit(seq, state)
-        complete = state.end == len(seq.tokens) - 1  # the last token has no feature yet
+            self._admit(seq, rows)
+        complete = rows.end == len(seq.tokens) - 1  # the last token has no feature yet
         drafts = item.decodes and item.draft_length > 0 and complete
         # Prompt chunks run at once; the features of steps without a draft wait for the next draft.
-        if not state.pending or not (drafts or not item.decodes):
+        if not rows.pending or not (drafts or not item.decodes):
             return None
-        context = len(state.rows)
-        try:
-            nodes = self._rows_for_nodes(item.draft_length) if drafts else 0
-            self.cache.reserve(seq.seq_id, context + len(state.pending) + nodes)
-        except OutOfBlocksError:
-            self._drop(seq.seq_id)
-            return None
-        tokens = seq.tokens[state.start + self._token_offset : state.end + self._token_offset]
-        state.rows += _row_keys(seq.tokens, state.start, tokens)
-        state.ran = True
-        return Span.of(seq.seq_id, context, tokens, wants_logits=drafts)
+        tokens = seq.tokens[rows.start + self._token_offset : rows.end + self._token_offset]
+        nodes = self._rows_for_nodes(item.draft_length) if drafts else 0
+        span = self._next_rows(seq.seq_id, tokens, nodes, drafts)
+        if span is not None:
+            rows.keys += _row_keys(seq.tokens, rows.start, tokens)
+        else:  # without its context the head continues with later features
+            self.cache.admit(seq.seq_id, ())
+            self._rows[seq.seq_id] = FeatureRows(start=rows.end)
+        return span
 
-    def _admit(self, seq: SequenceView, state: _State) -> None:
+    def _admit(self, seq: SequenceView, rows: FeatureRows) -> None:
         """Start the cache of a sequence, which shares rows of a common prefix with earlier ones."""
         tokens = seq.tokens[self._token_offset : len(seq.tokens) - 1 + self._token_offset]
         keys = _row_keys(seq.tokens, 0, tokens)
-        shared = self.cache.admit(seq.seq_id, keys, adapter=seq.adapter_number)
-        state.rows = keys[:shared]
-        state.drop(max(0, shared - state.start))
+        rows.cached = self.cache.admit(seq.seq_id, keys, adapter=seq.adapter_number)
+        rows.keys = keys[: rows.cached]
+        rows.drop(max(0, rows.cached - rows.start))
 
     def _pop_features(self, spans: Sequence[Span]) -> torch.Tensor:
         """The pending features of these spans' rows, ``[T, layers * hidden]``."""
@@ -203,7 +192,7 @@ class FeatureDrafter(LevelDrafter):
 
     def _feature_rows(self, span: Span) -> list[FeatureRow]:
         """The features of the rows of a span."""
-        return self._states[span.seq_id].pop_all()
+        return self._rows[span.seq_id].pop_all()
 
     def _as_target_logits(self, logits: torch.Tensor) -> Logits:
         config = self.head.config
@@ -219,7 +208,7 @@ class FeatureDrafter(LevelDrafter):
         """Store the features of the committed tokens, and free the rows of drafted nodes. Sequences
         without drafts so far are ignored."""
         super().observe(commits, out)
-        known = [commit for commit in commits if commit.seq_id in self._states]
+        known = [commit for commit in commits if commit.seq_id in self._rows]
         if not known:
             return
         if self._retained_rows > MAX_PENDING_FEATURES:
@@ -227,34 +216,21 @@ class FeatureDrafter(LevelDrafter):
         layers = tuple(out.features[layer] for layer in self.features)
         self._retained_rows += len(layers[0])
         for commit in known:
-            state = self._states[commit.seq_id]
-            state.drop(max(0, len(state.pending) - MAX_PENDING_FEATURES))
+            rows = self._rows[commit.seq_id]
+            rows.drop(max(0, len(rows.pending) - MAX_PENDING_FEATURES))
             nodes = commit.row + commit.scheduled
-            rows = [*range(commit.row, nodes), *[nodes + node for node in commit.path]]
-            state.add(commit.position, layers, rows)
-            if state.ran:
-                self.cache.commit(commit.seq_id, state.rows, len(state.rows))
-                state.ran = False
+            new = [*range(commit.row, nodes), *[nodes + node for node in commit.path]]
+            rows.add(commit.position, layers, new)
+            self._commit_rows(commit.seq_id)
 
     @torch.inference_mode()
     def _copy_pending(self) -> None:
         """Copy all pending features: a stored row keeps the tensor of its whole forward alive."""
-        for state in self._states.values():
-            if state.pending:
-                copies = tuple(layer.clone() for layer in join_features(state.pending))
-                state.pending = [FeatureRow(copies, n) for n in range(len(state.pending))]
+        for rows in self._rows.values():
+            if rows.pending:
+                copies = tuple(layer.clone() for layer in join_features(rows.pending))
+                rows.pending = [FeatureRow(copies, n) for n in range(len(rows.pending))]
         self._retained_rows = 0
-
-    def forget(self, seq_id: int) -> None:
-        self._states.pop(seq_id, None)
-        super().forget(seq_id)
-
-    def _drop(self, seq_id: int) -> None:
-        """Out of blocks: drop the head's context; it continues with later features."""
-        state = self._states[seq_id]
-        self.cache.free(seq_id)
-        self.cache.admit(seq_id, ())
-        self._states[seq_id] = _State(state.end)
 
 
 def _row_keys(tokens: Sequence[int], start: int, row_tokens: Sequence[int]) -> list[int]:

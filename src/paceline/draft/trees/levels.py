@@ -5,19 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from paceline.core.batch import Batch, Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.draws import draws_unseeded
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import SequenceView
+from paceline.core.sequence import PerSequence, SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.trees.calibration import Calibrations
 from paceline.draft.trees.grow import GrowingTree, Logits, ReducedLogits, grow
 from paceline.draft.trees.policy import Policy
 from paceline.model.backends.base import EarlyStop, GrownTree, TreeGrower, TreeRequest
+from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.paged.cache import PagedCache
 
 _MAX_LEVELS = 64
@@ -41,8 +43,7 @@ class GrowthSettings(NamedTuple):
 class LevelDrafter(ABC):
     """Runs a draft model over ``cache``: first over the tokens that it has not seen, then over the
     frontiers of all trees, one forward per level. Or ``tree_grower`` grows whole trees in one call.
-    Subclasses say what to run first (``_context_span``), and run it (``_run_spans``).
-    """
+    Subclasses say what to run first (``_context_span``), and run it (``_run_model``)."""
 
     features: tuple[int, ...] = ()
     reads_logits = False
@@ -167,9 +168,13 @@ class LevelDrafter(ABC):
     def _context_span(self, item: Slice) -> Span | None:
         """The tokens to run before the first level; None if there is nothing to run."""
 
-    @abstractmethod
+    def _run_model(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> torch.Tensor:
+        """Run the draft model over the spans: its logits ``[R, columns]`` after the rows that want
+        them, the trees'."""
+        raise NotImplementedError
+
     def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
-        """Run the draft model over the spans: logits after the rows that want them, the trees'."""
+        return self._as_target_logits(self._run_model(spans, trees))
 
     def _run_frontiers(self, trees: list[GrowingTree]) -> Logits:
         """Run the frontiers of some trees: logits after each node."""
@@ -188,7 +193,6 @@ class LevelDrafter(ABC):
     def forget(self, seq_id: int) -> None:
         """Drop all state of a sequence."""
         self._calibrations.forget(seq_id)
-        self.cache.free(seq_id)
 
     @abstractmethod
     def _warm_up_logits(self, trees: Sequence[GrowingTree]) -> Logits:
@@ -231,3 +235,55 @@ class LevelDrafter(ABC):
         finally:
             for seq in seqs:
                 cache.free(seq.seq_id)
+
+
+@dataclass
+class CachedRows:
+    """The rows of a sequence in a drafter's own KV cache. ``keys``: what identifies each row when
+    prefixes are shared; the first ``cached`` have rows. ``uncommitted``: rows were added in the
+    step in progress."""
+
+    keys: list[int] = field(default_factory=list)
+    cached: int = 0
+    uncommitted: bool = False
+
+
+_Rows = TypeVar("_Rows", bound=CachedRows)
+
+
+class CachingDrafter(LevelDrafter, Generic[_Rows]):
+    """Drafts over a KV cache of its own, which follows the text of every sequence."""
+
+    needs_prefill = True  # it must run over the text before it can draft
+
+    def __init__(self, settings: GrowthSettings, max_positions: int) -> None:
+        super().__init__(settings, max_positions)
+        self._rows: PerSequence[_Rows] = PerSequence()
+
+    def _next_rows(
+        self, seq_id: int, tokens: Sequence[int], nodes: int, wants_logits: bool
+    ) -> Span | None:
+        """The sequence's next rows, for ``tokens``, with room for ``nodes`` drafted nodes behind
+        them. If the cache has no room, all its rows are freed and there are none."""
+        rows = self._rows[seq_id]
+        first, end = rows.cached, rows.cached + len(tokens)
+        try:
+            self.cache.reserve(seq_id, end + nodes)
+        except OutOfBlocksError:
+            self.cache.free(seq_id)
+            rows.cached = 0
+            return None
+        rows.cached, rows.uncommitted = end, True
+        return Span.of(seq_id, first, tokens, wants_logits=wants_logits)
+
+    def _commit_rows(self, seq_id: int) -> None:
+        """Keep the sequence's rows, and free those of drafted nodes behind them."""
+        rows = self._rows[seq_id]
+        if rows.uncommitted:
+            self.cache.commit(seq_id, rows.keys, rows.cached)
+            rows.uncommitted = False
+
+    def forget(self, seq_id: int) -> None:
+        super().forget(seq_id)
+        self._rows.pop(seq_id, None)
+        self.cache.free(seq_id)

@@ -43,10 +43,6 @@ class OnePassDrafter(LevelDrafter):
     def _rows_for_nodes(self, length: int) -> int:
         return max(0, self._policy.depth(length) - 1)
 
-    def _pass_logits(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Run the model over the spans: logits ``[R, columns]``, before ``_as_target_logits``."""
-        raise NotImplementedError
-
     def _run_spans(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
         """Run the text with masks after it: logits of the first drafted token."""
         counts = {t.item.seq.seq_id: self._rows_for_nodes(t.item.draft_length) for t in trees}
@@ -57,7 +53,7 @@ class OnePassDrafter(LevelDrafter):
         return replace(span, parents=chain_parents(count), nodes=[self._mask] * count)
 
     def _run_pass(self, spans: Sequence[Span], trees: Sequence[GrowingTree]) -> Logits:
-        logits = self._pass_logits(spans)
+        logits = self._run_model(spans, ())
         if not trees:
             return logits
         drafting = [span for span in spans if span.wants_logits]
