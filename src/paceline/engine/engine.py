@@ -57,6 +57,8 @@ class Engine:
         self.clock = PhaseClock(self.target.device)
         self.steps = 0
         self.ready: list[Commit] = []  # commits made but not yet returned by ``step``
+        # Called with the plan and the trees of every draft.
+        self.on_drafts: Callable[[Plan, Sequence[TokenTree]], None] | None = None
         self._empty = TokenTree.empty(self.target.device)
         self._inference = torch.inference_mode()
         self._drafter_runs_torch = runs_torch(self.drafter)
@@ -186,6 +188,8 @@ class Engine:
             trees = self.predictions.propose_with(self.drafter, drafting)
         if self.strict:
             check_trees(self.drafter, drafting, trees, self.target.vocab_size)
+        if self.on_drafts is not None:
+            self.on_drafts(drafting, trees)
         if drafting is plan:
             return trees
         proposed = iter(trees)

@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree
-from paceline.lab.certify.draws import DrawCounts, RecordingDrafter
+from paceline.lab.certify.draws import DraftRecorder, DrawCounts
 
 DISTRIBUTION = torch.softmax(torch.arange(8) / 2.0, -1)
-
-
-class Sampler:
-    """Two siblings without replacement, or one token, from a fixed distribution; declares another
-    one."""
-
-    name = "sampler"
-    features: tuple[int, ...] = ()
-
-    def __init__(self, drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> None:
-        self._drawn, self._declared, self._siblings = drawn, declared, siblings
-        self._generator = torch.Generator().manual_seed(0)
-
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        n = self._siblings
-        tokens = torch.multinomial(self._drawn, n, generator=self._generator)
-        draw = Draw.IID if n == 1 else Draw.WITHOUT_REPLACEMENT
-        return [TokenTree(tokens, (-1,) * n, draw, self._declared.repeat(n, 1))]
 
 
 class OneSlice:
     slices = (SimpleNamespace(seq=SimpleNamespace(tokens=[1, 2])),)
 
 
+PLAN: Any = OneSlice()
+
+
+def samples(
+    count: int, drawn: torch.Tensor, declared: torch.Tensor, siblings: int
+) -> Iterator[TokenTree]:
+    """Trees of siblings without replacement, or of one token, from the distribution ``drawn``,
+    which declare another one."""
+    generator = torch.Generator().manual_seed(0)
+    draw = Draw.IID if siblings == 1 else Draw.WITHOUT_REPLACEMENT
+    for _ in range(count):
+        tokens = torch.multinomial(drawn, siblings, generator=generator)
+        yield TokenTree(tokens, (-1,) * siblings, draw, declared.repeat(siblings, 1))
+
+
 def p_value(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> float:
     draws = DrawCounts()
-    recorder = RecordingDrafter(Sampler(drawn, declared, siblings), draws)
-    for _ in range(600):
-        recorder.propose(OneSlice())
+    recorder = DraftRecorder(draws)
+    for tree in samples(600, drawn, declared, siblings):
+        recorder.record(PLAN, [tree])
     assert draws.total == 600 * siblings
     outcome = draws.test()
     assert outcome is not None
@@ -60,9 +58,9 @@ def test_impossible_draws_are_counted() -> None:
     declared = DISTRIBUTION.clone()
     declared[7] = 0.0
     draws = DrawCounts()
-    recorder = RecordingDrafter(Sampler(DISTRIBUTION, declared / declared.sum(), 1), draws)
-    for _ in range(100):
-        recorder.propose(OneSlice())
+    recorder = DraftRecorder(draws)
+    for tree in samples(100, DISTRIBUTION, declared / declared.sum(), 1):
+        recorder.record(PLAN, [tree])
     assert draws.impossible > 10
 
 
@@ -72,13 +70,13 @@ def test_deterministic_drafts_have_nothing_to_test() -> None:
 
 def test_the_largest_tree_of_each_kind_is_kept() -> None:
     declared = DISTRIBUTION.clone()
-    recorder = RecordingDrafter(Sampler(DISTRIBUTION, declared, 1), DrawCounts())
-    recorder.propose(OneSlice())
-    declared.zero_()  # drafters use their memory again
-    recorder._drafter = Sampler(DISTRIBUTION, DISTRIBUTION, 3)
-    recorder.propose(OneSlice())
-    recorder._drafter = Sampler(DISTRIBUTION, DISTRIBUTION, 2)
-    recorder.propose(OneSlice())
+    recorder = DraftRecorder(DrawCounts())
+    (tree,) = samples(1, DISTRIBUTION, declared, 1)
+    recorder.record(PLAN, [tree])
+    assert tree.q is not None
+    tree.q.zero_()  # drafters use their memory again
+    for siblings in (3, 2):
+        recorder.record(PLAN, list(samples(1, DISTRIBUTION, DISTRIBUTION, siblings)))
     assert set(recorder.examples) == {Draw.IID, Draw.WITHOUT_REPLACEMENT}
     tokens, tree = recorder.examples[Draw.IID]
     assert tokens == (1, 2) and tree.q is not None

@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from paceline.core.batch import Plan
 from paceline.core.tree import Draw, TokenTree, children_of
-from paceline.draft.base import Drafter
 from paceline.lab.certify.chisquare import ChiSquare, goodness_of_fit
 from paceline.lab.certify.decoding import TokenIds
 
@@ -41,16 +39,16 @@ class DrawCounts:
         return goodness_of_fit(self.counts, [1 / _BINS] * _BINS) if sum(self.counts) else None
 
 
-class RecordingDrafter:
-    """Wraps a drafter, counts the tokens that it samples in ``draws`` and keeps ``examples``."""
+class DraftRecorder:
+    """Counts the tokens that a drafter samples in ``draws`` and keeps ``examples`` of its trees."""
 
-    def __init__(self, drafter: Drafter, draws: DrawCounts, seed: int = 0) -> None:
-        self._drafter, self._draws = drafter, draws
+    def __init__(self, draws: DrawCounts, seed: int = 0) -> None:
+        self._draws = draws
         self._generator = torch.Generator().manual_seed(seed)
         self.examples: Examples = {}
 
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        trees = self._drafter.propose(plan)
+    def record(self, plan: Plan, trees: Sequence[TokenTree]) -> None:
+        """Record the trees that were proposed for a plan."""
         for item, tree in zip(plan.slices, trees, strict=True):
             example = self.examples.get(tree.draw)
             if len(tree) > (0 if example is None else len(example[1])):
@@ -61,11 +59,6 @@ class RecordingDrafter:
         sampled = [tree for tree in trees if len(tree) and tree.draw is not Draw.POINT]
         if sampled:
             self._count(sampled)
-        return trees
-
-    def __getattr__(self, name: str) -> Any:
-        """All other methods of the Drafter protocol are those of the wrapped drafter."""
-        return getattr(self._drafter, name)
 
     def _count(self, trees: Sequence[TokenTree]) -> None:
         """Add the nodes of sampled trees to the histogram. A token's rank is the probability of

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product, zip_longest
-from typing import cast
 
 import torch
 
 from paceline.core.params import SamplingParams
-from paceline.draft.base import Drafter
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
     MIN_PREFIXES,
@@ -242,12 +240,11 @@ class Certifier(TextCertifier):
         given = len(start.output)
         max_tokens = given + SAMPLE_TOKENS + prefix.draft_length + 1
         starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * size
-        self.recorder.examples = prefix.examples
-        drafter, engine.drafter = engine.drafter, cast(Drafter, self.recorder)
+        self.recorder.examples, engine.on_drafts = prefix.examples, self.recorder.record
         try:
             texts = decode(engine, starts, prefix.draft_length, SAMPLE_TOKENS)
         finally:
-            engine.drafter = drafter
+            engine.on_drafts = None
         prefix.drawn += [tokens[given:] for tokens, _ in texts]
         prefix.drafted += sum(counts.drafted for _, counts in texts)
 

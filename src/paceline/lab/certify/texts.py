@@ -19,7 +19,7 @@ from paceline.lab.bench.prompts import tokens_needed
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import Evidence, Problem, TextCheck, TextDivergence
 from paceline.lab.certify.decoding import Start, TokenIds, decode, explain
-from paceline.lab.certify.draws import RecordingDrafter
+from paceline.lab.certify.draws import DraftRecorder
 from paceline.lab.certify.effort import Effort
 from paceline.llm import LLM
 
@@ -71,7 +71,7 @@ class TextCertifier:
         # No samples are drawn if only greedy decoding is tested.
         self.num_prefixes = 0 if requested.greedy else min(self.effort.prefixes, self.num_texts)
         self.evidence = Evidence()
-        self.recorder = RecordingDrafter(llm.engine.drafter, self.evidence.draws, self.effort.seed)
+        self.recorder = DraftRecorder(self.evidence.draws, self.effort.seed)
         self.advance: OnProgress = lambda description: None
         self.crashed: set[str] = set()
 
