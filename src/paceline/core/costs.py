@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any
 
 
 def _interpolate(points: Sequence[float], values: Sequence[float], point: float) -> float:
@@ -49,14 +49,6 @@ class TargetCosts:
         return max(_interpolate(self.batches[ends], values, batch), 1e-9)
 
 
-class _DraftSizes(Protocol):
-    """The part of a Drafter (draft/base.py) that its costs depend on."""
-
-    def max_nodes(self, length: int) -> int: ...
-
-    def passes(self, length: int) -> int: ...
-
-
 # Optional attributes of drafters that DrafterCosts copies.
 _FLAGS = ("needs_prefill", "sees_prompts", "stops_early", "shares_nodes", "max_forced_tokens")
 
@@ -85,13 +77,14 @@ class DrafterCosts:
     @classmethod
     def of(
         cls,
-        drafter: _DraftSizes,
+        drafter: Any,
         max_length: int,
         seconds: CostCurve,
         model_free_factor: int = 2,
         prior: tuple[float, ...] = (),
     ) -> DrafterCosts:
-        """Drafts of up to ``max_length`` levels, times ``model_free_factor`` without forwards."""
+        """The costs of a ``Drafter``, with drafts of up to ``max_length`` levels, times
+        ``model_free_factor`` without forwards."""
         lengths = range(1 + max_length * (1 if drafter.passes(1) else model_free_factor))
         nodes = tuple(drafter.max_nodes(length) for length in lengths)
         passes = tuple(drafter.passes(length) for length in lengths)

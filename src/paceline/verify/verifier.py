@@ -16,7 +16,7 @@ On a CPU the native kernels compute the decisions where they can (kernels.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -94,23 +94,13 @@ def walk_last_accepted(parents: tuple[int, ...], accepted: Sequence[bool | int])
     return tuple(range(max((n + 1 for n in range(len(parents)) if accepted[n]), default=0)))
 
 
-@dataclass(frozen=True)
-class DeviceDecisions:
+class DeviceDecisions(NamedTuple):
     """``choices`` int64 [R]: the target's token at each row; NO_TOKEN if the row is no
     distribution. ``accepted`` [N]: decisions on nodes, booleans or 0 and 1; None if all trees are
     matched."""
 
     choices: torch.Tensor
     accepted: torch.Tensor | None = None
-
-
-class HostDecisions(NamedTuple):
-    """The decisions on one tree: its tokens, the target's token at each of its rows, and whether
-    each node is accepted (rules other than match)."""
-
-    tokens: Sequence[int]
-    choices: Sequence[int]
-    accepted: Sequence[int] = ()
 
 
 class Verifier:
@@ -140,9 +130,7 @@ class Verifier:
         ModelOutput."""
         if greedy is not None and not needs_logits(span.seq for span in spans):
             return [
-                self._verdict(
-                    s, HostDecisions(s.tree.host_tokens(), greedy[s.logit_row : s.end_logit_row])
-                )
+                self._verdict(s, s.tree.host_tokens(), greedy[s.logit_row : s.end_logit_row])
                 for s in spans
             ]
         if not spans:
@@ -198,12 +186,10 @@ class Verifier:
                 greedy_decisions.append(None)
             row += span.verify_rows
         sampled_decisions = iter(decide_in_kernels(sampled, uniforms) if sampled else ())
-        verdicts = []
-        for span, known in zip(spans, greedy_decisions, strict=True):
-            choices, accepted = known or next(sampled_decisions)
-            decisions = HostDecisions(span.tree.host_tokens(), choices, accepted)
-            verdicts.append(self._verdict(span, decisions))
-        return verdicts
+        return [
+            self._verdict(span, span.tree.host_tokens(), *(known or next(sampled_decisions)))
+            for span, known in zip(spans, greedy_decisions, strict=True)
+        ]
 
     # -- decisions by torch, on the device ------------------------------------------------------
 
@@ -295,11 +281,8 @@ class Verifier:
     ) -> list[Verdict]:
         parts = [span.tree.tokens for span in spans if len(span.tree)]
         nodes = sum(len(span.tree) for span in spans)
-        num_integers = 2 * nodes + len(spans)
-        parts.append(decisions.choices)
-        if decisions.accepted is not None:
-            parts.append(decisions.accepted)
-            num_integers += nodes
+        parts += [part for part in decisions if part is not None]
+        num_integers = 2 * nodes + len(spans) + (decisions.accepted is not None) * nodes
         report = None
         if scores is not None:
             report = StepLogprobs.of(scores, spans, decisions.choices)
@@ -313,8 +296,8 @@ class Verifier:
         for span in spans:
             end = node + len(span.tree)
             row_end = row + span.verify_rows
-            decided = HostDecisions(tokens[node:end], choices[row:row_end], accepted[node:end])
-            verdict = self._verdict(span, decided)
+            decided = tokens[node:end], choices[row:row_end], accepted[node:end]
+            verdict = self._verdict(span, *decided)
             most = span.seq.params.logprobs
             if report is not None and verdict.tokens and most is not None:
                 logprobs = report.read(values[num_integers:], row, node, verdict, most)
@@ -323,9 +306,16 @@ class Verifier:
             row, node = row_end, end
         return verdicts
 
-    def _verdict(self, span: Span, decisions: HostDecisions) -> Verdict:
-        tokens, choices, _ = decisions
-        path = self._path(span, decisions) if tokens else ()
+    def _verdict(
+        self,
+        span: Span,
+        tokens: Sequence[int],
+        choices: Sequence[int],
+        accepted: Sequence[int] = (),
+    ) -> Verdict:
+        """The verdict on a tree with these ``tokens``. ``choices``: the target's token at each of
+        its rows; ``accepted``: the decision on each node (rules other than match)."""
+        path = self._path(span, tokens, choices, accepted) if tokens else ()
         end = path[-1] + 1 if path else 0
         if min(choices) < 0 and any(choices[row] < 0 for row in (0, *(i + 1 for i in path))):
             # NO_TOKEN at a row on the path. Off the path it does not matter.
@@ -333,10 +323,11 @@ class Verifier:
         valid_choices = tuple([max(choice, 0) for choice in choices])
         return Verdict(path, (*[tokens[i] for i in path], choices[end]), valid_choices)
 
-    def _path(self, span: Span, decisions: HostDecisions) -> tuple[int, ...]:
+    def _path(
+        self, span: Span, tokens: Sequence[int], choices: Sequence[int], accepted: Sequence[int]
+    ) -> tuple[int, ...]:
         """The accepted nodes, from the root down."""
-        parents, (tokens, choices, accepted) = span.tree.parents, decisions
-        method = rule_for(span, self.rule)
+        parents, method = span.tree.parents, rule_for(span, self.rule)
         if method == "match":
             return walk_matching(parents, tokens, choices)
         if method == "block":
