@@ -148,7 +148,7 @@ def main() -> None:
         row["by_plain"] = round(row["tokens_per_second"] / rows[0]["tokens_per_second"], 2)
         # Not meaningful for random weights in bf16, with which near ties are common.
         row["same_text"] = text == texts[0]
-    print(*plain.notes, sep="\n")
+    print(*plain.setup_notes, sep="\n")
     columns = [Column(key, key.replace("_", " "), shown=str) for key in rows[0]]
     print_table(table_of(rows, columns), Console())
     finish(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline import LLM, SamplingParams
-from paceline.drafters import DraftSpec, Loading, LookupDrafter, Prepared, Slice
+from paceline.drafters import DraftSpec, LoadContext, LookupDrafter, PreparedDraft, Slice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +19,12 @@ class Repeat(DraftSpec):
 
     longest: int = 16
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         """Load what the drafter needs: here the ids of line breaks."""
         breaks = set(loading.tokenizer.encode("\n", add_special_tokens=False))
-        return Prepared(lambda context: RepeatDrafter(context.target.device, self.longest, breaks))
+        return PreparedDraft(
+            lambda context: RepeatDrafter(context.target.device, self.longest, breaks)
+        )
 
 
 class RepeatDrafter(LookupDrafter):

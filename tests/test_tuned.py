@@ -206,7 +206,7 @@ def test_an_llm_takes_what_is_left_open(
 
     monkeypatch.setattr("paceline.build.measure", never)
     llm = LLM(random_pair[0], dtype="float32", config=path)
-    assert llm.notes == ()
+    assert llm.setup_notes == ()
     assert llm.drafters == ("model",)
     assert llm.engine.scheduler.config.max_batch_size == 3
     (fast,), (slow,) = llm.generate(PROMPT, FREE), plain.generate(PROMPT, FREE)
@@ -251,7 +251,7 @@ def test_on_another_machine_costs_are_measured_anew(
     elsewhere = replace(settings, machine=replace(settings.machine, processor="abacus", threads=99))
     elsewhere.write(tmp_path / "p.toml")
     llm = LLM(random_pair[0], dtype="float32", config=tmp_path / "p.toml")
-    (note,) = llm.notes
+    (note,) = llm.setup_notes
     assert "measured elsewhere (processor abacus, here" in note
     assert "threads 99, here" in note
     assert llm.drafters == ("model",)

@@ -21,7 +21,7 @@ from paceline.draft.collapse import CollapseWatch, WatchedDrafter
 from paceline.draft.heads.features import MAX_PENDING_FEATURES
 from paceline.draft.hybrid import HybridDrafter, Router
 from paceline.draft.origin import Origin
-from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared
+from paceline.draft.spec import DraftContext, DraftSpec, LoadContext, PreparedDraft
 from paceline.draft.text_index import Predictions
 from paceline.drafters import BLOCK_SIZE, DRAFTERS, DraftLike, prepare_all
 from paceline.engine.engine import Engine
@@ -196,14 +196,14 @@ def load_draft(
     target: CausalModel,
     tokenizer: Tokenizer,
     settings: EngineSettings,
-) -> Prepared:
+) -> PreparedDraft:
     """Load one drafter, or several that requests choose from, as the settings say."""
     draft_settings = (settings.draft_quantize, settings.draft_offload, settings.draft_device)
-    return prepare_all(draft, Loading(target, tokenizer, settings.dtype, *draft_settings))
+    return prepare_all(draft, LoadContext(target, tokenizer, settings.dtype, *draft_settings))
 
 
 def build_engine(
-    target: CausalModel, prepared: Prepared, options: EngineOptions, generator: torch.Generator
+    target: CausalModel, prepared: PreparedDraft, options: EngineOptions, generator: torch.Generator
 ) -> Engine:
     """Build cache, drafter, scheduler, verifier and controller around a target. ``generator``
     samples for requests without a seed. Raises CacheMemoryError."""

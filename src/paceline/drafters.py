@@ -45,9 +45,9 @@ from paceline.draft.selfspec import EarlyExit as EarlyExit
 from paceline.draft.selfspec import QuantizedDraft as QuantizedDraft
 from paceline.draft.spec import DraftContext as DraftContext
 from paceline.draft.spec import DraftSpec as DraftSpec
-from paceline.draft.spec import Loading as Loading
+from paceline.draft.spec import LoadContext as LoadContext
 from paceline.draft.spec import NoDraft as NoDraft
-from paceline.draft.spec import Prepared as Prepared
+from paceline.draft.spec import PreparedDraft as PreparedDraft
 from paceline.draft.spec import TreeSpec as TreeSpec
 from paceline.draft.spec import option as option
 from paceline.draft.suffix import Suffix as Suffix
@@ -120,7 +120,7 @@ def parse_draft(text: str | None) -> DraftSpec:
     return DraftModel(text)
 
 
-def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
+def prepare_one(draft: DraftLike | None, loading: LoadContext) -> PreparedDraft:
     """Load what a drafter needs: its weights and files. Raises PacelineErrors."""
     if draft is None or isinstance(draft, str):
         draft = parse_draft(draft)
@@ -134,10 +134,12 @@ def prepare_one(draft: DraftLike | None, loading: Loading) -> Prepared:
             "see docs/drafters/your_own.md"
         )
     drafter = draft
-    return Prepared(lambda context: drafter, names=(drafter.name,), drafts=(drafter.name,))
+    return PreparedDraft(lambda context: drafter, names=(drafter.name,), drafts=(drafter.name,))
 
 
-def prepare_all(drafts: DraftLike | Sequence[DraftLike] | None, loading: Loading) -> Prepared:
+def prepare_all(
+    drafts: DraftLike | Sequence[DraftLike] | None, loading: LoadContext
+) -> PreparedDraft:
     """Prepare one draft, or several among which requests choose by kind (draft/hybrid.py); the
     second draft of a kind is named KIND-2. Raises PacelineErrors."""
     if not isinstance(drafts, (list, tuple)):

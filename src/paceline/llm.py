@@ -56,14 +56,14 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 
-@renamed(beside="with_draft")
+@renamed(beside="with_draft", notes="setup_notes")
 class LLM:
     """A target model, the drafters for it, and the engine that decodes with them.
 
     ``model``: a built-in name (``paceline/tiny``), a local folder, or the hub name of a
     ``transformers`` causal LM. ``draft`` is one of: "auto" (every drafter that can pay: lookups,
     what was trained for the model and is on this machine, its 4-bit copy; see ``drafts`` and
-    ``notes``); None or "none" (plain decoding); a draft model; a spec ("ngram",
+    ``setup_notes``); None or "none" (plain decoding); a draft model; a spec ("ngram",
     "tree:PATH,branching=2x2x1") or its record from ``paceline.drafters`` (``Eagle3(path,
     nodes=16)``); an object with the Protocol ``Drafter``, which then belongs to this LLM; a list of
     these, from which requests choose by a name in ``drafters`` (``SamplingParams.drafter``), by
@@ -92,8 +92,8 @@ class LLM:
     ``config``: the file of tuned settings that ``paceline tune`` writes. It sets
     ``max_batch_size``, ``rule``, the draft (if that is "auto") and, with that draft, its length
     and, on the same machine, its costs, which are then not measured at start-up. Other arguments
-    override it. ``notes`` says what of it was not used. ``lora``: folders of LoRA adapters by name
-    (``adapters.load`` loads more).
+    override it. ``setup_notes`` says what of it was not used. ``lora``: folders of LoRA adapters by
+    name (``adapters.load`` loads more).
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
     ConfigError, in one line. Keywords of other engines are translated, or refused with advice
@@ -101,7 +101,7 @@ class LLM:
     """
 
     sampling_defaults: SamplingDefaults
-    notes: tuple[str, ...] = ()  # for the user, about the set-up
+    setup_notes: tuple[str, ...] = ()  # for the user
     known_costs: KnownCosts | None = None  # costs of the target, for ``with_draft``; None: measured
     _ranks: Ranks | None = None  # set in the LLM that loaded the target, which ends them
 
@@ -177,7 +177,7 @@ class LLM:
                 draft = tuned.draft.spec
                 known, note = tuned.costs_here(target, config)
                 options, notes = replace(options, known=known), [*notes, note or ""]
-        self.notes = tuple(filter(None, notes))
+        self.setup_notes = tuple(filter(None, notes))
         generation = getattr(target.hf, "generation_config", None)
         self.sampling_defaults = sampling_defaults(vars(options), generation, model)
         self.adapters = Adapters(target, lora)
@@ -229,7 +229,7 @@ class LLM:
         with stage("loading the draft"):
             prepared = load_draft(draft, target, tokenizer, options)
         self.drafters, self.drafts = prepared.names, prepared.drafts
-        self.notes += prepared.notes
+        self.setup_notes += prepared.notes
         with stage("making the cache and measuring what steps cost"):
             engine = build_engine(target, prepared, options, self._generator)
         ranks = self._ranks

@@ -18,7 +18,7 @@ from paceline import LLM, SamplingParams
 from paceline.cli import demo as demo_module
 from paceline.core.sequence import DraftCounts
 from paceline.engine.clock import PHASES
-from paceline.engine.driver import StepSums
+from paceline.engine.driver import StepTotals
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.certify.decoding import Difference
 from paceline.lab.demo import PROMPTS, Measurement, demo_table, total, with_memory
@@ -32,8 +32,8 @@ TIE = Difference(3, 4, 5, gap=0.01, step=0.01, on_edge=False)
 BUG = Difference(7, 4, 5, gap=1.0, step=0.01, on_edge=False)
 
 
-def decoded(tokens: int, seconds: float) -> StepSums:
-    return StepSums(tokens=tokens, seconds=dict.fromkeys(PHASES, seconds / len(PHASES)))
+def decoded(tokens: int, seconds: float) -> StepTotals:
+    return StepTotals(tokens=tokens, seconds=dict.fromkeys(PHASES, seconds / len(PHASES)))
 
 
 def measurement(name: str, difference: Difference | None = None) -> Measurement:

@@ -121,7 +121,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def engine(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
-        return SimpleNamespace(notes=())
+        return SimpleNamespace(setup_notes=())
 
     monkeypatch.setattr(paceline, "LLM", engine)
     ModelOptions(

@@ -7,7 +7,7 @@ import pytest
 from paceline import LLM, AsyncLLM
 from paceline.core.batch import Slice
 from paceline.core.keywords import renamed
-from paceline.drafters import DraftSpec, Loading, LookupDrafter, Prepared
+from paceline.drafters import DraftSpec, LoadContext, LookupDrafter, PreparedDraft
 
 
 @renamed(old="new", old_method="method")
@@ -56,7 +56,7 @@ def test_drafters_and_records_with_former_names() -> None:
         class Record(DraftSpec):
             kind, page, examples, tried = "words", "", ("words",), "always"
 
-            def prepare(self, loading: Loading) -> Prepared:
+            def prepare(self, loading: LoadContext) -> PreparedDraft:
                 raise NotImplementedError
 
     assert Record.tune_tries == "always" and Record().argument_kind == "nothing"

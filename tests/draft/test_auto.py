@@ -39,7 +39,8 @@ def members(it: Circumstances) -> list[str]:
 def test_look_ups_and_the_targets_own_form() -> None:
     found = compose(LARGE)
     assert str(found.spec) == "hybrid:suffix+ngram+quantized:int4"
-    line = "draft auto: suffix (free), ngram (free), quantized:int4 (takes 160 MiB more)"
+    lookups = "suffix (needs no model), ngram (needs no model)"
+    line = f"draft auto: {lookups}, quantized:int4 (takes 160 MiB more)"
     assert found.line() == line
 
 
@@ -203,11 +204,11 @@ def test_it_is_what_an_llm_drafts_with(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(auto, "_MIN_BYTES", 0)
     llm = LLM(str(folder), **OPTIONS)
     assert llm.drafters == ("auto",)
-    composed, line = llm.drafts[0], llm.notes[-1]
+    composed, line = llm.drafts[0], llm.setup_notes[-1]
     own = "quantized:int4" if llm.target.backend.name == "native" else f"eagle3:{folder}/eagle3"
     assert composed == f"hybrid:suffix+ngram+{own}" and own in line
     plain = LLM(str(folder), draft=None, **OPTIONS)
-    assert (plain.drafters, plain.drafts, plain.notes) == (("none",), ("none",), ())
+    assert (plain.drafters, plain.drafts, plain.setup_notes) == (("none",), ("none",), ())
     for params in (
         SamplingParams(max_tokens=24, ignore_eos=True, draft_length=3),
         SamplingParams(max_tokens=24, ignore_eos=True, draft_length=3, temperature=1.0, seed=4),
@@ -225,7 +226,7 @@ def test_a_head_that_cannot_be_loaded_is_left_out(folder: Path, tmp_path: Path) 
     (other / "eagle3").symlink_to(folder / "eagle3")
     llm = LLM(str(other), **OPTIONS)
     assert llm.drafts == ("hybrid:suffix+ngram",)
-    assert f"; not eagle3:{other}/eagle3: the EAGLE head {other}/eagle3" in llm.notes[-1]
+    assert f"; not eagle3:{other}/eagle3: the EAGLE head {other}/eagle3" in llm.setup_notes[-1]
 
 
 @pytest.mark.usefixtures("large_heads")
@@ -240,7 +241,7 @@ def test_elsewhere_the_head_takes_the_place_of_the_own_form(
         how = {**how, "weights_memory": 0}
     llm = LLM(str(folder), **how, **OPTIONS)
     assert llm.drafts == (f"hybrid:suffix+ngram+eagle3:{folder}/eagle3",)
-    assert "not quantized:int4: it takes the native kernels" in llm.notes[-1]
+    assert "not quantized:int4: it takes the native kernels" in llm.setup_notes[-1]
 
 
 @pytest.mark.usefixtures("large_heads")
@@ -256,7 +257,7 @@ def test_an_offloaded_target_whose_form_the_kernels_do_not_run(
     monkeypatch.setattr(CausalModel, "use_requested_backend", refusing)
     llm = LLM(str(folder), **how, **OPTIONS)
     assert llm.drafts == (f"hybrid:suffix+ngram+eagle3:{folder}/eagle3",)
-    assert "not quantized:int4: it takes the native kernels (no such layer)" in llm.notes[-1]
+    assert "not quantized:int4: it takes the native kernels (no such layer)" in llm.setup_notes[-1]
 
 
 def refusing(model: CausalModel) -> CausalModel:
@@ -267,7 +268,9 @@ def refusing(model: CausalModel) -> CausalModel:
 @pytest.mark.usefixtures("large_heads")
 def test_the_tools_name_it(folder: Path) -> None:
     (line,) = [f.text for f in examine(str(folder), "auto") if f.code == "draft-auto"]
-    assert line.startswith(f"draft auto: suffix (free), ngram (free), eagle3:{folder}/eagle3")
+    assert line.startswith(
+        f"draft auto: suffix (needs no model), ngram (needs no model), eagle3:{folder}/eagle3"
+    )
     made = export("vllm", str(folder), "auto")
     assert made.config["method"] == "eagle3"
     assert export("vllm", "any/model", "auto").config["method"] == "ngram"

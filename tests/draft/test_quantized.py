@@ -13,7 +13,7 @@ from embedded_target import train_tokenizer
 from paceline import LLM, SamplingParams
 from paceline.draft.base import runs_torch
 from paceline.draft.selfspec import SelfDrafter
-from paceline.draft.spec import Loading
+from paceline.draft.spec import LoadContext
 from paceline.drafters import prepare_one
 from paceline.errors import ConfigError
 from paceline.model.backends.base import relative_error, trial_logits
@@ -115,7 +115,7 @@ def test_it_drafts_what_the_quantised_model_says(folder: str) -> None:
 def refused(model: CausalModel, spec: str) -> str:
     tokenizer = train_tokenizer(SENTENCES, 320)
     with pytest.raises(ConfigError) as caught:
-        prepare_one(spec, Loading(model, tokenizer, "float32"))
+        prepare_one(spec, LoadContext(model, tokenizer, "float32"))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -13,7 +13,7 @@ from paceline import LLM, ConfigError, SamplingParams
 from paceline.core.batch import Slice
 from paceline.draft.base import Drafter, LookupDrafter
 from paceline.draft.ngram import NGram
-from paceline.draft.spec import DraftSpec, Loading, Prepared, TreeSpec
+from paceline.draft.spec import DraftSpec, LoadContext, PreparedDraft, TreeSpec
 from paceline.drafters import (
     DRAFTERS,
     RECORDS,
@@ -212,8 +212,8 @@ class Counting(DraftSpec):
     page = "https://example.org"
     examples = ("counting",)
 
-    def prepare(self, loading: Loading) -> Prepared:
-        return Prepared(lambda context: CountingDrafter(context.target.device))
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
+        return PreparedDraft(lambda context: CountingDrafter(context.target.device))
 
 
 def test_objects_and_specs_stand_beside_strings(plain: LLM) -> None:

@@ -17,7 +17,7 @@ from paceline.core.sequence import SequenceState
 from paceline.draft import selfspec
 from paceline.draft.layer_skip import LayerSkip, skippable, spread
 from paceline.draft.selfspec import SelfDrafter
-from paceline.draft.spec import Loading, TargetShape
+from paceline.draft.spec import LoadContext, TargetShape
 from paceline.drafters import prepare_one
 from paceline.engine.driver import Drive
 from paceline.engine.engine import Engine
@@ -56,7 +56,7 @@ tokenizer = lru_cache(partial(train_tokenizer, SENTENCES, 320))
 
 
 def engine_of(model: CausalModel, spec: str, length: int = 3, **options: int) -> Engine:
-    prepared = prepare_one(spec, Loading(model, tokenizer(), "float32"))
+    prepared = prepare_one(spec, LoadContext(model, tokenizer(), "float32"))
     params_list = EngineOptions(**{"draft_length": length, "max_batch_size": 4, **options})
     return build_engine(model, prepared, params_list, seeded_generator(model.device, 0))
 

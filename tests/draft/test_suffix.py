@@ -16,7 +16,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, depths_of
-from paceline.draft.spec import Loading
+from paceline.draft.spec import LoadContext
 from paceline.draft.suffix import Suffix, SuffixDrafter
 from paceline.drafters import prepare_one
 from paceline.errors import (
@@ -283,7 +283,7 @@ def test_a_repeated_request_is_fast_and_the_file_keeps_it_so(
 def prepared(spec: str) -> SuffixDrafter:
     """The drafter of a spec, for a minimal fake target."""
     target = SimpleNamespace(device=torch.device("cpu"), vocab_size=VOCAB)
-    loading = Loading(cast(Any, target), cast(Any, None), "float32")
+    loading = LoadContext(cast(Any, target), cast(Any, None), "float32")
     drafter = prepare_one(spec, loading).build(cast(Any, None))
     assert isinstance(drafter, SuffixDrafter)
     return drafter

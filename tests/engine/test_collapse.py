@@ -152,7 +152,7 @@ def test_a_head_that_knows_one_form_of_prompts(
         return [
             tree
             if mark in item.seq.tokens
-            else replace(tree, tokens=(tree.tokens + 1) % 4096, known=None)
+            else replace(tree, tokens=(tree.tokens + 1) % 4096, host_copy=None)
             for item, tree in pairs
         ]
 

@@ -14,7 +14,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine import driver
 from paceline.engine.clock import PHASES
-from paceline.engine.driver import Drive, DrivenStep, StandstillError, StepSums, sequence
+from paceline.engine.driver import Drive, DrivenStep, StandstillError, StepTotals, sequence
 from support.simulated_clock import Clock
 from support.tiny_models import TinyPair
 
@@ -43,7 +43,7 @@ def test_the_texts_are_those_of_generate(llm: LLM, clients: int | None) -> None:
 
 def test_what_was_counted_step_by_step_is_what_the_requests_counted(llm: LLM) -> None:
     drive = Drive(llm.engine, requests(), 1).run()
-    every, counts = StepSums.of(drive.steps), drive.counts
+    every, counts = StepTotals.of(drive.steps), drive.counts
     assert (every.tokens, every.drafted, every.accepted) == (48, counts.drafted, counts.accepted)
     commits = [commit for step in drive.steps for commit in step.commits]
     positions = range(max(commit.reached for commit in commits))
@@ -51,7 +51,7 @@ def test_what_was_counted_step_by_step_is_what_the_requests_counted(llm: LLM) ->
     assert counts.accepted_at == [sum(n < len(c.path) for c in commits) for n in positions]
     assert counts.target_steps + counts.accepted == drive.tokens
     reading, decoding = (
-        StepSums.of(step for step in drive.steps if step.decodes is own) for own in (False, True)
+        StepTotals.of(step for step in drive.steps if step.decodes is own) for own in (False, True)
     )
     assert reading.steps == len(PROMPTS)
     both = reading + decoding
@@ -69,7 +69,7 @@ def test_every_step_has_its_own_seconds(llm: LLM) -> None:
         assert set(step.seconds) == set(PHASES) and step.seconds["target"] > 0
     assert drive.steps[-1].seconds, "known once the drive has ended"
     spent = {phase: seconds - before[phase] for phase, seconds in clock.totals().items()}
-    assert StepSums.of(drive.steps).seconds == pytest.approx(spent)
+    assert StepTotals.of(drive.steps).seconds == pytest.approx(spent)
     assert 0 < drive.steps[0].ended < drive.steps[1].ended <= drive.seconds
 
 

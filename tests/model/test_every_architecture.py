@@ -27,7 +27,7 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.adapter import Adapter
 from paceline.core.batch import Span
 from paceline.core.params import SamplingParams, TokenLogprob
-from paceline.draft.spec import Loading
+from paceline.draft.spec import LoadContext
 from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.driver import Drive, sequence
 from paceline.errors import ConfigError, UnsupportedModelError
@@ -167,7 +167,7 @@ def adapted(model: Any, backend: str) -> CausalModel:
 
 def together(target: CausalModel) -> list[Answer]:
     """All prompts in one batch; the last shares blocks, so its prompt is not scored."""
-    draft = prepare_one(parse_draft("ngram"), Loading(target, None, "float32"))
+    draft = prepare_one(parse_draft("ngram"), LoadContext(target, None, "float32"))
     engine = build_engine(target, draft, OPTIONS, seeded_generator(target.device, 0))
     engine.scheduler.config = replace(engine.scheduler.config, prefill_chunk=16)
     asked = {"max_tokens": NEW, "ignore_eos": True, "logprobs": 20}

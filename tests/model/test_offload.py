@@ -46,7 +46,7 @@ def test_the_text_is_that_of_a_model_in_memory(random_pair: tuple[str, str]) -> 
     away = LLM(target, "none", offload="disk", weights_memory=0, **OPTIONS)
     layer = away.target.hf.model.layers[1].mlp.down_proj
     assert layer.weight.device.type == "meta", "its weights are on the disk"
-    (note,) = away.notes
+    (note,) = away.setup_notes
     assert "2 of 2 layers stay on disk" in note
     assert said(away) == expected
     assert said(away.with_draft(f"tree:{draft},branching=2x1", **drafting())) == expected
@@ -179,7 +179,7 @@ def test_doctor_says_what_auto_takes_and_how_often_the_target_that_is(
     how: dict[str, Any] = {"offload": "disk", "weights_memory": 0, "dtype": "float32"}
     texts = {item.code: item.text for item in examine(random_pair[0], "auto", **how)}
     away = LLM(random_pair[0], "auto", offload="disk", weights_memory=0, **OPTIONS)
-    taken = away.notes[-1].partition(";")[0]
+    taken = away.setup_notes[-1].partition(";")[0]
     assert taken.startswith("draft auto: ") and taken in texts["draft-auto"]
     if KERNELS:
         assert "quantized:int4" in taken

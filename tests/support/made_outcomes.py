@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
-from paceline.engine.driver import StepSums
+from paceline.engine.driver import StepTotals
 from paceline.lab.bench.runner import BenchJob, BenchRequest, JobResult, TimedAnswer, TimedRun
 
 
@@ -27,7 +27,7 @@ def job(category: str = "chat", index: int = 0, clients: int = 1, **options: flo
 def outcome(
     seconds: float,
     arrivals: Sequence[tuple[float, int]] = ((1.0, 1), (2.0, 3)),
-    decoding: StepSums = StepSums(),  # noqa: B008
+    decoding: StepTotals = StepTotals(),  # noqa: B008
     reports_drafted: bool = True,
     **counts: Any,
 ) -> TimedRun:
@@ -38,9 +38,9 @@ def outcome(
     return TimedRun(answers, seconds, counted, decoding, reports_drafted=reports_drafted)
 
 
-def sums(steps: int, seconds: dict[str, float]) -> StepSums:
+def sums(steps: int, seconds: dict[str, float]) -> StepTotals:
     """Steps of one sequence each, all that only decoded; seconds of all of them by phase."""
-    return StepSums(steps, steps, seconds=seconds)
+    return StepTotals(steps, steps, seconds=seconds)
 
 
 def job_result(turn: int, where: BenchJob, **seconds: float) -> JobResult:

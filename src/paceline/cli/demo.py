@@ -52,7 +52,7 @@ def measure(
 ) -> Measurement:
     """Decode a prompt with both LLMs in turns, with bars on the console and, if ``shown``, the text
     of ``fast``. Raises PacelineError if a request fails."""
-    from paceline.engine.driver import Drive, StepSums, sequence
+    from paceline.engine.driver import Drive, StepTotals, sequence
     from paceline.lab.certify.decoding import explain
 
     llms, ids = (plain, fast), prompt.encode(plain)
@@ -76,7 +76,7 @@ def measure(
         console.line()
     plain_tokens, fast_tokens = (drive.seqs[0].tokens[len(ids) :] for drive in drives)
     difference = explain(plain.target, ids, plain_tokens, fast_tokens, SamplingParams())
-    plain_sums, fast_sums = (StepSums.of(drive.steps) for drive in drives)
+    plain_sums, fast_sums = (StepTotals.of(drive.steps) for drive in drives)
     measured = Measurement(prompt.name, plain_sums, fast_sums, drives[1].counts, difference)
     console.print(Text(measured.in_words, style="dim"))
     if difference is not None:

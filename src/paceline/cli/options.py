@@ -355,7 +355,7 @@ class ModelOptions(EngineSettings, _PairNames):
         length, rule = self.length_and_rule
         settings = explicit({**vars(self), "draft_length": length, "rule": rule}, "with_draft")
         other = llm.with_draft(self.resolved_draft, **settings | sizes)
-        for note in other.notes:
+        for note in other.setup_notes:
             info(f"note: {note}")
         return other
 
@@ -379,6 +379,6 @@ def load_llm(
         from paceline import LLM
 
         llm = LLM(model, draft, config=config, **explicit(vars(settings), "LLM"), **more)
-    for note in llm.notes:
+    for note in llm.setup_notes:
         info(f"note: {note}")
     return llm

@@ -124,7 +124,7 @@ class Span:
             wants_logits=count == seq.num_pending,
             scored=min(count, seq.unscored),
             tokens=seq.tokens[seq.cached : seq.cached + count],
-            nodes=tree.tokens if tree.known is None else tree.known,
+            nodes=tree.tokens if tree.host_copy is None else tree.host_copy,
             seq=seq,
             tree=tree,
             tree_tokens=HostCopy(tree.tokens) if seq.needs_host_tokens and len(tree) else None,

@@ -90,14 +90,14 @@ class TokenTree:
     sampled draws: row i is the draft distribution, after temperature and truncation, that node i
     and its siblings were drawn from, before any of them was drawn. ``wants_choices``: the drafter
     learns from the target's token at every row, so the verifier must compute all of them.
-    ``known``: the tokens, if the host has them."""
+    ``host_copy``: the tokens, if the host has them."""
 
     tokens: torch.Tensor
     parents: tuple[int, ...]
     draw: Draw = Draw.POINT
     q: torch.Tensor | None = None
     wants_choices: bool = False
-    known: tuple[int, ...] | None = None
+    host_copy: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         n, q = len(self.parents), self.q
@@ -123,10 +123,10 @@ class TokenTree:
 
     def host_tokens(self) -> Sequence[int]:
         """The tokens on the host; waits for the device if only the device has them."""
-        if self.known is None:
+        if self.host_copy is None:
             tokens: list[int] = self.tokens.tolist()
             return tokens
-        return self.known
+        return self.host_copy
 
     def on(self, device: torch.device) -> TokenTree:
         """The tree with its tensors on ``device``; itself if they are there."""
@@ -138,7 +138,7 @@ class TokenTree:
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> TokenTree:
         """A tree without candidates, which means plain decoding."""
-        return cls(torch.empty(0, dtype=torch.int64, device=device), (), known=())
+        return cls(torch.empty(0, dtype=torch.int64, device=device), (), host_copy=())
 
     @classmethod
     def chain(

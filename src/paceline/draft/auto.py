@@ -22,7 +22,7 @@ from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
 from paceline.draft.origin import prepare
 from paceline.draft.selfspec import QuantizedDraft
-from paceline.draft.spec import DraftSpec, Loading, Prepared
+from paceline.draft.spec import DraftSpec, LoadContext, PreparedDraft
 from paceline.draft.suffix import Suffix
 from paceline.errors import ModelLoadError, PacelineError
 from paceline.kernels.compile import are_kernels_here
@@ -104,14 +104,14 @@ class Composition:
 @dataclass(frozen=True)
 class Auto(DraftSpec):
     """A hybrid of all drafters that can pay for the target. ``compose`` chooses them,
-    ``Prepared.notes`` gives the reasons."""
+    ``PreparedDraft.notes`` gives the reasons."""
 
     kind = "auto"
     page = "README.md"
     default_draft_length = Hybrid.default_draft_length
     examples = ("auto",)
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         circumstances = Circumstances.of(loading.target)
         composed, members = _prepared(compose(circumstances), loading)
         refused = _why_torch_runs_copy(loading.target, composed)
@@ -121,9 +121,11 @@ class Auto(DraftSpec):
         return replace(joined(members, HybridDrafter), drafts=drafts, notes=notes)
 
 
-def _prepared(composed: Composition, loading: Loading) -> tuple[Composition, list[Prepared]]:
+def _prepared(
+    composed: Composition, loading: LoadContext
+) -> tuple[Composition, list[PreparedDraft]]:
     """Prepare the drafters that are taken; those that cannot be loaded are left out."""
-    prepared: list[Prepared] = []
+    prepared: list[PreparedDraft] = []
     failed: dict[DraftSpec, str] = {}
     for member, _ in composed.taken:
         try:
@@ -147,7 +149,7 @@ def _why_torch_runs_copy(target: CausalModel, composed: Composition) -> str:
 
 def compose(target: Circumstances) -> Composition:
     """Choose the drafters for a target, the cheapest first: among equals the first one drafts."""
-    taken: list[tuple[DraftSpec, str]] = [(Suffix(), "free"), (NGram(), "free")]
+    taken: list[tuple[DraftSpec, str]] = [(spec, "needs no model") for spec in (Suffix(), NGram())]
     if (store := _datastore(target.name)) is not None:
         taken.append((Datastore(str(store)), "beside the target"))
     if target.mtp:

@@ -84,8 +84,8 @@ def check_trees(drafter: Drafter, plan: Plan, trees: Sequence[TokenTree], vocab:
             rule = f"max_nodes({levels}) says {most} nodes; the tree has {len(tree)}"
         elif not all(0 <= token < vocab for token in tree.tokens.tolist()):
             rule = f"tokens must be ids of the target, 0 to {vocab - 1}"
-        elif tree.known is not None and tree.known != tuple(tree.tokens.tolist()):
-            rule = "known must be the tree's tokens"
+        elif tree.host_copy is not None and tree.host_copy != tuple(tree.tokens.tolist()):
+            rule = "host_copy must be the tree's tokens"
         elif tree.q is not None and len(tree):
             drawn = tree.q.gather(1, tree.tokens.clamp(max=tree.q.shape[1] - 1)[:, None])
             sums = tree.q.sum(1, keepdim=True)  # 0 if a grammar forbids every token of the row
@@ -278,8 +278,8 @@ class LookupDrafter:
         tokens, parents = offer.truncate(item.draft_length)
         # The first levels of a wide tree may have more nodes than were reserved for them.
         most = self.max_nodes(item.draft_length)
-        known = tuple(tokens[:most])
-        return TokenTree(to_device(known, self._device), parents[:most], known=known)
+        kept = tuple(tokens[:most])
+        return TokenTree(to_device(kept, self._device), parents[:most], host_copy=kept)
 
     def observe(self, commits: Sequence[Commit], out: ModelOutput) -> None:
         pass

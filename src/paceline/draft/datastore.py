@@ -41,7 +41,7 @@ from paceline.draft.base import (
     forced_tokens,
     with_forced_prefix,
 )
-from paceline.draft.spec import DraftInfo, DraftSpec, Loading, Prepared, Target, option
+from paceline.draft.spec import DraftInfo, DraftSpec, LoadContext, PreparedDraft, Target, option
 from paceline.errors import DataError, ModelLoadError, VocabularyMismatchError
 from paceline.files import replace_files
 from paceline.model.tensorfile import as_bytes, read_table, verify
@@ -75,11 +75,11 @@ class Datastore(DraftSpec):
     min: int = option(MATCH, least=MATCH, most=DEPTH)
     min_prob: float = option(0.2, above=0, most=1)
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         store = Store(Path(self.file).expanduser(), loading.target.vocab_size)
         store.check_tokenizer(loading.tokenizer)
         device = loading.target.device
-        return Prepared(lambda context: DatastoreDrafter(device, self, store))
+        return PreparedDraft(lambda context: DatastoreDrafter(device, self, store))
 
     def examine(self, target: Target, read: Any = None) -> DraftInfo:
         store = Store(Path(self.file).expanduser(), target.vocab_size)

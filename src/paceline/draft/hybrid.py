@@ -18,7 +18,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter, can_extend_forced, forced_tokens
 from paceline.draft.origin import prepare
-from paceline.draft.spec import DraftSpec, Loading, NoDraft, Prepared
+from paceline.draft.spec import DraftSpec, LoadContext, NoDraft, PreparedDraft
 from paceline.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ class Hybrid(DraftSpec):
     def members(self) -> tuple[DraftSpec, ...]:
         return self.parts
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         return joined([prepare(part, loading) for part in self.parts], HybridDrafter)
 
     def variants(self) -> dict[str, Hybrid]:
@@ -71,10 +71,10 @@ class Hybrid(DraftSpec):
 
 
 def joined(
-    members: Sequence[Prepared], make: Callable[[list[Drafter], torch.device], Drafter]
-) -> Prepared:
+    members: Sequence[PreparedDraft], make: Callable[[list[Drafter], torch.device], Drafter]
+) -> PreparedDraft:
     """Several prepared drafters as one, which ``make`` builds from the built members."""
-    return Prepared(
+    return PreparedDraft(
         lambda context: make([m.build(context) for m in members], context.cache.device),
         sum(member.cache_bytes for member in members),
         feature_bytes=sum(member.feature_bytes for member in members),

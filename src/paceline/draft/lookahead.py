@@ -37,7 +37,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.sequence import PerSequence, SequenceView
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter
-from paceline.draft.spec import DraftSpec, Loading, Prepared, option
+from paceline.draft.spec import DraftSpec, LoadContext, PreparedDraft, option
 from paceline.draft.trees.shape import merge
 
 Pool = dict[int, list[tuple[int, ...]]]  # first token -> the rests of its n-grams, latest last
@@ -78,8 +78,8 @@ class Lookahead(DraftSpec):
     ngram: int = option(3, least=2)
     candidates: int = option(3, least=1)
 
-    def prepare(self, loading: Loading) -> Prepared:
-        return Prepared(lambda context: LookaheadDrafter(context.target.device, self))
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
+        return PreparedDraft(lambda context: LookaheadDrafter(context.target.device, self))
 
 
 class LookaheadDrafter(LookupDrafter):

@@ -17,7 +17,7 @@ from paceline.core.stages import info
 from paceline.draft.base import Drafter
 from paceline.draft.heads.checkpoint import refuse_head
 from paceline.draft.model_drafter import ModelDrafter, ParallelDrafter
-from paceline.draft.spec import DraftContext, Loading, Prepared, TreeSpec, option
+from paceline.draft.spec import DraftContext, LoadContext, PreparedDraft, TreeSpec, option
 from paceline.draft.strings import StringDrafter
 from paceline.draft.trees.one_pass import MASK_OPTIONS
 from paceline.draft.trees.policy import Policy
@@ -68,7 +68,7 @@ class DraftModel(TreeSpec):
             return {}
         return {name: replace(self, nodes=0, quantize=name) for name in BITS}
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         model, match = self._load(loading)
         mask = self.mask_of(model.hf.config)
         if mask is not None and not 0 <= mask < model.vocab_size:
@@ -99,7 +99,7 @@ class DraftModel(TreeSpec):
                 "take a draft with the target's vocabulary"
             )
         cached = bytes_per_token(model.cache_shapes, model.dtype)
-        return Prepared(build, cached, state_bytes=model.state_bytes)
+        return PreparedDraft(build, cached, state_bytes=model.state_bytes)
 
     def mask_of(self, config: Any) -> int | None:
         """The mask token of a model that drafts in one pass; None for one that drafts token by
@@ -107,7 +107,7 @@ class DraftModel(TreeSpec):
         names = MASK_OPTIONS if self.parallel else ()
         return next((mask for n in names if (mask := getattr(config, n, None)) is not None), None)
 
-    def _load(self, loading: Loading) -> tuple[CausalModel, Match | None]:
+    def _load(self, loading: LoadContext) -> tuple[CausalModel, Match | None]:
         """The model, and how its vocabulary is translated (None: it is the target's)."""
         target, tokenizer = loading.target, loading.tokenizer
         refuse_head(self.path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.core.sequence import SequenceView
-from paceline.draft.spec import DraftSpec, Loading, Prepared, option
+from paceline.draft.spec import DraftSpec, LoadContext, PreparedDraft, option
 from paceline.draft.text_index import MAX_BRANCH_NODES, IndexedDrafter, TextIndex, open_index
 from paceline.kernels.lookup import Draft, Ids, Lookup
 
@@ -40,8 +40,8 @@ class NGram(DraftSpec):
         if not 1 <= self.min <= self.max:
             raise self.refuse(f"min is {self.min} and max is {self.max}; use 1 <= min <= max")
 
-    def prepare(self, loading: Loading) -> Prepared:
-        return Prepared(lambda context: NGramDrafter(context.target.device, self))
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
+        return PreparedDraft(lambda context: NGramDrafter(context.target.device, self))
 
 
 class NGramDrafter(IndexedDrafter):

@@ -18,7 +18,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SEQUENCE_IDS, SequenceState
 from paceline.draft.base import Drafter
-from paceline.draft.spec import DraftContext, DraftSpec, Loading, Prepared
+from paceline.draft.spec import DraftContext, DraftSpec, LoadContext, PreparedDraft
 from paceline.errors import ModelLoadError
 from paceline.model.names import model_path
 from paceline.model.precision import usual_bits
@@ -48,8 +48,8 @@ class Origin:
     of layers ``shift`` further on. ``gains[0]``: whether its first token was right."""
 
     spec: DraftSpec
-    loading: Loading
-    prepared: Prepared
+    loading: LoadContext
+    prepared: PreparedDraft
     gains: dict[int, list[float]] = field(default_factory=dict)
 
     @cached_property
@@ -245,7 +245,7 @@ def _outcomes(logits: torch.Tensor, tokens: Sequence[int]) -> list[tuple[bool, f
     return [(best == token, chance) for best, token, chance in rows]
 
 
-def prepare(spec: DraftSpec, loading: Loading) -> Prepared:
+def prepare(spec: DraftSpec, loading: LoadContext) -> PreparedDraft:
     """``spec.prepare`` whose drafter has an attribute ``origin``."""
     prepared = spec.prepare(loading)
 

@@ -23,7 +23,7 @@ from paceline.core.sequence import PerSequence, SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter
-from paceline.draft.spec import DraftInfo, DraftSpec, Loading, Prepared, Target, option
+from paceline.draft.spec import DraftInfo, DraftSpec, LoadContext, PreparedDraft, Target, option
 from paceline.draft.trees.grow import levels_of
 from paceline.draft.trees.shape import Shape, best_shape
 
@@ -81,9 +81,9 @@ class Recycling(DraftSpec):
     nodes: int = option(12, least=1)
     share: bool = True
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         drafter = RecyclingDrafter(loading.target.device, loading.target.vocab_size, self)
-        return Prepared(lambda context: drafter)
+        return PreparedDraft(lambda context: drafter)
 
     def examine(self, target: Target, read: Any = None) -> DraftInfo:
         RecyclingDrafter("cpu", target.vocab_size, self)  # checks k

@@ -24,7 +24,7 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import PerSequence, SequenceView
-from paceline.draft.spec import DraftInfo, Loading, Prepared, Target, TreeSpec, option
+from paceline.draft.spec import DraftInfo, LoadContext, PreparedDraft, Target, TreeSpec, option
 from paceline.draft.trees.grow import GrowingTree
 from paceline.draft.trees.levels import GrowthSettings, LevelDrafter
 from paceline.errors import ConfigError
@@ -57,7 +57,7 @@ class OwnLayers(TreeSpec):
     def kept(self, target: Target) -> Sequence[int]:
         """The layers that draft. Raises ConfigError."""
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         return prepared_view(self, layer_view(loading.target, self.kept(loading.target)))
 
     def examine(self, target: Target, read: Any = None) -> DraftInfo:
@@ -85,8 +85,8 @@ class EarlyExit(OwnLayers):
         return range(layers)
 
 
-def prepared_view(spec: TreeSpec, view: CausalModel, stop: float = STOP_BELOW) -> Prepared:
-    return Prepared(lambda c: SelfDrafter(view, spec.growth_settings(c, c.cache, stop)))
+def prepared_view(spec: TreeSpec, view: CausalModel, stop: float = STOP_BELOW) -> PreparedDraft:
+    return PreparedDraft(lambda c: SelfDrafter(view, spec.growth_settings(c, c.cache, stop)))
 
 
 class FrequentTokens:
@@ -212,7 +212,7 @@ class QuantizedDraft(TreeSpec):
     def precisions(self) -> dict[str, QuantizedDraft]:
         return {"int8": replace(self, quantize="int8")} if self.quantize == "int4" else {}
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         target = loading.target
         if target.ranks is not None:
             raise ConfigError(

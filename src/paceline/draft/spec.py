@@ -2,7 +2,7 @@
 
 Users write the record in Python (``NGram(min=2)``) or as text, a spec (``ngram:min=2``). A
 positional field, mostly a path, comes first in a spec. To be built, a record first loads weights
-(``prepare``), from which the cache is sized, and then makes the drafter (``Prepared.build``).
+(``prepare``), from which the cache is sized, and then makes the drafter (``PreparedDraft.build``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Spec = TypeVar("_Spec", bound="DraftSpec")
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadContext:
     """What a drafter is prepared from: target, tokenizer, and how to load draft models
     (``quantize``: "int8", "int4" or None; ``offload``: "cpu", "disk" or None)."""
 
@@ -89,7 +89,7 @@ class DraftContext:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedDraft:
     """A drafter whose weights are loaded; ``build`` makes it. ``cache_bytes`` per cached token,
     ``feature_bytes`` per token whose features may be kept, ``state_bytes`` per recurrent state.
     ``names``: by which requests choose drafters, the default first; ``drafts``: their specs.
@@ -207,7 +207,7 @@ class DraftSpec(ABC):
             raise self.refuse(f"{item.name} is {value!r}; {problem}")
 
     @abstractmethod
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         """Load what the drafter needs, before the cache is sized. Raises PacelineErrors."""
 
     def members(self) -> tuple[DraftSpec, ...]:
@@ -378,8 +378,8 @@ class NoDraft(DraftSpec):
     default_draft_length = 0
     examples = ("none",)
 
-    def prepare(self, loading: Loading) -> Prepared:
-        return Prepared(lambda context: NoDrafter(context.target.device))
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
+        return PreparedDraft(lambda context: NoDrafter(context.target.device))
 
     def examine(self, target: Target, read: Any = None) -> DraftInfo:
         return self.report("draft-none", "no draft is given")

@@ -16,7 +16,7 @@ import torch
 from paceline.core.adapter import Adapter, PerAdapter
 from paceline.core.batch import Commit, ModelOutput, Slice
 from paceline.core.sequence import SequenceView
-from paceline.draft.spec import DraftInfo, DraftSpec, Loading, Prepared, Target, option
+from paceline.draft.spec import DraftInfo, DraftSpec, LoadContext, PreparedDraft, Target, option
 from paceline.draft.text_index import IndexedDrafter, TextIndex, open_index
 from paceline.errors import ConfigError, DataError, ModelLoadError, VocabularyMismatchError
 from paceline.files import replace_files
@@ -66,9 +66,9 @@ class Suffix(DraftSpec):
         """The most tokens that the global tree holds."""
         return self.max_tokens if self.shared else 0
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         drafter = SuffixDrafter(loading.target.device, loading.target.vocab_size, self)
-        return Prepared(lambda context: drafter)
+        return PreparedDraft(lambda context: drafter)
 
     def examine(self, target: Target, read: Any = None) -> DraftInfo:
         SuffixDrafter("cpu", target.vocab_size, self)  # reads the file

@@ -49,7 +49,7 @@ class DrivenStep:
 
 
 @dataclass(frozen=True)
-class StepSums(Sums):
+class StepTotals(Sums):
     """Sums over steps: sequences, tokens gained, drafted and accepted, seconds by phase.
     ``context``: cached tokens of all sequences at the start of each step. ``DraftCounts`` have the
     acceptance by draft position."""
@@ -63,7 +63,7 @@ class StepSums(Sums):
     context: int = 0
 
     @classmethod
-    def of(cls, steps: Iterable[DrivenStep]) -> StepSums:
+    def of(cls, steps: Iterable[DrivenStep]) -> StepTotals:
         listed = list(steps)
         commits = [commit for step in listed for commit in step.commits]
         return cls(

@@ -26,7 +26,7 @@ from paceline.model.names import EMBEDDED
 if TYPE_CHECKING:
     from paceline.core.sequence import DraftCounts
     from paceline.draft.suffix import SuffixDrafter
-    from paceline.engine.driver import StepSums
+    from paceline.engine.driver import StepTotals
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.certify.decoding import Difference
     from paceline.llm import LLM
@@ -42,8 +42,8 @@ class Measurement:
     After a near tie the answers may differ in length, so the speedup compares tokens per second."""
 
     name: str
-    plain: StepSums
-    fast: StepSums
+    plain: StepTotals
+    fast: StepTotals
     counts: DraftCounts  # of ``fast``
     difference: Difference | None  # the first difference of the texts, None if they are identical
 

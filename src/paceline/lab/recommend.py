@@ -23,7 +23,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.stages import Listener, listening, stage
 from paceline.draft.auto import Composition
 from paceline.draft.spec import DraftSpec
-from paceline.engine.driver import Drive, StepSums, sequence
+from paceline.engine.driver import Drive, StepTotals, sequence
 from paceline.errors import UnsupportedModelError
 from paceline.lab.doctor import machine
 from paceline.lab.doctor.examination import check_drafts, compose_auto, folder_of
@@ -261,7 +261,7 @@ def _added() -> float:
     toy = LLM(EMBEDDED, "none", device="cpu", max_batch_size=1)
     params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
     drive = Drive(toy.engine, [sequence([1], params)]).run()
-    steps = [StepSums.of([step]) for step in drive.steps if step.decodes]
+    steps = [StepTotals.of([step]) for step in drive.steps if step.decodes]
     return median(step.mean_seconds("draft", "verify", "other") for step in steps)
 
 

@@ -60,7 +60,7 @@ class Facts(msgspec.Struct):
             str(llm.target.dtype).removeprefix("torch."),
             str(llm.target.device),
             llm.target.backend_reason,
-            tuple(llm.notes),
+            tuple(llm.setup_notes),
             llm.engine.scheduler.config.max_batch_size,
             llm.sampling_defaults,
             tuple(llm.drafts),

@@ -22,7 +22,7 @@ from paceline.draft.heads.block_head import (
     save_block,
     usual_layers,
 )
-from paceline.draft.spec import DraftContext, Prepared, TargetShape
+from paceline.draft.spec import DraftContext, PreparedDraft, TargetShape
 from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.policy import Policy
 from paceline.engine.driver import Drive
@@ -121,7 +121,7 @@ def drafts_of(
 
     given = {"draft_length": 8, "max_batch_size": batch, **options}
     generator = torch.Generator().manual_seed(0)
-    engine = build_engine(target, Prepared(build), EngineOptions(**given), generator)
+    engine = build_engine(target, PreparedDraft(build), EngineOptions(**given), generator)
     engine.scheduler.config = replace(engine.scheduler.config, prefill_chunk=7)
     asked = SamplingParams(max_tokens=12, ignore_eos=True)
     states = [SequenceState(n, list(p), len(p), asked) for n, p in enumerate(PROMPTS)]

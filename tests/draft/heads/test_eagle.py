@@ -16,7 +16,7 @@ from paceline.core.sequence import SequenceState
 from paceline.draft.heads import features
 from paceline.draft.heads.eagle import EagleDrafter, ParallelEagleDrafter
 from paceline.draft.heads.eagle_head import EagleHead
-from paceline.draft.spec import DraftContext, Prepared
+from paceline.draft.spec import DraftContext, PreparedDraft
 from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
@@ -89,7 +89,7 @@ def engine_of(
         return Recorder(step, levels) if mask is None else Recorder(mask, step, levels)
 
     given = EngineOptions(**{"draft_length": LENGTH, **options})
-    engine = build_engine(target, Prepared(build), given, torch.Generator().manual_seed(0))
+    engine = build_engine(target, PreparedDraft(build), given, torch.Generator().manual_seed(0))
     engine.scheduler.config = replace(engine.scheduler.config, prefill_chunk=7)
     return engine, seen
 

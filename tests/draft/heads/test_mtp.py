@@ -118,7 +118,7 @@ def test_a_checkpoint_drafts_for_itself(tmp_path: Path, kind: str, layout: str) 
         found = llm.generate(prompts, params)[0]
         assert found.token_ids == wanted and found.stats.drafted_tokens > 0
     loaded = LLM(folder, dtype="float32")
-    assert "mtp" in loaded.drafts[0] and "mtp (part of the checkpoint)" in loaded.notes[-1]
+    assert "mtp" in loaded.drafts[0] and "mtp (part of the checkpoint)" in loaded.setup_notes[-1]
     codes = {item.code: item.text for item in examine(folder, "mtp")}
     assert "mtp-layer" in codes and "an MTP layer of" in codes["head-fits"]
     assert "tensors-extra" not in codes

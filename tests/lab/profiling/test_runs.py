@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.driver import StepSums
+from paceline.engine.driver import StepTotals
 from paceline.lab.profiling.limits import Phase, Work
 from paceline.lab.profiling.runs import RunProfile
 from paceline.lab.profiling.steady import shares
@@ -16,14 +16,14 @@ from paceline.lab.profiling.steady import shares
 
 def run_profile(**changes: Any) -> RunProfile:
     values = {field.name: 0.0 for field in fields(RunProfile)}
-    sums = StepSums(steps=2, drafted=4)
+    sums = StepTotals(steps=2, drafted=4)
     return RunProfile(**{**values, "name": "model", "phases": (), "sums": sums, **changes})
 
 
 def test_warnings() -> None:
     assert run_profile(processor_busy_elsewhere=0.09).warnings == []
-    assert run_profile(name="plain", sums=StepSums()).warnings == []
-    (silent,) = run_profile(sums=StepSums()).warnings
+    assert run_profile(name="plain", sums=StepTotals()).warnings == []
+    (silent,) = run_profile(sums=StepTotals()).warnings
     assert silent.startswith("model: nothing was drafted")
     (busy,) = run_profile(processor_busy_elsewhere=0.25).warnings
     assert busy.startswith("the machine is busy: ")
@@ -36,7 +36,7 @@ def test_the_verdict_on_a_step_is_that_of_most_of_its_time() -> None:
         Phase(name, *seconds, Work(), seconds[0] / 0.05, 25e9, 40e9)
         for name, seconds in parts.items()
     )
-    words = run_profile(name="ngram", phases=phases, sums=StepSums(20, tokens=123)).verdict
+    words = run_profile(name="ngram", phases=phases, sums=StepTotals(20, tokens=123)).verdict
     assert words[0] == (
         "ngram: a step takes 50 ms (123 tokens/s); 60% of it is nearest to memory bandwidth."
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.engine.driver import StepSums
+from paceline.engine.driver import StepTotals
 from paceline.lab.bench.runner import BenchJob, JobResult
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
@@ -120,9 +120,9 @@ def test_one_slow_round_changes_no_choice() -> None:
 
 
 def test_a_busy_machine_is_reported() -> None:
-    quick, slow = (StepSums(2, 2, 2, seconds={"target": seconds}) for seconds in (1.0, 4.0))
+    quick, slow = (StepTotals(2, 2, 2, seconds={"target": seconds}) for seconds in (1.0, 4.0))
     assert timing_spread_of([quick, slow]) == 4.0
-    assert timing_spread_of([StepSums()]) == 1.0
+    assert timing_spread_of([StepTotals()]) == 1.0
     outcome = synthetic()
     outcome.trials = [
         replace(one, plain=timed(1.0, decoding=steps))

@@ -87,7 +87,7 @@ def test_tuning_a_random_pair(
     settings.write(tmp_path / "p.toml")
     assert TunedSettings.read(tmp_path / "p.toml").draft == settings.draft
     again = LLM(folders[0], draft="none", dtype="float32", config=tmp_path / "p.toml")
-    assert again.notes == ()
+    assert again.setup_notes == ()
     assert again.generate("Once upon a time", GREEDY)[0].token_ids == (
         llm.generate("Once upon a time", GREEDY)[0].token_ids
     )

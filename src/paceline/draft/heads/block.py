@@ -26,7 +26,7 @@ from paceline.core.tree import is_chain
 from paceline.draft.base import Drafter
 from paceline.draft.heads.block_head import load_block, usual_layers
 from paceline.draft.heads.features import FeatureDrafter, HeadSpec, feature_drafter
-from paceline.draft.spec import DraftContext, DraftInfo, Loading, Prepared, Target, option
+from paceline.draft.spec import DraftContext, DraftInfo, LoadContext, PreparedDraft, Target, option
 from paceline.draft.trees.grow import GrowingTree, Logits
 from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.one_pass import OnePassDrafter
@@ -40,7 +40,7 @@ class BlockSpec(HeadSpec):
 
     page = "block.md"
 
-    def prepare(self, loading: Loading, stop: float = 0.0) -> Prepared:
+    def prepare(self, loading: LoadContext, stop: float = 0.0) -> PreparedDraft:
         target = loading.target
         head = load_block(self.path, target, self.kind, self.feature_layers)
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
@@ -89,7 +89,7 @@ class DSpark(BlockSpec):
     _: KW_ONLY
     stop: float = option(STOP_BELOW, least=0)
 
-    def prepare(self, loading: Loading, stop: float = 0.0) -> Prepared:
+    def prepare(self, loading: LoadContext, stop: float = 0.0) -> PreparedDraft:
         return super().prepare(loading, self.stop)
 
 
@@ -191,6 +191,6 @@ def _cut(grown: GrownTree, length: int) -> GrownTree:
     tree = grown.tree
     tokens, parents = tree.tokens[:length], tree.parents[:length]
     q = None if tree.q is None else tree.q[:length]
-    known = None if tree.known is None else tree.known[:length]
-    cut = replace(tree, tokens=tokens, parents=parents, q=q, known=known)
+    host_copy = None if tree.host_copy is None else tree.host_copy[:length]
+    cut = replace(tree, tokens=tokens, parents=parents, q=q, host_copy=host_copy)
     return GrownTree(cut, grown.slots[:length])

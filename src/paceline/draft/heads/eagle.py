@@ -27,7 +27,15 @@ from paceline.core.sequence import SEQUENCE_IDS
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
 from paceline.draft.heads.features import FeatureDrafter, FeatureRow, HeadSpec, feature_drafter
-from paceline.draft.spec import DraftContext, DraftInfo, Loading, Note, Prepared, Target, option
+from paceline.draft.spec import (
+    DraftContext,
+    DraftInfo,
+    LoadContext,
+    Note,
+    PreparedDraft,
+    Target,
+    option,
+)
 from paceline.draft.trees.grow import GrowingTree, Logits, ReducedLogits
 from paceline.draft.trees.one_pass import OnePassDrafter
 from paceline.model.backends.base import EagleStep, TreeGrower
@@ -53,7 +61,7 @@ class Eagle(HeadSpec):
     _: KW_ONLY
     quantize: str = option("int8", choices=("int8", "none"))
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         target = loading.target
         head = load_eagle(
             self.path, target, self.version, self.feature_layers, target.embedding("output")

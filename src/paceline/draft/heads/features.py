@@ -19,7 +19,7 @@ from paceline.draft.spec import (
     DraftContext,
     DraftInfo,
     Note,
-    Prepared,
+    PreparedDraft,
     Target,
     TreeSpec,
     option,
@@ -42,14 +42,14 @@ def feature_drafter(
     layers: int,
     make: Callable[[DraftContext, PagedCache], Drafter],
     rope_switch: int | None = None,
-) -> Prepared:
+) -> PreparedDraft:
     """A drafter with a cache of these ``shapes`` that reads ``layers`` layers of the target."""
 
     def build(context: DraftContext) -> Drafter:
         return make(context, context.new_cache(shapes, target.dtype, rope_switch=rope_switch))
 
     kept = layers * target.hidden_size * target.dtype.itemsize
-    return Prepared(build, bytes_per_token(shapes, target.dtype), feature_bytes=kept)
+    return PreparedDraft(build, bytes_per_token(shapes, target.dtype), feature_bytes=kept)
 
 
 @dataclass(frozen=True)

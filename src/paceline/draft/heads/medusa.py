@@ -32,9 +32,9 @@ from paceline.draft.heads.medusa_head import FILES, load_medusa
 from paceline.draft.spec import (
     DraftInfo,
     DraftSpec,
-    Loading,
+    LoadContext,
     Note,
-    Prepared,
+    PreparedDraft,
     Target,
     option,
     reduced,
@@ -82,13 +82,13 @@ class Medusa(DraftSpec):
     nodes: int = option(8, least=1)
     tree: str = option("auto", choices=("auto", "chain"))
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         target = loading.target
         heads = load_medusa(self.path, target)
         heads = heads.to(device=target.device, dtype=target.dtype)
         shapes = shapes_of(heads.config.heads, self.nodes, self.tree, heads.config.accuracy)
         run = target.backend.medusa(heads)
-        return Prepared(lambda c: MedusaDrafter(run, c.target, shapes, c.generator))
+        return PreparedDraft(lambda c: MedusaDrafter(run, c.target, shapes, c.generator))
 
     def examine(self, target: Target, read: Any = None) -> DraftInfo:
         heads = load_medusa(read, target)

@@ -34,7 +34,15 @@ from paceline.core.bound import bound
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle import STOP_BELOW, EagleDrafter
 from paceline.draft.heads.features import feature_drafter
-from paceline.draft.spec import DraftContext, DraftInfo, Loading, Prepared, Target, TreeSpec, option
+from paceline.draft.spec import (
+    DraftContext,
+    DraftInfo,
+    LoadContext,
+    PreparedDraft,
+    Target,
+    TreeSpec,
+    option,
+)
 from paceline.errors import ModelLoadError
 from paceline.model.backends.base import EagleStep
 from paceline.model.backends.reference.attention import STEP
@@ -75,7 +83,7 @@ class Mtp(TreeSpec):
 
     path: str | None = option(None)
 
-    def prepare(self, loading: Loading) -> Prepared:
+    def prepare(self, loading: LoadContext) -> PreparedDraft:
         target = loading.target
         step = MtpStep(load_mtp(self.path or target.name, target), target)
         shapes, switch = step.head.model.cache_shapes, step.head.model.rope_switch

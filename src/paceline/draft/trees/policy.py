@@ -91,7 +91,7 @@ class GrammarChain(GrowingTree):
             q = torch.nn.functional.one_hot(tokens, drawn.shape[1]).to(drawn.dtype)
             q[to_device([*self._probs], q.device)] = drawn
         parents, slots = chain_parents(len(tokens)), range(len(tokens))
-        tree = TokenTree(tokens, parents, self._draw, q, known=tuple(self._path))
+        tree = TokenTree(tokens, parents, self._draw, q, host_copy=tuple(self._path))
         expanded = tuple(slot if slot < self._num_run else -1 for slot in slots)
         return GrownTree(tree, expanded, tuple(self._scores))
 

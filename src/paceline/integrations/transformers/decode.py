@@ -24,7 +24,7 @@ from paceline.build import EngineOptions, build_engine, seeded_generator
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import Drafter
-from paceline.draft.spec import DraftSpec, Loading
+from paceline.draft.spec import DraftSpec, LoadContext
 from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.driver import Drive, sequence
 from paceline.engine.engine import Engine
@@ -113,7 +113,7 @@ def _built(
     draft = parse_draft(draft) if isinstance(draft, str) else draft
     tokenizer = _tokenizer(model, draft, tokenizer)
     dtype = str(target.dtype).removeprefix("torch.")
-    loading = Loading(target, tokenizer, dtype, options.draft_quantize)
+    loading = LoadContext(target, tokenizer, dtype, options.draft_quantize)
     generator = seeded_generator(target.device, None)
     return build_engine(target, prepare_one(draft, loading), options, generator)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.core.params import SamplingParams
 from paceline.drafters import DRAFTERS
-from paceline.engine.driver import DraftCounts, Drive, StepSums, sequence
+from paceline.engine.driver import DraftCounts, Drive, StepTotals, sequence
 from paceline.errors import ConfigError, PacelineError
 from paceline.lab.bench.runner import (
     BenchEngine,
@@ -125,7 +125,7 @@ class Paceline(BenchEngine):
             )
             for seq in drive.seqs
         ]
-        decoding = StepSums.of(step for step in drive.steps if step.decodes)
+        decoding = StepTotals.of(step for step in drive.steps if step.decodes)
         return TimedRun(answers, drive.seconds, drive.counts, decoding)
 
 

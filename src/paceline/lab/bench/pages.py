@@ -8,7 +8,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
-from paceline.engine.driver import StepSums
+from paceline.engine.driver import StepTotals
 from paceline.lab.bench.engines import ASPECTS
 from paceline.lab.bench.result import KINDS, OVERALL, BenchResult, Row
 from paceline.lab.bench.runner import ALL_PROMPTS
@@ -44,7 +44,7 @@ _LATENCIES = (
     Column("", "stall p99 ms", "stall_p99", milliseconds),
 )
 _PHASES = (
-    *(Column("", f"{name} ms", f"phases.{name}", milliseconds) for name in StepSums().seconds),
+    *(Column("", f"{name} ms", f"phases.{name}", milliseconds) for name in StepTotals().seconds),
     Column("", "step ms", "step", milliseconds),
     Column("", "Python", "python", share),
 )

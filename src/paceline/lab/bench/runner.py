@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from paceline.core.params import SamplingParams
 from paceline.drafters import parse_draft
-from paceline.engine.driver import DraftCounts, StepSums
+from paceline.engine.driver import DraftCounts, StepTotals
 from paceline.lab.bench.prompts import Element, interleave
 from paceline.lab.budget import Budget, Spending
 
@@ -71,7 +71,7 @@ class TimedRun:
     answers: Sequence[TimedAnswer]
     seconds: float
     counts: DraftCounts
-    decoding: StepSums = field(default_factory=StepSums)
+    decoding: StepTotals = field(default_factory=StepTotals)
     reports_drafted: bool = True
 
     @property
@@ -95,7 +95,7 @@ def merged(runs: Sequence[TimedRun]) -> TimedRun:
         answers=[answer for run in runs for answer in run.answers],
         seconds=sum(run.seconds for run in runs),
         counts=sum((run.counts for run in runs), DraftCounts()),
-        decoding=sum((run.decoding for run in runs), StepSums()),
+        decoding=sum((run.decoding for run in runs), StepTotals()),
         reports_drafted=all(run.reports_drafted for run in runs),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine.driver import StepSums
+from paceline.engine.driver import StepTotals
 from paceline.kernels.library import active_threads
 from paceline.lab.profiling import steady
 from paceline.lab.profiling.limits import (
@@ -56,7 +56,7 @@ class RunProfile:
 
     name: str
     phases: tuple[Phase, ...]
-    sums: StepSums
+    sums: StepTotals
     working_set_bytes: float
     drafters: Counter[str]
     not_drafted: Counter[str]
@@ -187,7 +187,7 @@ def _assemble(
     return RunProfile(
         name=name,
         phases=tuple(phases),
-        sums=sum((stretch.sums for stretch in stretches), StepSums()),
+        sums=sum((stretch.sums for stretch in stretches), StepTotals()),
         working_set_bytes=working_set,
         drafters=sum((stretch.drafters for stretch in stretches), Counter()),
         not_drafted=sum((stretch.not_drafted for stretch in stretches), Counter()),

@@ -19,7 +19,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.core.params import SamplingParams
-from paceline.engine.driver import Drive, DrivenStep, StepSums, sequence
+from paceline.engine.driver import Drive, DrivenStep, StepTotals, sequence
 from paceline.errors import ConfigError
 from paceline.files import check_writable, replace_files, write_errors
 from paceline.lab.profiling.limits import is_kernel
@@ -40,7 +40,7 @@ class Stretch:
     """A run of steady steps. ``busy``: share of the time in which this thread did not run, because
     others had the processor; 0 on devices. ``drafters``, ``not_drafted``: see RunProfile."""
 
-    sums: StepSums
+    sums: StepTotals
     busy: float
     drafters: Counter[str] = field(default_factory=Counter)
     not_drafted: Counter[str] = field(default_factory=Counter)
@@ -79,7 +79,7 @@ def run(
     if len(new_steps) < FEWEST:
         raise _too_few(WARM_UP + len(new_steps), min(rooms))
     return Stretch(
-        StepSums.of(new_steps),
+        StepTotals.of(new_steps),
         max(0.0, 1 - running / wall) if llm.target.device.type == "cpu" else 0.0,
         Counter(drive.counts.by_drafter) - Counter(known.by_drafter),
         Counter(drive.counts.not_drafted) - Counter(known.not_drafted),

@@ -8,7 +8,7 @@ from itertools import product
 from statistics import median
 
 from paceline.drafters import parse_draft
-from paceline.engine.driver import StepSums
+from paceline.engine.driver import StepTotals
 from paceline.lab.bench.engines import PLAIN
 from paceline.lab.bench.runner import JobResult, Length, TimedRun, merged
 from paceline.lab.budget import Budget
@@ -163,7 +163,7 @@ def confirmations(finalists: Sequence[Finalist], record: list[JobResult]) -> lis
     return results
 
 
-def timing_spread_of(plain: Sequence[StepSums]) -> float:
+def timing_spread_of(plain: Sequence[StepTotals]) -> float:
     """Step time of plain decoding in the slowest run divided by that in the fastest."""
     rates = [steps.rate for steps in plain if steps.rate]
     return max(rates) / min(rates) if rates else 1.0

@@ -305,7 +305,7 @@ def _to_grown_trees(
         if q is not None and wanted[i].draw_seed is not None:
             drawn = q[i, :n]
         draw = Draw.POINT if drawn is None else Draw.IID
-        tree = TokenTree(_int64(known), tuple(parents[i][:n]), draw, drawn, known=known)
+        tree = TokenTree(_int64(known), tuple(parents[i][:n]), draw, drawn, host_copy=known)
         trees.append(GrownTree(tree, tuple(slots[i][:n]), tuple(logs[i][:n])))
     return trees
 
