@@ -260,8 +260,8 @@ void growth(Model& m) {
   std::vector<pl_tree> trees{{4, 3, 9, 5, 0}, {5, 1, 5, 2, 20}, {1, 2, 2, 7, 40}, {3, 2, 4, 3, 60}};
   for (size_t n = 0; n < trees.size(); n++) {
     pl_tree& tree = trees[n];
-    tree.base = m.size.coded ? 0 : tree.base;  // int8 values that were never written are not numbers
-    tree.sampled = static_cast<int32_t>(n % 3), tree.top_k = 1 << 30, tree.inverse_temperature = 1.75f;
+    tree.cached = m.size.coded ? 0 : tree.cached;  // int8 values that were never written are not numbers
+    tree.sampling = static_cast<int32_t>(n % 3), tree.top_k = 1 << 30, tree.inverse_temperature = 1.75f;
     tree.top_p = 1.0f, tree.position = 7, tree.seed = n, tree.power = 1.0f;
     tree.min_level_prob = n == 1 ? 0.05f : 0.0f, tree.min_node_score = n == 3 ? -1.0f : -INFINITY;
   }

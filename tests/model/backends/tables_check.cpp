@@ -140,7 +140,7 @@ bool same_rows(const std::vector<Table>& all) {
 bool same_rounding(const std::vector<Table>& all) {
   const long rows = 5, columns = 192;
   for (long bits : {4L, 8L})
-    for (long zero : {PL_ZERO_NONE, PL_ZERO_WHOLE, PL_ZERO_FREE}) {
+    for (long zero : {PL_ZERO_POINT_NONE, PL_ZERO_POINT_WHOLE, PL_ZERO_POINT_FREE}) {
       std::vector<float> w(rows * columns), wanted;
       for (float& value : w) value = number();
       for (const Table& t : all) {

@@ -65,7 +65,7 @@ void Forward::locate_keys() {
 // Where the keys of a span's rows are. Nodes of a chain lie in the cache in the order of their positions, as the
 // context does. A row of another tree has the slots of its ancestors listed, from the root down.
 void Forward::locate_keys(const pl_span& span) {
-  const int32_t *parents = b_.parents + span.parents, *table = b_.tables + span.table;
+  const int32_t *parents = b_.parents + span.parents_start, *table = b_.tables + span.table_start;
   long tree = span.context + span.pending, rows = span.pending + span.nodes - span.first_new;
   bool chain = is_chain(parents, span.nodes);
   for (long r = 0; r < rows; r++) {

@@ -92,8 +92,8 @@ void sample_candidates(const Kernels& k, const pl_tree& tree, const pl_growth& g
   std::fill(values, values + count, NEVER);
   if (!compute_distribution(k, row, {tree.inverse_temperature, tree.top_p, tree.min_p, tree.top_k}, &p, nullptr)) return;
   uint64_t key = splitmix(tree.seed ^ static_cast<uint64_t>(position));
-  if (tree.sampled == 2) return gumbel_top(k, row, p, key, g.ids, count, columns, values);
-  if (tree.sampled == 1) {
+  if (tree.sampling == 2) return gumbel_top(k, row, p, key, g.ids, count, columns, values);
+  if (tree.sampling == 1) {
     k.top_k(row.dtype, row.data, row.width, count, 0.0f, columns, values);
     for (long n = 0; n < count; n++) values[n] = static_cast<float>(std::log(probability(p, row, columns[n])));
     return;
@@ -126,7 +126,7 @@ void add_level(const Kernels& k, int64_t dtype, const pl_growth& g, const std::v
     float* value = &values[r * width];
     const char* row = logits + r * bytes;
     long count = std::min<long>(tree.width, width);
-    if (tree.sampled) {
+    if (tree.sampling) {
       float* q = g.q ? g.q + (tree_of[r]->index * g.max_nodes + level - 1) * g.q_width : nullptr;
       sample_candidates(k, tree, g, {dtype, row, g.columns}, tree.position + level - 1, count, column, value, q);
       continue;
@@ -153,21 +153,21 @@ struct LevelBatch {
 
   // Expands the best candidates of the tree's newest level.
   void expand(GrowingTree& t, const pl_growth& g, long level) {
-    const int32_t* table = g.tables + t.params.table;
+    const int32_t* table = g.tables + t.params.table_start;
     long first = t.expanded(), source = t.first_row - (first - t.level_rows);
     for (int32_t c : t.best_candidates(t.level_begin, t.params.width)) {
-      long index = t.params.base + t.expanded();
+      long index = t.params.cached + t.expanded();
       wanted.push_back(static_cast<int32_t>(ids.size()));
       ids.push_back(t.token[c]);
-      positions.push_back(static_cast<int32_t>(t.params.base + level - 1));
+      positions.push_back(static_cast<int32_t>(t.params.cached + level - 1));
       slots.push_back(static_cast<int32_t>(table[index / g.block_size] * g.block_size + index % g.block_size));
       source_rows.push_back(static_cast<int32_t>(level == 1 ? t.first_row : source + t.parent[c]));
       t.candidate.push_back(c);
       t.node_parent.push_back(t.parent[c]);
     }
     t.level_rows = t.expanded() - first, t.first_row = static_cast<long>(ids.size()) - t.level_rows;
-    spans.push_back({static_cast<int32_t>(t.first_row), t.params.base, 0, static_cast<int32_t>(t.expanded()),
-                     static_cast<int32_t>(first), t.params.table, static_cast<int32_t>(parents.size())});
+    spans.push_back({static_cast<int32_t>(t.first_row), t.params.cached, 0, static_cast<int32_t>(t.expanded()),
+                     static_cast<int32_t>(first), t.params.table_start, static_cast<int32_t>(parents.size())});
     parents.insert(parents.end(), t.node_parent.begin(), t.node_parent.end());
     if (t.params.pair) add_adapter(t);
   }

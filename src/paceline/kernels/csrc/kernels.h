@@ -162,7 +162,7 @@ struct ExpertChoice {
 struct WeightRounding {
   int64_t dtype;
   const void* weight;
-  long columns, group, bits, zero;  // group: inputs that share a scale; zero: PL_ZERO_...
+  long columns, group, bits, zero;  // group: inputs that share a scale; zero: PL_ZERO_POINT_...
   int8_t* codes;
   float *scales, *offsets;  // offsets: NULL without zero points
 };
@@ -170,7 +170,7 @@ struct WeightRounding {
 // Rows that are quantised together. With free zero points best_grid() of rounding.py decides for them together
 // whether scales are fp16. Otherwise they are at least enough to fill 16 lanes.
 inline long rounded_rows(const WeightRounding& r) {
-  long rows = (1 << 16) / r.columns, least = r.zero == PL_ZERO_FREE ? 1 : 16;
+  long rows = (1 << 16) / r.columns, least = r.zero == PL_ZERO_POINT_FREE ? 1 : 16;
   return rows > least ? rows : least;
 }
 inline long rounding_scratch(const WeightRounding& r) {

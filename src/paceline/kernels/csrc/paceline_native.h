@@ -15,7 +15,8 @@ enum { PL_FLOAT32 = 0, PL_BFLOAT16 = 1 };  // dtypes
 enum { PL_SCALE_FLOAT = 0, PL_SCALE_BFLOAT16 = 1, PL_SCALE_HALF = 2 };
 // Kinds of offsets: codes of 4 bits are -8 to 7 with the first, 0 to 15 with the second.
 enum { PL_OFFSETS_NONE = 0, PL_OFFSETS_SIGNED = 1, PL_OFFSETS_UNSIGNED = 2 };
-enum { PL_ZERO_NONE = 0, PL_ZERO_WHOLE = 1, PL_ZERO_FREE = 2 };  // zero points that rounding may choose, see rounding.py
+// Zero points that rounding may choose, see rounding.py.
+enum { PL_ZERO_POINT_NONE = 0, PL_ZERO_POINT_WHOLE = 1, PL_ZERO_POINT_FREE = 2 };
 enum { PL_PLAIN = 0, PL_GATE = 1, PL_UP = 2 };  // parts of a packed matrix
 
 // A packed weight matrix, see gemm.h.
@@ -76,7 +77,7 @@ typedef struct {
 // r - pending + first_new; earlier nodes are in the cache already.
 typedef struct {
   int32_t start, context, pending, nodes, first_new;
-  int32_t table, parents;  // where its block table and the parents of its nodes begin in pl_batch
+  int32_t table_start, parents_start;  // where its block table and the parents of its nodes begin in pl_batch
 } pl_span;
 
 // A LoRA adapter's matrices for one packed matrix, to which they add B A x. B has as many outputs as the packed matrix,
@@ -127,8 +128,8 @@ typedef struct {
 // counts as p^power.
 typedef struct {
   int32_t depth, width, nodes;
-  int32_t base, table;  // base: cached tokens before the tree; table: where its block table begins in pl_growth
-  int32_t sampled;  // 0: greedy; 1: truncated; 2: truncated, with the noise of seed and position; 3: drawn
+  int32_t cached, table_start;  // cached tokens before the tree; where its block table begins in pl_growth
+  int32_t sampling;  // 0: greedy; 1: truncated; 2: truncated, with the noise of seed and position; 3: drawn
   int32_t top_k;
   float inverse_temperature;  // 1 / temperature: tokens are scored by softmax(inverse_temperature * logits)
   float top_p, min_p, power, min_level_prob, min_node_score;
@@ -182,7 +183,7 @@ void pl_copy_quantised(int64_t unpack, int64_t part, int8_t* codes, float* scale
                        int64_t first, const pl_weight* w);
 
 // Rounds a weight [rows, columns] in dtype to codes of 8 or 4 bits, with a scale for each `group` inputs (a multiple of
-// 16), for pl_copy_quantised. zero: PL_ZERO_...; offsets: NULL with PL_ZERO_NONE.
+// 16), for pl_copy_quantised. zero: PL_ZERO_POINT_...; offsets: NULL with PL_ZERO_POINT_NONE.
 int pl_quantise(int64_t dtype, const void* weight, int64_t rows, int64_t columns, int64_t group, int64_t bits, int64_t zero,
              int8_t* codes, float* scales, float* offsets, int64_t threads);
 

@@ -27,7 +27,7 @@ struct Grids {
 struct CodeRange {
   float least, most;
   explicit CodeRange(const WeightRounding& r)
-      : least(r.bits == 4 ? (r.zero == PL_ZERO_FREE ? 0.0f : -8.0f) : -127.0f), most(r.bits == 4 ? least + 15 : 127.0f) {}
+      : least(r.bits == 4 ? (r.zero == PL_ZERO_POINT_FREE ? 0.0f : -8.0f) : -127.0f), most(r.bits == 4 ? least + 15 : 127.0f) {}
   F32x16 clamp(F32x16 codes) const { return min(set1(most), max(set1(least), codes)); }
 };
 
@@ -38,7 +38,7 @@ inline void make_grids(const WeightRounding& r, const float* lows, const float* 
   float least = r.bits == 4 ? -8.0f : -127.0f;
   for (int i = 0; i < 16; i++) {
     float low = lows[i] * shrink, high = highs[i] * shrink, scale;
-    if (r.zero != PL_ZERO_NONE)
+    if (r.zero != PL_ZERO_POINT_NONE)
       scale = (high - low) / steps;
     else if (r.bits == 8)
       scale = (-low > high ? -low : high) / most;
@@ -47,7 +47,7 @@ inline void make_grids(const WeightRounding& r, const float* lows, const float* 
     g.scale[i] = scale == 0 ? 1.0f : scale;
     g.offset[i] = low;
   }
-  if (r.zero == PL_ZERO_FREE) {
+  if (r.zero == PL_ZERO_POINT_FREE) {
     float first = r.bits == 4 ? 0.0f : least;
     for (int i = 0; i < 16; i++) {
       float scale = exact ? g.scale[i] : round_to_half(g.scale[i]), offset = g.offset[i] - first * scale;
@@ -59,7 +59,7 @@ inline void make_grids(const WeightRounding& r, const float* lows, const float* 
   for (int i = 0; i < 16; i++) g.scale[i] = round_to_bf16(g.scale[i]);
   F32x16 scale = load(g.scale), zero_points = nearest(set1(least) - load(g.offset) / scale);
   zero_points = min(set1(most), max(set1(least), zero_points));
-  store(g.offset, r.zero == PL_ZERO_NONE ? zero() : (zero() - zero_points) * scale);
+  store(g.offset, r.zero == PL_ZERO_POINT_NONE ? zero() : (zero() - zero_points) * scale);
 }
 
 // Whether fp16 can express these grids: scales are normal numbers, offsets are finite.
@@ -137,7 +137,7 @@ void round_weight_rows(const WeightRounding& r, long first, long rows, float* sc
   long begin = first * r.columns;  // index of the rows' first weight
   for (long batch = 0; batch < batches; batch++) {
     load_groups(r, begin, batch * 16, groups, values + batch * size, low + batch * 16, high + batch * 16);
-    for (int s = 0; s < shrinks && r.zero == PL_ZERO_FREE; s++)
+    for (int s = 0; s < shrinks && r.zero == PL_ZERO_POINT_FREE; s++)
       exact[s] = exact[s] || !fits_half(r, low + batch * 16, high + batch * 16, shrink[s]);
   }
   CodeRange range(r);

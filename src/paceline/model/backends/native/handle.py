@@ -183,7 +183,7 @@ class ModelHandle:
             seeded, (power, stop, least) = params.seed is not None, tree.early_stop
             trees[i] = CTree(
                 *(tree.depth, tree.width, tree.nodes, tree.base, len(tables)),
-                sampled=0 if greedy else 2 if seeded else 1 if tree.draw_seed is None else 3,
+                sampling=0 if greedy else 2 if seeded else 1 if tree.draw_seed is None else 3,
                 top_k=params.top_k if params.top_k > 0 else _NO_TOP_K,
                 inverse_temperature=inverse_temperature,
                 top_p=params.top_p,
