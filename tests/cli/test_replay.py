@@ -44,6 +44,20 @@ def changed(receipts: Path, to: Path, seal: bool = True, **fields: Any) -> Path:
     return to
 
 
+_WRONG: list[dict[str, Any]] = [  # sealed, but not what a receipt has
+    {"tokens": [[1]]},
+    {"prompt": [2**40]},
+    {"tokens": "abc"},
+    {"backend": {}},
+    {"settings": []},
+    {"sampling": {"logit_bias": 5}},
+    {"sampling": {"temperature": "hot"}},
+    {"sampling": {"grammar": 7}},
+    {"sampling": {"top_q": 1}},
+    {"model": None},
+]
+
+
 def test_the_same_text_bit_for_bit(receipts: Path) -> None:
     result = paceline("replay", str(receipts), "--model", TINY)
     assert result.exit_code == 0, result.output
@@ -100,6 +114,14 @@ def test_what_cannot_be_compared_is_one_line(receipts: Path, tmp_path: Path) -> 
     for arguments, line in (
         ([str(tampered)], "was changed"),
         ([str(less)], "was changed"),
+        *(
+            ([str(changed(receipts, tmp_path / f"{n}.json", **wrong))], "that no receipt has")
+            for n, wrong in enumerate(_WRONG)
+        ),
+        (
+            [str(changed(receipts, tmp_path / "d.json", settings=settings | {"quantize": 5}))],
+            "quantize",
+        ),
         ([str(receipts), "--model", str(folder)], "other weights"),
         ([str(elsewhere)], "cuda"),
         ([str(tmp_path / "none.json")], "has no receipt"),

@@ -6,6 +6,8 @@ FUZZ_SECONDS=600 FUZZ_SEED=2 python -m pytest tests/files/test_readers.py
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import random
 import re
@@ -16,7 +18,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline import PacelineError
+from paceline import LLM, PacelineError, SamplingParams
 from paceline.build import EngineOptions
 from paceline.draft.datastore import Store, write_datastore
 from paceline.draft.heads.block_head import load_block
@@ -34,11 +36,15 @@ from paceline.draft.spec import TargetShape
 from paceline.draft.suffix import SuffixDrafter
 from paceline.drafters import parse_draft
 from paceline.engine.recovery import Failure
+from paceline.lab.bench.prompts import load_prompts
+from paceline.lab.replay import replay
 from paceline.model.gguf import read_gguf
 from paceline.model.lora import read_adapter
 from paceline.model.target import CausalModel
 from paceline.model.tokenizer import load_tokenizer
+from paceline.request.receipt import _hash, read_receipts
 from paceline.settings.tuned import TunedSettings
+from paceline.train.data import encode_stream
 from support.made_adapters import write_adapter
 from support.made_gguf import write_gguf
 from support.medusa_models import write_medusa
@@ -138,8 +144,49 @@ def tuned(root: Path) -> Made:
     return [root / "p.toml"], read
 
 
+def receipt(root: Path) -> Made:
+    file, llm = root / "receipt.json", LLM("paceline/tiny", "none", max_batch_size=1)
+    params = SamplingParams(max_tokens=4, receipt=True, seed=1, temperature=0.5)
+    file.write_text(json.dumps([llm.generate(["Once"], params)[0].receipt]), encoding="utf-8")
+
+    def read() -> None:
+        with suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
+            (content,) = json.loads(file.read_bytes())  # one that somebody wrote, with a valid seal
+            content.pop("seal")
+            content |= {f"{name}_sha256": _hash(content[name]) for name in ("prompt", "tokens")}
+            file.write_text(json.dumps([{**content, "seal": _hash(content)}]), encoding="utf-8")
+        for record in read_receipts(file):
+            replay(llm, record)
+
+    return [file], read
+
+
+_RECORDS = (
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}]},
+    {"turns": ["Hi", "And then?"], "category": "writing", "question_id": 1},
+    {"text": "User: Hi\n\nAssistant: Yes.", "license": "MIT", "source": "a"},
+    {"ids": [1, 2, 3, 4, 5], "prompt": 2, "job": 0, "turn": 1, "task": "a"},
+)
+
+
+def training_data(root: Path) -> Made:
+    texts, packed = root / "data.jsonl", root / "data.jsonl.gz"
+    texts.write_text("\n".join(map(json.dumps, _RECORDS)), encoding="utf-8")
+    packed.write_bytes(gzip.compress(texts.read_bytes()))
+    words = load_tokenizer("paceline/tiny")
+    return [texts, packed], lambda: [encode_stream(file, words) for file in (texts, packed)]
+
+
+def prompts(root: Path) -> Made:
+    lines, plain = root / "prompts.jsonl", root / "prompts.txt"
+    lines.write_text("\n".join(map(json.dumps, (_RECORDS[0], *_RECORDS[2:4]))), encoding="utf-8")
+    plain.write_text("Once\n---\nThere was", encoding="utf-8")
+    return [lines, plain], lambda: [load_prompts(file) for file in (lines, plain)]
+
+
 READERS = (gguf_header, gguf_model, checkpoint, tokenizer, eagle, medusa, block)
-READERS += (adapter, suffix_memory, datastore, tuned)
+READERS += (adapter, suffix_memory, datastore, tuned, receipt, training_data, prompts)
 
 
 NUMBERS = [0, 1, 3, 127, 65537, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**64 - 1]

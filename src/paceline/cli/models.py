@@ -256,10 +256,13 @@ def replay(
         receipts = read_receipts(Path(receipt))
         first = receipts[0]  # all receipts of an answer come from one engine
         recorded = {"backend": first["backend"]["name"], **first["settings"]}
-        names = {entry.name for entry in entries(LoadSettings)}
-        known: dict[str, Any] = {name: recorded[name] for name in names & recorded.keys()}
-        settings = LoadSettings(**known, threads=threads)
         try:
+            known: dict[str, Any] = {
+                entry.name: entry.read(value, f"the setting {entry.name}")
+                for entry in entries(LoadSettings)
+                if (value := recorded.get(entry.name)) is not None
+            }
+            settings = LoadSettings(**known | {"threads": threads})
             llm = load_llm(settings, model or first["model"], "none", max_batch_size=1)
         except PacelineError as error:
             raise ReceiptError(f"the receipt's model: {error}") from None

@@ -19,7 +19,9 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+
+import msgspec
 
 from paceline.core.params import Grammar, SamplingParams
 from paceline.errors import ConfigError, PacelineError
@@ -38,10 +40,29 @@ _DECIDING = (
     *("stop_token_ids", "ignore_eos", "skip_special_tokens", "skip_end_tokens"),
     "include_stop_str_in_output",
 )
-_FIELDS = {
-    *("paceline_receipt", "model", "weights", "tokenizer", "backend", "settings", "sampling"),
-    *("finish_reason", "prompt", "tokens", "prompt_sha256", "tokens_sha256", "seal"),
-}
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+
+
+class _Backend(TypedDict):
+    name: str
+
+
+class _Receipt(TypedDict):
+    """The fields of a receipt. A seal does not say that they are of these types."""
+
+    paceline_receipt: int
+    model: str
+    weights: str
+    tokenizer: str
+    backend: _Backend
+    settings: dict[str, Any]
+    sampling: dict[str, Any]
+    finish_reason: str
+    prompt: _TokenIds
+    tokens: _TokenIds
+    prompt_sha256: str
+    tokens_sha256: str
+    seal: str
 
 
 class ReceiptError(PacelineError):
@@ -142,7 +163,7 @@ def read_receipts(path: Path) -> list[dict[str, Any]]:
         if receipt["paceline_receipt"] != FORMAT:
             raise ReceiptError(f"{path} is a receipt of another version of paceline; use that one")
         rest = {key: value for key, value in receipt.items() if key != "seal"}
-        hashes = receipt.keys() == _FIELDS and {
+        hashes = receipt.keys() == _Receipt.__annotations__.keys() and {
             f"{name}_sha256": _hash(receipt[name]) for name in ("prompt", "tokens")
         }
         if not hashes or receipt.get("seal") != _hash(rest) or not hashes.items() <= rest.items():
@@ -150,6 +171,11 @@ def read_receipts(path: Path) -> list[dict[str, Any]]:
                 f"{path} was changed: its seal is not that of its content; get the receipt again "
                 "from whoever made it"
             )
+        try:
+            msgspec.convert(receipt, _Receipt)
+            sampling_of_receipt(receipt)
+        except (TypeError, ValueError, AttributeError, PacelineError) as error:
+            raise ReceiptError(f"{path} has a value that no receipt has: {error}") from None
     return receipts
 
 

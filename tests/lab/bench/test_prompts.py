@@ -192,6 +192,13 @@ def test_byte_order_mark_and_line_separators_inside_strings(tmp_path: Path) -> N
     assert [prompt.text for prompt in load_prompts(file)] == ["a\u2028b", "c"]
 
 
+def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    file = write(tmp_path, {"prompt": "a"}, f'{{"prompt": {deep}}}')
+    with pytest.raises(DataError, match="line 2: not JSON"):
+        load_prompts(file)
+
+
 # -- choosing ------------------------------------------------------------------------------------
 
 

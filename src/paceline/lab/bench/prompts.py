@@ -37,7 +37,7 @@ def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     try:
         whole = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         kind, records = "line", _lines(file, text)
     else:
         several = isinstance(whole, list)
@@ -56,7 +56,7 @@ def _lines(file: Path, text: str) -> Iterable[tuple[int, Any]]:
         try:
             if line.strip():
                 yield number, json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{file}, line {number}: not JSON ({getattr(error, 'msg', error)}); write one "
                 "object per line, or let the name of a plain text file end in .txt"
