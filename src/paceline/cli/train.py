@@ -9,9 +9,8 @@ import json
 import shlex
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, replace
 from importlib import import_module
 from inspect import getdoc
@@ -27,26 +26,14 @@ from paceline.core.libraries import set_threads
 from paceline.core.stages import info, stage
 from paceline.files import LongRecord
 from paceline.settings import EngineSettings, LoadSettings, changed, setting
-from paceline.train.configs import (
-    AnswerConfig,
-    DFlashTrainConfig,
-    DraftConfig,
-    DSparkTrainConfig,
-    Eagle1TrainConfig,
-    EagleTrainConfig,
-    MedusaTrainConfig,
-    PromptSelection,
-    TrainConfig,
-)
-from paceline.train.records import RecordError, Source
+from paceline.train import configs
+from paceline.train.configs import AnswerConfig, PromptSelection, TrainConfig
+from paceline.train.records import Source
 
 if TYPE_CHECKING:
-    from paceline import LLM, Completion
-    from paceline.train.prompts import NumberedPrompt
     from paceline.train.trainer import Progress, Trainer
 
 _STOP_SIGNALS = signal.SIGINT, signal.SIGTERM
-_BATCHES_PER_GROUP = 16  # the prompts of this many batches are sorted by length
 
 
 @expand
@@ -73,6 +60,7 @@ def sample(
     if out.is_file():
         info(f"{out} exists already; delete it to write it again")
         return
+    from paceline.train.answers import AnswerWriter
     from paceline.train.prompts import load_prompts
 
     sources = [Source.parse(spec) for spec in data]
@@ -89,97 +77,6 @@ def sample(
         writer.write(chosen, max_batch_size, lines.kept())
         failed = f" ({writer.failed} answers failed)" if writer.failed else ""
         info(f"{lines.lines:,} records in {out}{failed}")
-
-
-class AnswerWriter:
-    """Has a model answer prompts, and passes each answer as a JSON line to ``add``."""
-
-    def __init__(
-        self, llm: LLM, params: SamplingParams, max_prompt: int, add: Callable[[str], None]
-    ) -> None:
-        from paceline.train.chat import ChatWriter
-
-        self._llm, self._params, self._max_prompt, self._add = llm, params, max_prompt, add
-        self._writer = ChatWriter(llm.tokenizer)
-        self.failed = 0  # answers that ended with an error
-
-    def write(
-        self, prompts: Sequence[NumberedPrompt], batch: int, kept: Iterable[str] = ()
-    ) -> None:
-        """Answer the prompts in groups of several batches, sorted by length, except those of an
-        earlier run's lines (``kept``). A conversation's next question goes to the next group."""
-        waiting = self._unanswered(prompts, kept)
-        tokens, total, start = 0, len(waiting), time.monotonic()
-        size = _BATCHES_PER_GROUP * batch
-        with stage("writing answers", total, "records") as progress:
-            while waiting:
-                group, waiting = waiting[:size], waiting[size:]
-                group.sort(key=lambda prompt: len(prompt.token_ids))
-                for event in self._llm.stream([prompt.token_ids for prompt in group], self._params):
-                    prompt, answer = group[event.request], event.completion
-                    if answer is None:
-                        continue
-                    self._write_record(prompt, answer)
-                    tokens += len(answer.token_ids)
-                    speed = tokens / max(1e-9, time.monotonic() - start)
-                    progress.advance(1, f"{tokens:,} tokens, {speed:,.0f} tokens/s")
-                    following = self._next(prompt, answer.token_ids, answer.finish_reason)
-                    if following is not None:
-                        total += 1
-                        progress.resize(total)
-                        waiting.insert(0, following)
-
-    def _write_record(self, prompt: NumberedPrompt, answer: Completion) -> None:
-        if answer.finish_reason == "error" or not answer.token_ids:
-            self.failed += 1
-            return
-        ids = [*prompt.token_ids, *answer.token_ids]
-        record = {
-            "job": prompt.number,
-            "turn": prompt.turn,
-            "task": prompt.task,
-            "source": prompt.source,
-            "license": prompt.license,
-            "temperature": self._params.temperature,
-            "prompt": len(prompt.token_ids),
-            "ids": ids,
-            "text": self._llm.tokenizer.decode(ids),
-            "finish": answer.finish_reason,
-        }
-        self._add(json.dumps({k: v for k, v in record.items() if v != ""}, ensure_ascii=False))
-
-    def _next(
-        self, prompt: NumberedPrompt, answer: Sequence[int], finish: str
-    ) -> NumberedPrompt | None:
-        """The next prompt of a conversation: None if it has no further question, the answer was
-        cut off, or the prompt would be too long."""
-        conversation = prompt.conversation
-        if finish != "stop" or conversation is None or not conversation.next_questions:
-            return None
-        text = self._llm.tokenizer.decode(list(answer), skip_special_tokens=True)
-        question, *later = conversation.next_questions
-        turns = {"role": "assistant", "content": text}, {"role": "user", "content": question}
-        conversation = replace(
-            conversation, messages=[*conversation.messages, *turns], next_questions=tuple(later)
-        )
-        with suppress(RecordError):
-            ids = self._writer.prompt_ids(conversation, len(conversation.messages))
-            if len(ids) <= self._max_prompt:
-                turn = prompt.turn + 1
-                return replace(prompt, token_ids=ids, conversation=conversation, turn=turn)
-        return None
-
-    def _unanswered(
-        self, prompts: Sequence[NumberedPrompt], kept: Iterable[str]
-    ) -> list[NumberedPrompt]:
-        """The prompts without an answer in ``kept``; of conversations, the next prompt."""
-        pending: dict[int, NumberedPrompt | None] = {prompt.number: prompt for prompt in prompts}
-        for record in map(json.loads, kept):
-            prompt = pending.get(record["job"])
-            if prompt is not None and prompt.turn == record["turn"]:
-                answer = record["ids"][record["prompt"] :]
-                pending[prompt.number] = self._next(prompt, answer, record["finish"])
-        return [prompt for prompt in pending.values() if prompt is not None]
 
 
 app = typer.Typer(help="Train draft models and heads.", no_args_is_help=True)
@@ -299,10 +196,10 @@ def _add(name: str, config: type[TrainConfig]) -> None:
     app.command(name, cls=Command)(expand(command))
 
 
-_add("draft", DraftConfig)
-_add("eagle3", EagleTrainConfig)
-_add("dflash", DFlashTrainConfig)
-_add("dspark", DSparkTrainConfig)
-_add("medusa", MedusaTrainConfig)
-_add("eagle", Eagle1TrainConfig)
+_add("draft", configs.DraftConfig)
+_add("eagle3", configs.EagleTrainConfig)
+_add("dflash", configs.DFlashTrainConfig)
+_add("dspark", configs.DSparkTrainConfig)
+_add("medusa", configs.MedusaTrainConfig)
+_add("eagle", configs.Eagle1TrainConfig)
 app.command("sample", cls=Command)(sample)

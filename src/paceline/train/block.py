@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from paceline.draft.heads.block_head import BlockConfig, BlockHead, save_block, usual_layers
 from paceline.train.configs import DFlashTrainConfig
 from paceline.train.heads import HeadTrainer
-from paceline.train.losses import decaying_weights, total_variation
+from paceline.train.losses import total_variation
 from paceline.train.reading import TargetOutputs
 from paceline.train.unrolled import DraftAttention, DraftStarts, loss_at_offset
 
@@ -76,32 +76,29 @@ class BlockTrainer(HeadTrainer):
                 head.markov_head.markov_w2.weight.zero_()
         return head
 
-    def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
-        config, drafts = self.config, self.head.config.drafts
+    def step_losses(self, target_out: TargetOutputs) -> Iterator[torch.Tensor]:
+        config = self.config
         probs, row_of = self.target_probs(target_out)
         starts, _ = DraftStarts.of(target_out.loss_mask).strided(config.stride, self.step)
         outputs = self.outputs(target_out, starts)
         loss_mask, ids = target_out.loss_mask.flatten(), target_out.ids.flatten()
-        result = torch.zeros((), device=outputs.device)
-        for j, weight in enumerate(decaying_weights(config.step_decay, drafts)):
+        for j, output in enumerate(outputs.unbind(1)):
             before = ids[starts.index_ahead(1 + j)]
-            logits = self.logits(outputs[:, j], before)
-            step = loss_at_offset(starts, j, loss_mask, logits, probs, row_of, config.tv_weight)
+            logits = self.logits(output, before)
+            loss = loss_at_offset(starts, j, loss_mask, logits, probs, row_of, config.tv_weight)
             if config.kind == "dspark":
                 counted = starts.in_window(2 + j) & loss_mask[starts.index_ahead(2 + j)]
                 target = probs[row_of[starts.index_ahead(1 + j)]].float()
                 rejection = total_variation(target, logits.detach().float().softmax(-1))
-                confidence = self.head.confidence(outputs[:, j], before).float()
-                loss = F.binary_cross_entropy_with_logits(
+                confidence = self.head.confidence(output, before).float()
+                of_confidence = F.binary_cross_entropy_with_logits(
                     confidence, 1 - rejection, reduction="none"
                 )
-                step = step + config.confidence_weight * (loss * counted).mean()
-            result = result + weight * step
-        return result
+                loss = loss + config.confidence_weight * (of_confidence * counted).mean()
+            yield loss
 
     def outputs(self, target_out: TargetOutputs, starts: DraftStarts) -> torch.Tensor:
-        """The outputs ``[N, drafts, d]`` of the blocks of N starts; the anchor of a block is the
-        token after its start."""
+        """The outputs ``[N, drafts, d]`` of N blocks, anchored at the tokens after their starts."""
         head, config = self.head, self.head.config
         size, (windows, width) = config.block_size, target_out.ids.shape
         device = target_out.ids.device
@@ -123,12 +120,9 @@ class BlockTrainer(HeadTrainer):
         bias = self.head.bias(outputs, before)
         return logits if bias is None else logits + bias
 
-    def levels(
-        self, target_out: TargetOutputs, starts: DraftStarts, length: int
-    ) -> Iterator[torch.Tensor]:
-        outputs = self.outputs(target_out, starts)
+    def levels(self, target_out: TargetOutputs, starts: DraftStarts) -> Iterator[torch.Tensor]:
         before = target_out.ids.flatten()[starts.index_ahead(1)]
-        for output in outputs[:, :length].unbind(1):
+        for output in self.outputs(target_out, starts).unbind(1):
             before = self.logits(output, before).argmax(-1)
             yield before
 

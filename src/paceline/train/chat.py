@@ -94,8 +94,7 @@ def _items(value: object, name: str) -> list[dict[str, Any]]:
 
 
 def _message(item: dict[str, Any], number: int) -> dict[str, Any]:
-    """A message in OpenAI's format, with its content as text and the arguments of calls as
-    objects."""
+    """A message in OpenAI's format, with content as text and arguments of calls as objects."""
     role = item.get("role")
     if not isinstance(role, str) or not role:
         raise RecordError(f"message {number} has no role")
@@ -185,8 +184,7 @@ class ChatWriter:
         return whole, spans
 
     def prompt_ids(self, conversation: Conversation, count: int) -> list[int]:
-        """The token ids of the first ``count`` messages with a generation prompt. Raises
-        RecordError."""
+        """Token ids of ``count`` messages with a generation prompt. Raises RecordError."""
         prompt = checked_text(self._written(conversation, count, ask=True))
         return list(self._tokenizer.encode(prompt, add_special_tokens=False))
 
@@ -208,8 +206,7 @@ class ChatWriter:
         return str(written)
 
     def _span(self, conversation: Conversation, k: int, whole: str, floor: int) -> tuple[int, int]:
-        """The span of message ``k`` in the rendered conversation ``whole``, at or after ``floor``.
-        Raises RecordError if it cannot be found."""
+        """The span of message ``k`` in ``whole``, at or after ``floor``. Raises RecordError."""
         content = conversation.messages[k]["content"]
         before = self._written(conversation, k, ask=True) if k else ""
         start = len(before)

@@ -106,8 +106,7 @@ class _Reader:
         self._after_unmasked: bool | None = None  # whether the previous document had no mask
 
     def read(self, record: dict[str, Any]) -> _Document:
-        """The document of a record. Raises RecordError if it is unusable, DataError if its ids are
-        those of another tokenizer."""
+        """A record's document. Raises RecordError; DataError for ids of another tokenizer."""
         if record.get("ids") is not None:
             return self._ids_document(record)
         text, spans = self._render(record)
@@ -203,8 +202,7 @@ def load_token_stream(
     exclude_licenses: Sequence[str],
     loss_on: str,
 ) -> TokenStream:
-    """``encode_stream`` of a data file. The result is stored in ``folder`` for when the run is
-    resumed. Raises DataError and WriteError."""
+    """``encode_stream``, stored in ``folder`` for a resumed run. Raises DataError, WriteError."""
     key = (str(source.path.resolve()), len(tokenizer), *exclude_licenses, loss_on)
     file = folder / f"{source.path.name}.{zlib.crc32(repr(key).encode()):08x}.npz"
     try:
@@ -231,8 +229,7 @@ SHORTEST = 4  # tokens of a piece; shorter ones have no position to draft from
 
 @dataclass(frozen=True)
 class Windows:
-    """A batch of B sequences, padded at the end: ``ids`` int64 and ``loss_mask`` bool, both
-    ``[B, W]``, with the lengths without padding."""
+    """B sequences, padded at the end to ``ids`` int64 and ``loss_mask`` bool ``[B, W]``."""
 
     ids: torch.Tensor
     loss_mask: torch.Tensor
@@ -309,8 +306,7 @@ class Documents:
         return self._batches[step]
 
     def windows(self, numbers: Sequence[int], tokens: int) -> list[Windows]:
-        """Batches of pieces of similar length, each of at most ``tokens`` tokens including padding
-        (a single piece may be longer)."""
+        """Batches of similarly long pieces; if of several, of at most ``tokens`` with padding."""
         parts: list[list[int]] = []
         for number in sorted(numbers, key=lambda n: (self.tokens(n), n)):
             if parts and self.tokens(number) * (len(parts[-1]) + 1) <= tokens:

@@ -50,8 +50,7 @@ class DraftTrainer(Trainer):
         self.begin(max_context(self.target, sys.maxsize))
 
     def begin(self, context: int = sys.maxsize) -> None:
-        """Create the model and read the data; needs the tokenizer. ``context`` is the context
-        length of the target."""
+        """Create the model and read the data; needs the tokenizer and the target's ``context``."""
         torch.manual_seed(self.config.seed)
         self.learner = self.model = self.new_model().train()
         self._student = self.compile_if_asked(self.model)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,6 @@ from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
 from paceline.train.heads import HeadTrainer
-from paceline.train.losses import decaying_weights
 from paceline.train.reading import TargetOutputs
 from paceline.train.unrolled import DraftAttention, DraftStarts, loss_at_offset
 
@@ -98,9 +98,8 @@ class EagleTrainer(HeadTrainer):
         return head
 
     def _start_from_target(self, head: EagleHead) -> None:
-        """Copy the target's last layer, whose input is close to the last feature. The weights that
-        read the embedding and the other features start small. Raises ConfigError if the shapes
-        differ."""
+        """Copy the target's last layer, whose input is close to the last feature; weights that read
+        the embedding and other features start small. Raises ConfigError if the shapes differ."""
         base, width = self.target.base_model, head.config.hidden_size
         try:
             initial = dict(base.layers[-1].named_parameters())
@@ -118,8 +117,8 @@ class EagleTrainer(HeadTrainer):
             ) from None
         head.fc.weight.mul_(_SMALL)[:, -width:].add_(torch.eye(width))
 
-    def frequent_tokens(self, count: int) -> list[int]:
-        """The ``count`` most frequent token ids in the loss mask, weighted by the shares of the
+    def frequent_tokens(self, size: int) -> list[int]:
+        """The ``size`` most frequent token ids in the loss mask, weighted by the shares of the
         files, in ascending order. Other tokens count a thousandth as much."""
         vocab = self.vocab_size
         shares = np.zeros(vocab)
@@ -127,37 +126,32 @@ class EagleTrainer(HeadTrainer):
             for part, importance in ((stream.ids[stream.loss_mask], 1.0), (stream.ids, 1e-3)):
                 counts = np.bincount(part, minlength=vocab)[:vocab]
                 shares += importance * weight * counts / max(1, len(part))
-        best = np.argsort(-shares, kind="stable")[:count]
+        best = np.argsort(-shares, kind="stable")[:size]
         return sorted(int(index) for index in best)
 
-    def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
+    def step_losses(self, target_out: TargetOutputs) -> Iterator[torch.Tensor]:
         config, head = self.config, self.head
         loss_mask, ids = target_out.loss_mask, None
         if head.config.reduced:  # tokens outside the draft vocabulary are never drafted
             loss_mask = loss_mask & head.t2d[target_out.ids]
             ids = head.to_target_ids(torch.arange(len(head.d2t), device=target_out.ids.device))
         probs, row_of = self.target_probs(target_out, ids)
-        features = target_out.features.flatten(0, 1)
-        result = torch.zeros((), device=features.device)
-        steps = self.unrolled(
-            target_out, DraftStarts.of(target_out.loss_mask), config.ttt_steps, config.stride
-        )
-        weights = decaying_weights(config.step_decay, config.ttt_steps)
-        for j, ((starts, hidden), weight) in enumerate(zip(steps, weights, strict=True)):
+        features, starts = target_out.features.flatten(0, 1), DraftStarts.of(target_out.loss_mask)
+        steps = islice(self.unrolled(target_out, starts, config.stride), config.ttt_steps)
+        for j, (starts, hidden) in enumerate(steps):
             logits = head.logits(hidden)
-            step = loss_at_offset(starts, j, loss_mask.flatten(), logits, probs, row_of)
+            loss = loss_at_offset(starts, j, loss_mask.flatten(), logits, probs, row_of)
             if config.version == 1:
                 feature = features[starts.index_ahead(1 + j)].float()
                 distance = F.smooth_l1_loss(hidden.float(), feature, reduction="none").mean(-1)
                 feature_loss = (distance * starts.in_window(1 + j)).mean()
-                step = config.token_weight * step + config.feature_weight * feature_loss
-            result = result + weight * step
-        return result
+                loss = config.token_weight * loss + config.feature_weight * feature_loss
+            yield loss
 
     def unrolled(
-        self, target_out: TargetOutputs, starts: DraftStarts, steps: int, stride: int = 1
+        self, target_out: TargetOutputs, starts: DraftStarts, stride: int = 1
     ) -> Iterator[tuple[DraftStarts, torch.Tensor]]:
-        """Unroll ``steps`` drafting steps; yields for each its N drafts and the head's hidden
+        """Unroll drafting steps without end; yields for each its N drafts and the head's hidden
         states ``[N, d]``. The steps read the text's own tokens instead of draft tokens (teacher
         forcing) or, for P-EAGLE, mask tokens. All positions take the first step, but only every
         ``stride``-th position takes the others."""
@@ -172,7 +166,7 @@ class EagleTrainer(HeadTrainer):
         hidden = head(embeds, fused, positions, attend, starts.flat)
         yield starts, hidden
         hidden, mask = hidden[kept], head.config.mask_token
-        for j in range(1, steps):
+        for j in count(1):
             words = embeds[then.index_ahead(j)]
             if mask is not None:  # since no row attends to a later one, this equals a single pass
                 with torch.no_grad():
@@ -181,10 +175,8 @@ class EagleTrainer(HeadTrainer):
             hidden = head(words, hidden, then.position + j, attend)
             yield then, hidden
 
-    def levels(
-        self, target_out: TargetOutputs, starts: DraftStarts, length: int
-    ) -> Iterator[torch.Tensor]:
-        for _, hidden in self.unrolled(target_out, starts, length):
+    def levels(self, target_out: TargetOutputs, starts: DraftStarts) -> Iterator[torch.Tensor]:
+        for _, hidden in self.unrolled(target_out, starts):
             yield self.head.to_target_ids(self.head.logits(hidden).argmax(-1))
 
     def write_head(self, folder: Path) -> None:

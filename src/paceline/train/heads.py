@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.core.stages import stage
 from paceline.model.loading import load_module, load_tokenizer, resolve_dtype
-from paceline.train.acceptance import (
-    AcceptanceCounts,
-    HeldOutText,
-    candidate_ranks,
-    max_context,
-    simulate_decoding,
-    start_positions,
-)
+from paceline.train import acceptance
+from paceline.train.acceptance import AcceptanceCounts, HeldOutText
 from paceline.train.configs import HeadConfig
 from paceline.train.data import Windows
 from paceline.train.losses import teacher_probs
@@ -52,7 +47,7 @@ class HeadTrainer(Trainer):
         self.target.requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
         self.head_shape = self.head_config()  # fails before data is read
-        self.read_data(max_context(self.target, config.max_positions))
+        self.read_data(acceptance.max_context(self.target, config.max_positions))
         torch.manual_seed(config.seed)
         self.learner = self.head = self.new_head().to(self.device, dtype)
         self._head_is_product = self._is_product()
@@ -73,8 +68,7 @@ class HeadTrainer(Trainer):
     @property
     @abstractmethod
     def feature_layers(self) -> tuple[int, ...]:
-        """The layers of the target whose inputs are the features; ``num_layers`` stands for the
-        output of the final norm."""
+        """The layers whose inputs are the features; ``num_layers``: the final norm's output."""
 
     @abstractmethod
     def head_config(self) -> Any:
@@ -86,15 +80,13 @@ class HeadTrainer(Trainer):
         """A head of ``head_shape`` with its initial weights."""
 
     @abstractmethod
-    def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
-        """Mean loss over the positions that drafts start from."""
+    def step_losses(self, target_out: TargetOutputs) -> Iterator[torch.Tensor]:
+        """For each draft position the mean loss over the positions that drafts start from."""
 
     @abstractmethod
-    def levels(
-        self, target_out: TargetOutputs, starts: DraftStarts, length: int
-    ) -> Iterator[torch.Tensor]:
-        """Greedy drafts of at most ``length`` tokens. Yields for each draft position the token ids
-        (of the target's vocabulary) of the N starts, int64 ``[N]``."""
+    def levels(self, target_out: TargetOutputs, starts: DraftStarts) -> Iterator[torch.Tensor]:
+        """Greedy drafts, perhaps without end. Yields for each draft position the token ids (of the
+        target's vocabulary) of the N starts, int64 ``[N]``."""
 
     @abstractmethod
     def write_head(self, folder: Path) -> None:
@@ -194,6 +186,14 @@ class HeadTrainer(Trainer):
             return self.loss_of(self.run_target_on_windows(windows))
         return self.loss_of(self._cache.get(windows))
 
+    def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
+        """The mean of ``step_losses``, in which each counts ``step_decay`` times the one before."""
+        result, losses = torch.zeros((), device=self.device), [*self.step_losses(target_out)]
+        weights = [self.config.step_decay**k for k in range(len(losses))]
+        for weight, loss in zip(weights, losses, strict=True):
+            result = result + weight / sum(weights) * loss
+        return result
+
     def outputs_for_text(self, text: HeldOutText) -> TargetOutputs:
         """The target's outputs for a held-out text, which are computed once."""
         if id(text) not in self._held_out_outputs:
@@ -207,16 +207,18 @@ class HeadTrainer(Trainer):
         there is no draft. Row t is drafted from the features up to t and token t + 1; its column j
         is a draft of token t + 2 + j, which may be beyond the end of the text."""
         starts = DraftStarts.of(torch.ones_like(target_out.loss_mask))
-        levels = torch.stack([*self.levels(target_out, starts, length)], 1)
+        levels = torch.stack([*islice(self.levels(target_out, starts), length)], 1)
         drafted = levels.new_full((target_out.ids.shape[1], levels.shape[1]), -1)
         drafted[starts.flat] = levels
         return drafted
 
     def acceptance_of(self, text: HeldOutText) -> AcceptanceCounts:
         target_out = self.outputs_for_text(text)
-        rows = start_positions(target_out.ids[0], text.prompt)
+        rows = acceptance.start_positions(target_out.ids[0], text.prompt)
         drafts = self.drafts(target_out, self.config.draft_length)[rows]
-        return simulate_decoding(candidate_ranks(drafts[..., None], target_out.ids[0], rows) == 0)
+        return acceptance.simulate_decoding(
+            acceptance.candidate_ranks(drafts[..., None], target_out.ids[0], rows) == 0
+        )
 
     def write_result(self) -> Path:
         folder = self.out / self.result

@@ -67,17 +67,10 @@ def distribution_loss(
 ) -> torch.Tensor:
     """``sum_n weights[n] * L(probs[index[n]], softmax(logits[n]))``, float32. ``logits [N, V]``,
     ``probs [M, V]`` whose rows sum to one, ``index`` int64 ``[N]``, ``weights`` float32 ``[N]``.
-    Only the logits get a gradient. L consists of a share ``tv_weight`` of total variation and
-    otherwise of the cross-entropy, which is the KL divergence plus the entropy of the target
-    (Hinton et al. 2015)."""
+    Only the logits get a gradient. L is a share ``tv_weight`` of total variation and otherwise the
+    cross-entropy: the KL divergence plus the target's entropy (Hinton et al. 2015)."""
     result: torch.Tensor = _DistributionLoss.apply(logits, probs, index, weights, tv_weight)  # type: ignore[no-untyped-call]
     return result
-
-
-def decaying_weights(decay: float, count: int) -> list[float]:
-    """``count`` weights that sum to one, each ``decay`` times the one before."""
-    weights = [decay**k for k in range(count)]
-    return [weight / sum(weights) for weight in weights]
 
 
 def teacher_probs(

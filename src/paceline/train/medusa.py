@@ -17,7 +17,6 @@ from paceline.errors import ConfigError
 from paceline.train.acceptance import HeldOutText, candidate_ranks, start_positions
 from paceline.train.configs import MedusaTrainConfig as MedusaTrainConfig
 from paceline.train.heads import HeadTrainer
-from paceline.train.losses import decaying_weights
 from paceline.train.reading import TargetOutputs
 from paceline.train.trainer import run_name
 from paceline.train.unrolled import DraftStarts, loss_at_offset
@@ -70,22 +69,17 @@ class MedusaTrainer(HeadTrainer):
     def adamw_names(self) -> tuple[str, ...]:
         return (f".{self.config.medusa_layers}.weight",)  # the vocabulary layers
 
-    def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
-        config = self.config
+    def step_losses(self, target_out: TargetOutputs) -> Iterator[torch.Tensor]:
         starts, loss_mask = DraftStarts.of(target_out.loss_mask), target_out.loss_mask.flatten()
         probs, row_of = self.target_probs(target_out)
         features = target_out.features.flatten(0, 1)[starts.flat]
-        result = features.new_zeros((), dtype=torch.float32)
-        for k, weight in enumerate(decaying_weights(config.step_decay, config.medusa_heads)):
+        for k in range(self.config.medusa_heads):
             logits = self.head.logits(k, features, self.lm_head)
-            result = result + weight * loss_at_offset(starts, k, loss_mask, logits, probs, row_of)
-        return result
+            yield loss_at_offset(starts, k, loss_mask, logits, probs, row_of)
 
-    def levels(
-        self, target_out: TargetOutputs, starts: DraftStarts, length: int
-    ) -> Iterator[torch.Tensor]:
+    def levels(self, target_out: TargetOutputs, starts: DraftStarts) -> Iterator[torch.Tensor]:
         features = target_out.features.flatten(0, 1)[starts.flat]
-        for k in range(min(length, self.config.medusa_heads)):
+        for k in range(self.config.medusa_heads):
             yield self.head.logits(k, features, self.lm_head).argmax(-1)
 
     @torch.no_grad()

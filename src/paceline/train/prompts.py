@@ -27,8 +27,7 @@ _MIN_PREFIX = 12  # tokens
 
 @dataclass(frozen=True)
 class NumberedPrompt:
-    """The token ids of a prompt and, if it belongs to a conversation, the conversation; ``turn``
-    counts its answers from 1."""
+    """The token ids of a prompt, and its conversation if any, whose ``turn`` counts from 1."""
 
     token_ids: list[int]
     source: str
@@ -48,19 +47,15 @@ def load_prompts(
     prompts: list[NumberedPrompt] = []
     for number, source in enumerate(sources):
         wanted = selection.num_prompts
-        if wanted is None and not _holds_conversations(source, selection):
-            wanted = _DEFAULT_TEXTS
+        if wanted is None:  # texts if the first record is one
+            first = next(iter(Records(source.path, selection.exclude_licenses)), {"text": ""})
+            is_text = first.get("ids") is not None or first.get("text") is not None
+            wanted = _DEFAULT_TEXTS if is_text else None
         share = None if wanted is None else round(wanted * source.weight / total)
         seed = (selection.seed, number)
         prompts += load_file_prompts(source, tokenizer, replace(selection, num_prompts=share), seed)
     order = np.random.default_rng(selection.seed).permutation(len(prompts))
     return [replace(prompts[index], number=int(index)) for index in order]
-
-
-def _holds_conversations(source: Source, selection: PromptSelection) -> bool:
-    """Whether the first record of a file is a conversation."""
-    record = next(iter(Records(source.path, selection.exclude_licenses)), {"text": ""})
-    return record.get("ids") is None and record.get("text") is None
 
 
 def load_file_prompts(
@@ -72,8 +67,7 @@ def load_file_prompts(
 ) -> list[NumberedPrompt]:
     """Load ``selection.num_prompts`` prompts (None: all) from random records of a file. A
     conversation is cut after its last question or, with ``any_turn``, before a random answer; other
-    text after a random number of tokens; token ids after their prompt. Raises DataError if there is
-    no usable record."""
+    text after a random number of tokens; token ids after their prompt. Raises DataError."""
     wanted = selection.num_prompts
     if wanted == 0:
         return []

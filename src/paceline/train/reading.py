@@ -43,8 +43,7 @@ class TargetOutputs:
 
 
 class NativeReader:
-    """Computes hidden states of a frozen target with the native kernels, on a packed copy of its
-    weights."""
+    """Computes hidden states of a frozen target with the kernels, on a packed copy of weights."""
 
     def __init__(self, model: CausalModel) -> None:
         self._model = model
@@ -64,11 +63,13 @@ class NativeReader:
     def read(
         self, ids: torch.Tensor, lengths: Sequence[int], layers: Sequence[int]
     ) -> list[torch.Tensor]:
-        """The inputs of ``layers`` for sequences ``ids`` int64 ``[B, W]`` of the given lengths,
-        each ``[B, W, hidden]`` with zeros as padding. The number of layers stands for the output of
-        the final norm."""
-        cache = self._cache_for(ids.numel() + len(ids) * _BLOCK)
-        spans = []
+        """The inputs of ``layers`` (their number: the final norm's output) for ``ids`` int64 ``[B,
+        W]`` of the given lengths, each ``[B, W, hidden]`` with zeros as padding."""
+        tokens, spans = ids.numel() + len(ids) * _BLOCK, []
+        if self._cache is None or tokens > self._tokens:
+            self._tokens = tokens
+            self._cache = self._model.new_cache(-(-tokens // _BLOCK), _BLOCK, share=False)
+        cache = self._cache
         for number, (window, length) in enumerate(zip(ids.tolist(), lengths, strict=True)):
             cache.admit(number, [], share=False)
             cache.reserve(number, length)
@@ -80,12 +81,6 @@ class NativeReader:
                 cache.free(span.seq_id)
         split = [list(torch.split(result[layer], list(lengths))) for layer in layers]
         return [pad_sequence(rows, batch_first=True) for rows in split]
-
-    def _cache_for(self, tokens: int) -> PagedCache:
-        if self._cache is None or tokens > self._tokens:
-            self._tokens = tokens
-            self._cache = self._model.new_cache(-(-tokens // _BLOCK), _BLOCK, share=False)
-        return self._cache
 
 
 @dataclass(frozen=True)
@@ -106,8 +101,7 @@ class FeatureCache:
 
     @torch.no_grad()
     def get(self, windows: Windows) -> TargetOutputs:
-        """The target's outputs for a batch. Sequences that are not cached yet are computed
-        first."""
+        """The target's outputs for a batch; sequences that are not cached are computed first."""
         pieces = [row[:length] for row, length in zip(windows.ids, windows.lengths, strict=True)]
         kept = {row: self._read(self._file(piece)) for row, piece in enumerate(pieces)}
         missing = [row for row, values in kept.items() if values is None]

@@ -102,8 +102,7 @@ class Records:
     def convert(
         self, function: Callable[[_In], _Out], numbered: Iterable[tuple[int, _In]]
     ) -> Iterator[tuple[int, _Out]]:
-        """Apply a function to numbered lines or records. Those for which it raises RecordError are
-        skipped and reported."""
+        """Apply a function to numbered lines or records; those with a RecordError are reported."""
         for number, item in numbered:
             try:
                 converted = function(item)

@@ -35,14 +35,7 @@ class MasterOptimizer:
     2024: momentum orthogonalised by Newton-Schulz iterations). All else is optimised by AdamW,
     including matrices whose name contains one of ``adamw_names``."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        adam_lr: float,
-        weight_decay: float,
-        adamw_names: Sequence[str],
-    ) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, adamw_names: Sequence[str]) -> None:
         muon_parameters: list[nn.Parameter] = []
         adamw_parameters: list[nn.Parameter] = []
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -51,17 +44,15 @@ class MasterOptimizer:
             self._pairs.append((parameter, master))
             use_muon = parameter.ndim == 2 and not any(part in name for part in adamw_names)
             (muon_parameters if use_muon else adamw_parameters).append(master)
-        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
+        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []  # with peak rates
         if muon_parameters:
-            muon = torch.optim.Muon(
-                muon_parameters, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-            self._optimizers.append((muon, lr))
+            options: Any = {"weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+            muon = torch.optim.Muon(muon_parameters, lr=config.lr, **options)
+            self._optimizers.append((muon, config.lr))
         if adamw_parameters:
-            adamw = torch.optim.AdamW(
-                adamw_parameters, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0
-            )
-            self._optimizers.append((adamw, adam_lr))
+            options = {"betas": (0.9, 0.95), "weight_decay": 0.0}
+            adamw = torch.optim.AdamW(adamw_parameters, lr=config.adam_lr, **options)
+            self._optimizers.append((adamw, config.adam_lr))
 
     def step(self, scale: float) -> None:
         """Apply the gradients with ``scale`` times the peak learning rates."""
@@ -110,8 +101,7 @@ def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
 
 
 def run_name(model: str) -> str:
-    """A short name of a model: "target" for the folder ``runs/target/model``. Names that are not
-    folders are returned unchanged."""
+    """A short name of a model: "target" for a folder ``runs/target/model``; else as it is."""
     path = Path(model)
     if not path.exists():
         return model
@@ -137,8 +127,7 @@ class Progress:
 class Trainer(ABC):
     """A resumable training of a draft model or head. The folder ``out`` has checkpoint.pt, token
     streams and the result. Acceptance is measured on held-out texts that the target generates.
-    Raises PacelineError for models, data or options that cannot be used, before anything but token
-    streams is written."""
+    Raises PacelineError for unusable models, data or options, before it writes more than tokens."""
 
     result = "model"  # the subfolder of ``out`` for the result
     noun = "model"  # what the result is called in messages
@@ -163,8 +152,7 @@ class Trainer(ABC):
         saved = self._read_checkpoint()
         check_writable(self.out / self.result, f"the {self.noun}")  # fails before the training
         self.prepare()
-        rates = config.lr, config.adam_lr, config.weight_decay
-        self.optimizer = MasterOptimizer(self.learner, *rates, self.adamw_names)
+        self.optimizer = MasterOptimizer(self.learner, config, self.adamw_names)
         if saved is not None:
             self.optimizer.load_state_dict(*saved["optimizers"])
             self.step, self.history = saved["step"], saved["history"]
@@ -205,8 +193,7 @@ class Trainer(ABC):
         return next((token for token in candidates if token is not None), 0)
 
     def read_data(self, context: int) -> None:
-        """Read the training documents, for models with a context of ``context`` tokens. Needs the
-        tokenizer."""
+        """Read the documents, for models that see ``context`` tokens. Needs the tokenizer."""
         config, folder = self.config, self.out / "tokens"
         options = self.tokenizer, config.exclude_licenses, config.loss_on
         streams = [load_token_stream(folder, source, *options) for source in self.sources]
@@ -308,8 +295,7 @@ class Trainer(ABC):
 
     @cached_property
     def held_out_texts(self) -> list[HeldOutText]:
-        """The held-out texts, which the target generates once; they are stored in ``out``. Raises
-        DataError if all are empty."""
+        """Texts of the target, made once, stored in ``out``. Raises DataError if all are empty."""
         config = self.config
         sources = self.target, self.tokenizer, self.valid_sources, config.held_out
         max_tokens, excluded = config.held_out_tokens, config.exclude_licenses

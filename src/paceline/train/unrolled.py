@@ -36,16 +36,14 @@ class DraftStarts:
         return cls(F.pad(loss_mask[:, 2:], (0, 2)))
 
     def strided(self, stride: int, offset: int) -> tuple[DraftStarts, torch.Tensor]:
-        """The starts at positions t with ``(t + offset) % stride == 0``, and their indices among
-        all, int64 ``[M]``."""
+        """The starts with ``(t + offset) % stride == 0``, and their indices, int64 ``[M]``."""
         columns = torch.arange(self.width, device=self.flat.device)
         regular = (columns + offset) % stride == 0
         return DraftStarts(self._starts & regular), regular[self.position].nonzero()[:, 0]
 
     @cached_property
     def future_keys(self) -> torch.Tensor:
-        """The tokens that a draft must not attend to, since they follow its start: bool
-        ``[B, 1, 1, R, W]``."""
+        """The tokens after a draft's start, which it must not see: bool ``[B, 1, 1, R, W]``."""
         last = self.flat.new_zeros(self.windows * self.longest)
         last = last.index_copy(0, self.padded, self.position)
         keys = torch.arange(self.width, device=last.device)
@@ -66,8 +64,7 @@ class DraftAttention:
 
     ``context`` has the keys and values of the tokens for each layer, ``[1, kv_heads, B * W, d]``.
     Without it, the first call provides them: its queries are those of ``starts`` and attend only to
-    the tokens. The queries of later calls are those of the drafts ``then``, which also attend to
-    their rows of earlier calls.
+    the tokens; later queries, of the drafts ``then``, also attend to their rows of earlier calls.
 
     On a CPU, matrix products and a softmax in the head's dtype are several times as fast as torch's
     fused attention."""
@@ -127,8 +124,7 @@ class DraftAttention:
         return rows.flatten(0, 1)[None]
 
     def _table(self, rows: torch.Tensor) -> torch.Tensor:
-        """Arrange rows ``[heads, N * size, d]`` by sequence: ``[windows, heads, R, size, d]``, with
-        zeros for missing drafts."""
+        """Rows ``[heads, N * size, d]`` as ``[windows, heads, R, size, d]``, padded with zeros."""
         starts, (heads, _, width) = self._starts, rows.shape
         table = rows.new_zeros(starts.windows * starts.longest, heads, self._size, width)
         drafts = rows.view(heads, -1, self._size, width).transpose(0, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from embedded_target import train_tokenizer
 from paceline import DataError, SamplingParams
-from paceline.cli.train import AnswerWriter
+from paceline.train.answers import AnswerWriter
 from paceline.train.configs import PromptSelection
 from paceline.train.data import encode_stream
 from paceline.train.prompts import FOLLOW_UPS, NumberedPrompt, load_prompts
