@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.cli.output import budget_progress
+from paceline.cli.output import measuring
 from paceline.core.stages import info, is_heard, stage
 from paceline.lab.budget import Budget
 from paceline.model.target import CausalModel
@@ -250,15 +250,15 @@ def test_time_passed_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_a_budget_its_seconds_are_counted() -> None:
     clock, console = Clock(), pipe()
     with showing(console, seconds=0.02):
-        with budget_progress("certifying", Budget(180, clock), 99) as advance:
+        with measuring("certifying", Budget(180, clock), 99) as measured:
             clock.now = 63
-            advance("greedy: chat/0")
+            measured.advance("greedy: chat/0")
             until(console, "certifying: 63 of 180 s, greedy: chat/0")
             clock.now = 200
-            advance("the end")
+            measured.advance("the end")
             until(console, "certifying: 180 of 180 s, the end")
-        with budget_progress("certifying", Budget(None, clock), 99) as advance:
-            advance("greedy: chat/0")
+        with measuring("certifying", Budget(None, clock), 99) as measured:
+            measured.advance("greedy: chat/0")
             until(console, "certifying: 1 of 99, greedy: chat/0")
     made = OpenStage("certifying", 180, "s")
     made.advance(60)

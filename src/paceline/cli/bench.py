@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.options import ModelOptions, TargetName, expand, load_llm
-from paceline.cli.output import (
-    NOT_ENOUGH,
-    Interruption,
-    ReportOptions,
-    RunOptions,
-    budget_progress,
-)
+from paceline.cli.output import NOT_ENOUGH, Interruption, ReportOptions, RunOptions, measuring
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, debugging
 from paceline.files import check_writable
@@ -30,7 +24,6 @@ if TYPE_CHECKING:
     from paceline import LLM
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.bench.runner import JobResult, Method, Sweep
-    from paceline.lab.profiling.runs import ProfileResult
 
 _PER_CATEGORY = 3
 _MIN_BATCH = 8  # smallest batch size of the engines of profile
@@ -126,8 +119,9 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
     length, rule = engine.length_and_rule
     draft = engine.resolved_draft
     sweep = options.sweep(rule)
-    names = options.method or _default_methods(engine.model, draft)
-    methods = parse_methods(names, draft, length)
+    others = default_drafts(engine.model)[1:] if draft == DEFAULT_DRAFT else ()
+    usual = ["plain", *(["draft"] if draft is not None else []), *(others or ["ngram"])]
+    methods = parse_methods(options.method or usual, draft, length)
     prompts = source.load(_PER_CATEGORY)
     settings = {
         "model": engine.model,
@@ -139,11 +133,6 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
         "price": options.price,
     }
     return _Plan(methods, sweep, prompts, settings)
-
-
-def _default_methods(model: str, draft: str | None) -> list[str]:
-    others = default_drafts(model)[1:] if draft == DEFAULT_DRAFT else ()
-    return ["plain", *(["draft"] if draft is not None else []), *(others or ["ngram"])]
 
 
 def _measure(
@@ -163,8 +152,8 @@ def _measure(
     sizes = {"max_model_len": needed, "kv_cache_memory": memory}
     factory = EngineFactory(llm, rule=rule, **sizes)
     runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
-    with Interruption() as interrupted, budget_progress("measuring", budget, runs) as advance:
-        sweep.run(prompts, methods, factory.create, record, advance, budget)
+    with measuring("measuring", budget, runs) as interrupted:
+        sweep.run(prompts, methods, factory.create, record, interrupted.advance, budget)
     return interrupted, {
         "left_out": left_out,
         "interrupted": bool(interrupted.code),
@@ -231,8 +220,8 @@ def tune(
     llm = load_llm(target, target.model, "none", max_batch_size=1)
     outcome = TuningOutcome.start(options, llm)
     tasks = num_tasks(candidates, options)
-    with Interruption() as interrupted, budget_progress("tuning", budget, tasks) as advance:
-        search(llm, candidates, chosen_prompts, outcome, advance, budget)
+    with measuring("tuning", budget, tasks) as interrupted:
+        search(llm, candidates, chosen_prompts, outcome, interrupted.advance, budget)
     confirmed = outcome.chosen is not None
     record = {**tuning_record(outcome), "config": run.out if confirmed else None}
     run.emit(record, report_of(outcome))
@@ -280,8 +269,8 @@ def profile(
     chosen, encoded = zip(*islice(cycle(fitting), concurrency), strict=True)
     result = runs.ProfileResult()
     tasks = runs.stages(len(engines), rounds)
-    with Interruption() as interrupted, budget_progress("profile", Budget(), tasks) as advance:
-        runs.profile_all(engines, encoded, steps, rounds, trace, result, advance)
+    with measuring("profile", Budget(), tasks) as interrupted:
+        runs.profile_all(engines, encoded, steps, rounds, trace, result, interrupted.advance)
     names = list(dict.fromkeys(prompt.name for prompt in chosen))
     record = {
         "model": engine.model,
@@ -291,7 +280,10 @@ def profile(
         **runs.record(result),
         "trace": trace if len(result.runs) == len(engines) else None,
     }
-    output.emit(record, runs.report_of(result, _title(engine, concurrency, names, result)))
+    sequences = "1 sequence" if concurrency == 1 else f"{concurrency} sequences at once"
+    context = f" with about {result.runs[0].context:.0f} tokens of context" if result.runs else ""
+    shown = f"prompt {names[0]}" if len(names) == 1 else f"{len(names)} prompts"
+    output.emit(record, runs.report_of(result, f"{engine.model}, {sequences}{context}, {shown}."))
     return interrupted.code
 
 
@@ -302,11 +294,3 @@ def _engines(engine: ModelOptions) -> list[tuple[str, LLM]]:
     if draft is None:
         return [("plain", loaded)]
     return [("plain", engine.plain_beside(loaded)), (draft, loaded)]
-
-
-def _title(engine: ModelOptions, concurrency: int, names: list[str], result: ProfileResult) -> str:
-    """What was profiled, for the report."""
-    sequences = "1 sequence" if concurrency == 1 else f"{concurrency} sequences at once"
-    context = f" with about {result.runs[0].context:.0f} tokens of context" if result.runs else ""
-    prompts = f"prompt {names[0]}" if len(names) == 1 else f"{len(names)} prompts"
-    return f"{engine.model}, {sequences}{context}, {prompts}."

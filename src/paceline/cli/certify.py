@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import ModelOptions, expand
-from paceline.cli.output import (
-    NOT_ENOUGH,
-    Interruption,
-    ReportOptions,
-    RunOptions,
-    budget_progress,
-)
+from paceline.cli.output import NOT_ENOUGH, ReportOptions, RunOptions, measuring
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.lab.bench import PromptOptions
@@ -28,8 +22,6 @@ from paceline.settings import TableEntry, entries, under
 
 if TYPE_CHECKING:
     from paceline.lab.certify.certificate import Certificate
-    from paceline.lab.certify.run import Certifier
-    from paceline.lab.certify.server import ServerCertifier
 
 _server = under("Testing a server")
 _MIN_BATCH = 32  # samples are drawn in batches; smaller ones would only take longer
@@ -82,17 +74,11 @@ def _certify_server(
     if against is not None:
         reference, _ = connect(against, *model_and_key)
     certifier = ServerCertifier(server, reference, texts, effort, budget)
-    interrupted = _run(certifier)
+    with measuring("certifying", budget, certifier.num_tasks) as interrupted:
+        certifier.run(interrupted.advance)
     certificate = certifier.certificate()
     output.emit(certificate.record(), certificate.report())
     return interrupted.code or _code(certificate)
-
-
-def _run(certifier: Certifier | ServerCertifier) -> Interruption:
-    progress = budget_progress("certifying", certifier.budget, certifier.num_tasks)
-    with Interruption() as interrupted, progress as advance:
-        certifier.run(advance)
-    return interrupted
 
 
 def _code(certificate: Certificate) -> int:
@@ -147,7 +133,8 @@ def certify(
     needed = tokens_needed(base, (ids for _, ids in encoded), effort.max_tokens)
     llm = engine.with_draft(base, max_batch_size=batch, max_model_len=needed)
     certifier = Certifier(llm, encoded, params, effort, budget=budget)
-    interrupted = _run(certifier)
+    with measuring("certifying", budget, certifier.num_tasks) as interrupted:
+        certifier.run(interrupted.advance)
     with stage("testing the samples"):
         certificate = certifier.certificate()
     report = certificate.report()

@@ -223,6 +223,7 @@ class Interruption:
     """A context in which Ctrl-C ends the block instead of the program; ``code`` is then 130."""
 
     code = 0
+    advance: Callable[[str], None]  # set by ``measuring``
 
     def __enter__(self) -> Interruption:
         return self
@@ -235,12 +236,12 @@ class Interruption:
 
 
 @contextmanager
-def budget_progress(what: str, budget: Budget, pieces: int = 0) -> Iterator[Callable[[str], None]]:
+def measuring(what: str, budget: Budget, pieces: int = 0) -> Iterator[Interruption]:
     """Show the progress of a measurement: by the seconds of the budget or, if it has no limit, by
-    the number of ``pieces``. Yields a function to call before each piece, with its name."""
+    the number of ``pieces``. Call ``advance`` before each piece, with its name. Ctrl-C ends it."""
     seconds = budget.seconds
     total, unit = (pieces, "") if seconds is None else (seconds, "s")
-    with stage(what, total, unit) as progress:
+    with Interruption() as interrupted, stage(what, total, unit) as progress:
         done = 0.0
 
         def advance(note: str) -> None:
@@ -249,4 +250,5 @@ def budget_progress(what: str, budget: Budget, pieces: int = 0) -> Iterator[Call
             progress.advance(now - done, note)
             done = now
 
-        yield advance
+        interrupted.advance = advance
+        yield interrupted
