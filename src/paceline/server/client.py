@@ -5,8 +5,7 @@
     await ticket.next() <--------- one wake-up per step <-- StepEvents
 
 When an HTTP client disconnects its ticket is cancelled; the cache blocks are freed after the
-current step.
-"""
+current step."""
 
 from __future__ import annotations
 
@@ -21,15 +20,8 @@ from typing import Protocol
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
 from paceline.request.completion import Completion, StreamEvent
-from paceline.server import wire
+from paceline.server import failures, wire
 from paceline.server.config import ServeConfig
-from paceline.server.failures import (
-    APIError,
-    deadline_exceeded,
-    engine_lost,
-    queue_full,
-    shutting_down,
-)
 
 SCRAPE_SECONDS = 5.0
 # New requests are refused while more bytes than this wait for the engine to read them.
@@ -144,8 +136,7 @@ class EngineClient:
 
     @property
     def load(self) -> Load:
-        """The current load. It is known without asking the engine, since load balancers poll it
-        often, also while the engine is busy."""
+        """The load, known without asking the engine: load balancers poll it often."""
         tickets = self._tickets.values()
         capacity = self.facts.max_batch_size + self.config.max_queue
         return Load(len(tickets), sum(ticket.unfinished for ticket in tickets), capacity)
@@ -161,14 +152,14 @@ class EngineClient:
         deadline holds besides. With ``streams`` there is an event per step, else per completion.
         Raises APIError and ConfigError, also of the engine; the ticket raises later failures."""
         if self._draining or self._stopped:
-            raise shutting_down("the server is shutting down; send the request elsewhere")
+            raise failures.shutting_down("the server is shutting down; send the request elsewhere")
         number = next(self._numbers)
         ticket = Ticket(self, number, prompts, params)
         self._check_capacity(ticket.unfinished)
         self._tickets[number] = ticket
         limits = [limit for limit in (deadline, self.config.deadline) if limit]
         if limits:
-            error = deadline_exceeded(by_request=min(limits) == deadline)
+            error = failures.deadline_exceeded(by_request=min(limits) == deadline)
             event_loop = asyncio.get_running_loop()
             ticket.timer = event_loop.call_later(min(limits), self._expire, number, error)
         try:
@@ -193,13 +184,13 @@ class EngineClient:
         if load.sequences + count > load.capacity:
             waiting, running = max(0, load.sequences - batch), min(load.sequences, batch)
             seconds = max(1, round(self._request_seconds * (1 + waiting) / max(1, running)))
-            raise queue_full(
+            raise failures.queue_full(
                 f"the queue is full ({waiting} requests are waiting, the limit is "
                 f"{self.config.max_queue}); try again in {seconds} s",
                 seconds,
             )
 
-    def _expire(self, number: int, error: APIError) -> None:
+    def _expire(self, number: int, error: failures.APIError) -> None:
         self._fail(number, error)
         self._send_cancel(number, "deadline")
 
@@ -209,7 +200,7 @@ class EngineClient:
             self._send_cancel(number, "cancelled")
 
     def _send_cancel(self, number: int, outcome: str) -> None:
-        with suppress(APIError):  # the engine has ended
+        with suppress(failures.APIError):  # the engine has ended
             self._send(wire.Cancel(number, outcome))
 
     def _remove(self, number: int) -> Ticket | None:
@@ -232,7 +223,7 @@ class EngineClient:
     ) -> str:
         """Send a message and wait for its reply."""
         if not self.alive:
-            raise engine_lost()
+            raise failures.engine_lost()
         future = self._replies[message.number] = asyncio.get_running_loop().create_future()
         try:
             self._send(message)
@@ -247,7 +238,7 @@ class EngineClient:
     async def stop(self) -> None:
         """End the engine; unfinished requests fail with an error."""
         self._draining = self._stopped = True
-        self._fail_all(shutting_down("the server has shut down"))
+        self._fail_all(failures.shutting_down("the server has shut down"))
         if self._writer is not None:
             self._writer.close()
         await asyncio.to_thread(self.engine.close)
@@ -283,7 +274,7 @@ class EngineClient:
         """Fail all requests, unless the engine ended because this server stopped it."""
         if self.failure is None and not self._stopped:
             self.failure = reason
-            self._fail_all(engine_lost())
+            self._fail_all(failures.engine_lost())
 
     def _fail(self, number: int, error: Exception) -> None:
         """End the awaited reply, or the ticket, that has this number."""
@@ -308,14 +299,14 @@ class EngineClient:
     def _send(self, message: wire.WireMessage) -> None:
         """Send a message. Raises ConfigError if it cannot be encoded, APIError if nobody reads."""
         if self._writer is None or self._writer.is_closing():
-            raise engine_lost()
+            raise failures.engine_lost()
         try:
             data = wire.encode_message(message)
         except (UnicodeEncodeError, OverflowError) as error:
             raise ConfigError(f"the request cannot be encoded: {error}") from None
         unsent = self._writer.transport.get_write_buffer_size()
         if isinstance(message, wire.Submit) and unsent > MAX_UNSENT:
-            raise queue_full("the engine is not accepting requests; try again in 5 s", 5)
+            raise failures.queue_full("the engine is not accepting requests; try again in 5 s", 5)
         self._writer.write(data)
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
@@ -326,6 +317,6 @@ class EngineClient:
         finally:
             self._started = False
             if not self._stopped:
-                self._fail_all(engine_lost())
+                self._fail_all(failures.engine_lost())
                 reason = await asyncio.to_thread(self.engine.exit_reason)
                 self._engine_failed(f"its process {reason}")

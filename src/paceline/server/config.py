@@ -1,8 +1,7 @@
 """The settings of ``paceline serve``, from flags and a TOML file.
 
 Every field of ``ServeConfig`` is a flag (``max_queue`` is ``--max-queue``) and a key in a section
-of the file. ``TableEntry.read`` parses and checks the values of both.
-"""
+of the file. ``TableEntry.read`` parses and checks the values of both."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Fields that cannot change the text, and fields of other servers at neutral values, are ignored, and
 the response names them (``requestlog.report_ignored``). Unknown fields that are null are dropped
-silently. All other unknown fields are refused by name.
-"""
+silently. All other unknown fields are refused by name."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 
 Only one thread at a time uses the engine, under the lock of ``EngineOwner`` (request/owner.py).
 Cancelled jobs are removed before the next step. When the engine thread ends, for whatever reason,
-the clients of all jobs are notified.
-"""
+the clients of all jobs are notified."""
 
 from __future__ import annotations
 
@@ -26,14 +25,7 @@ from typing import TYPE_CHECKING
 from paceline.engine.recovery import Failure
 from paceline.errors import EngineLostError, PacelineError
 from paceline.request.completion import StreamEvent
-from paceline.server import wire
-from paceline.server.failures import (
-    APIError,
-    as_api_error,
-    engine_lost,
-    request_failed,
-    shutting_down,
-)
+from paceline.server import failures, wire
 from paceline.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -149,7 +141,7 @@ class EngineLoop:
         except Exception as error:
             if not isinstance(error, PacelineError):
                 log.exception("a request could not be prepared", exc_info=error)
-            self._post(wire.Ended(number, as_api_error(error)))
+            self._post(wire.Ended(number, failures.as_api_error(error)))
 
     def _set_adapter(self, message: wire.SetAdapter) -> None:
         if message.folder is None:
@@ -174,14 +166,14 @@ class EngineLoop:
             job.unfinished, job.requests = list(requests), requests
             self._wakeups.put(None)
             if self._closed.locked():
-                raise engine_lost()
+                raise failures.engine_lost()
         except Exception:
             self._forget(job)
             raise
 
     def stop(self) -> None:
         """End the engine thread; cancel unfinished requests and notify their clients."""
-        self._wakeups.put(shutting_down("the server has shut down"))
+        self._wakeups.put(failures.shutting_down("the server has shut down"))
         if self._thread.is_alive():
             self._thread.join(_STOP_SECONDS)
         for worker in (self._prepare_worker, self._grammar_worker, self._weights_worker):
@@ -209,8 +201,7 @@ class EngineLoop:
             self._close(error)
 
     def _step_forever(self) -> None:
-        """Step while there are jobs, sleep while there are none. Raises the error that was put
-        into ``_wakeups`` and whatever a step raises."""
+        """Step while there are jobs, else sleep. Raises errors of steps and in ``_wakeups``."""
         while True:
             while not (self._prepared and self._wakeups.empty()):
                 if (end := self._wakeups.get()) is not None:
@@ -241,7 +232,7 @@ class EngineLoop:
         if events:
             self._post(wire.StepEvents(events))
         for job, reason in failed:
-            self._finish(job, "error", request_failed(reason))
+            self._finish(job, "error", failures.request_failed(reason))
 
     def _collect(self, job: EngineJob, events: list[tuple[int, StreamEvent]]) -> str | None:
         """Append a job's new events to ``events``; returns the reason if the job failed."""
@@ -266,7 +257,7 @@ class EngineLoop:
             self.metrics.record_finished(request, outcome)
         self._forget(job)
         if error is not None:
-            self._post(wire.Ended(job.ticket, as_api_error(error)))
+            self._post(wire.Ended(job.ticket, failures.as_api_error(error)))
 
     def _forget(self, job: EngineJob) -> None:
         self.llm.release(job.requests)
@@ -279,7 +270,7 @@ class EngineLoop:
             return
         jobs = list(self._jobs.values())
         self._jobs.clear()
-        ending = error if isinstance(error, APIError) else engine_lost()
+        ending = error if isinstance(error, failures.APIError) else failures.engine_lost()
         if ending is not error:
             self.lost = Failure.of(error).message
             planned = isinstance(error, EngineLostError)

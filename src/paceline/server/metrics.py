@@ -2,8 +2,7 @@
 
 Counters and histograms are updated on the engine thread after each step; gauges are computed when
 they are scraped. Metrics of speculative decoding have the labels ``drafter`` (the name by which
-requests choose it) and ``adapter``.
-"""
+requests choose it) and ``adapter``."""
 
 from __future__ import annotations
 
@@ -73,21 +72,17 @@ class Metrics:
         for request, commit in advanced:
             drafter = request.seq.params.drafter or next(iter(llm.drafters), "none")
             sequences[drafter] += 1
-            self._record_start(request)
+            if (seq := request.seq).seq_id not in self._started:
+                self._started.add(seq.seq_id)
+                self.named["queue_seconds"].observe(max(0.0, seq.started - seq.queued))
+                if request.index == 0:  # a prompt counts once, as in ``prompt_tokens``
+                    self.named["prefix_cache_hit_tokens"].inc(seq.prefix_hit_tokens)
             if commit.tokens:
                 self._record_commit(request, commit, drafter)
         self._record_phases(llm, sequences)
         preempted = llm.engine.scheduler.preemptions
         self.named["preemptions"].inc(preempted - self._preempted)
         self._preempted = preempted
-
-    def _record_start(self, request: Request) -> None:
-        seq = request.seq
-        if seq.seq_id not in self._started:
-            self._started.add(seq.seq_id)
-            self.named["queue_seconds"].observe(max(0.0, seq.started - seq.queued))
-            if request.index == 0:  # a prompt counts once, as in ``prompt_tokens``
-                self.named["prefix_cache_hit_tokens"].inc(seq.prefix_hit_tokens)
 
     def _record_commit(self, request: Request, commit: Commit, drafter: str) -> None:
         arrivals = request.seq.arrivals

@@ -2,8 +2,7 @@
 
 The HTTP process starts first, stays small, holds the client connections and handles signals. The
 engine process is its child, connected by a socket pair; when either process ends, the other sees
-the connection close.
-"""
+the connection close."""
 
 from __future__ import annotations
 

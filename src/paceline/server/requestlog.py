@@ -3,8 +3,7 @@
 A line of the log has method, path, status, seconds and tokens, never content. For a stream that
 ends with an error, the status is that of the error. The level is info, but debug for successful
 polls of metrics and health. Every response has an ``x-request-id`` (the client's, if it sent one)
-and names ignored fields in ``x-paceline-ignored``.
-"""
+and names ignored fields in ``x-paceline-ignored``."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ first SIGTERM or SIGINT   not ready; new requests get 503, running ones finish; 
 drain_seconds later       requests that still run end with an error; exit status 0
 a second signal           the process ends at once; exit status 128 + signal
 the engine is lost        all clients get an error; one line on stderr; exit status 1, so that a
-                          supervisor can restart the server
-"""
+                          supervisor can restart the server"""
 
 from __future__ import annotations
 

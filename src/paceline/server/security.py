@@ -1,7 +1,6 @@
 """Checks that run before the application: host names, content types, API keys and body sizes.
 
-request log -> CORS -> host -> content type -> API key -> body size -> the application
-"""
+request log -> CORS -> host -> content type -> API key -> body size -> the application"""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ class Service:
     async def submit(
         self, body: Generation, prompts: Sequence[list[int]], params: SamplingParams
     ) -> Ticket:
-        """``EngineClient.submit`` for the model or adapter that the request names; the ticket is
-        attached to the request log."""
+        """``EngineClient.submit`` for the model or adapter named; the ticket goes to the log."""
         params = replace(params, lora=self.check_model(body.model))
         ticket = await self.client.submit(prompts, params, body.deadline, body.stream)
         current_exchange().ticket = ticket

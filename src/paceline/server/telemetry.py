@@ -1,8 +1,7 @@
 """OpenTelemetry: a span for each generation request, and the metrics ``gen_ai.server.*``.
 
 Names follow the semantic conventions for generative AI. If a client sends a ``traceparent``, its
-span is the parent. Prompts and answers are never exported.
-"""
+span is the parent. Prompts and answers are never exported."""
 
 from __future__ import annotations
 
@@ -106,7 +105,7 @@ class Telemetry:
             "url.path": exchange.scope["path"],
             "http.response.status_code": exchange.status,
             "paceline.request_id": exchange.id,
-            **(_attributes(exchange.ticket) if exchange.ticket else {}),
+            **_attributes(exchange.ticket),
         }
         parent = extract(Headers(scope=exchange.scope))
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=start)
@@ -115,12 +114,13 @@ class Telemetry:
         span.end(start + int(exchange.seconds * 1e9))
 
 
-def _attributes(ticket: Ticket) -> dict[str, Any]:
+def _attributes(ticket: Ticket | None) -> dict[str, Any]:
     """The attributes of a span: parameters of the request and figures of its completions."""
+    if ticket is None:
+        return {}
     params, done = ticket.params, ticket.completions
-    seed = {} if params.seed is None else {"gen_ai.request.seed": params.seed}
     return {
-        **seed,
+        **({} if params.seed is None else {"gen_ai.request.seed": params.seed}),
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,

@@ -12,8 +12,7 @@
            <-------------------------------------- Done(number, text) | Ended(number, error)
            <-------------------------------------- Lost(reason)
 
-A message is its length in four bytes, then its MessagePack encoding. Nothing is unpickled.
-"""
+A message is its length in four bytes, then its MessagePack encoding. Nothing is unpickled."""
 
 from __future__ import annotations
 

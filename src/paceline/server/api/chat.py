@@ -19,14 +19,7 @@ from paceline.errors import PromptError
 from paceline.model.tokenizer import Tokenizer
 from paceline.request.options import SamplingDefaults
 from paceline.request.validation import apply_template
-from paceline.server.api.protocol import (
-    ChatMessage,
-    ChatRequest,
-    Generation,
-    Speculation,
-    StructuredOutputs,
-    Tool,
-)
+from paceline.server.api import protocol
 from paceline.server.api.tools import ForcedCallParser, TextParser, ToolCallParser, forced_grammar
 from paceline.server.client import Ticket
 from paceline.server.failures import APIError, check_text
@@ -50,12 +43,12 @@ class SubmittedChat:
     """A chat request with the token ids of its prompt and the ticket of its engine requests."""
 
     service: Service
-    body: ChatRequest
+    body: protocol.ChatRequest
     prompt: list[int]
     ticket: Ticket
 
     @classmethod
-    async def submit(cls, service: Service, body: ChatRequest) -> SubmittedChat:
+    async def submit(cls, service: Service, body: protocol.ChatRequest) -> SubmittedChat:
         """Render the prompt and submit it. Raises APIError and what ``Service.submit`` raises."""
         service.check_model(body.model)
         prompt = await asyncio.to_thread(render_request, service.tokenizer, body)
@@ -90,7 +83,7 @@ _INSTRUCTION = (
 _TEMPLATE_FIELDS = ("reasoning_effort", "verbosity")
 
 
-def render_request(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
+def render_request(tokenizer: Tokenizer, body: protocol.ChatRequest) -> list[int]:
     """The token ids of a request's conversation. Raises APIError."""
     variables = dict(body.chat_template_kwargs)
     template = _template_of(tokenizer)
@@ -106,8 +99,8 @@ def render_request(tokenizer: Tokenizer, body: ChatRequest) -> list[int]:
 
 def render(
     tokenizer: Tokenizer,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] = (),
+    messages: Sequence[protocol.ChatMessage],
+    tools: Sequence[protocol.Tool] = (),
     variables: dict[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continues: bool = False,
@@ -126,7 +119,13 @@ def render(
     with_tools, with_reasoning = "tools" in template, "reasoning_content" in template
     inputs = [_template_message(message, with_tools, with_reasoning) for message in messages]
     tool_fields = [tool.model_dump(exclude_none=True) for tool in tools]
-    options = _check_variables(tokenizer, variables or {})
+    options = dict(variables or {})
+    reserved = {*signature(tokenizer.apply_chat_template).parameters, "messages", "self"}
+    for name in filter(reserved.__contains__, options):
+        raise APIError(
+            f"chat_template_kwargs: {name!r:.80} is not a variable of the chat template",
+            param="chat_template_kwargs",
+        )
     if tool_fields and with_tools:
         options["tools"] = tool_fields
     elif tool_fields:
@@ -147,20 +146,8 @@ def _template_of(tokenizer: Tokenizer) -> str:
     return str(tokenizer.chat_template or "")
 
 
-def _check_variables(tokenizer: Tokenizer, variables: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the variables. Raises APIError for parameters of ``apply_chat_template``."""
-    reserved = signature(tokenizer.apply_chat_template).parameters
-    for name in variables:
-        if name in reserved or name in ("messages", "self"):
-            raise APIError(
-                f"chat_template_kwargs: {name!r:.80} is not a variable of the chat template",
-                param="chat_template_kwargs",
-            )
-    return dict(variables)
-
-
 def _template_message(
-    message: ChatMessage, with_tools: bool, with_reasoning: bool
+    message: protocol.ChatMessage, with_tools: bool, with_reasoning: bool
 ) -> dict[str, Any]:
     """A message as input of a chat template, which may support tools and reasoning. Without tools,
     calls and their results become plain text."""
@@ -214,7 +201,7 @@ def _describe_tools(
 
 
 def sampling_params(
-    request: Generation,
+    request: protocol.Generation,
     facts: Facts,
     max_tokens: int,
     logprobs: int | None,
@@ -226,7 +213,7 @@ def sampling_params(
     request's own, as there is no other text. ``keep_special_tokens`` leaves special tokens in the
     text, since they may mark tool calls. As in OpenAI and vLLM, seed -1 means no seed and top_p 0
     greedy decoding. Raises APIError and ConfigError."""
-    speculation = request.speculation or Speculation()
+    speculation = request.speculation or protocol.Speculation()
     text_grammar = _text_grammar(request)
     if call_grammar is not None and text_grammar is not None:
         for name in _GRAMMAR_FIELDS:
@@ -247,7 +234,7 @@ def sampling_params(
     )
 
 
-def sampling_settings(request: Generation, defaults: SamplingDefaults) -> dict[str, Any]:
+def sampling_settings(request: protocol.Generation, defaults: SamplingDefaults) -> dict[str, Any]:
     """Temperature, truncation and repetition penalty, or their defaults. Raises ConfigError."""
     requested = {item.name: getattr(request, item.name) for item in fields(SamplingDefaults)}
     if request.top_p == 0:  # greedy
@@ -284,27 +271,23 @@ def _drafter(name: str, drafters: tuple[str, ...]) -> str | None:
     return name
 
 
-def _text_grammar(request: Generation) -> Grammar | None:
+def _text_grammar(request: protocol.Generation) -> Grammar | None:
     """The grammar of the text, which several fields can define. Raises APIError if two do."""
-    structured = request.structured_outputs or StructuredOutputs()
+    structured = request.structured_outputs or protocol.StructuredOutputs()
     form = request.response_format
     schema = None if form is None or form.json_schema is None else form.json_schema.schema_
-    schemas = structured.json_, request.guided_json, schema
     choices = [c for c in (structured.choice, request.guided_choice) if c is not None]
-    regexes = [structured.regex, request.guided_regex]
-    regexes += ["|".join(map(re.escape, choice)) for choice in choices]
-    larks = structured.grammar, request.guided_grammar
     json_objects = [structured.json_object, form is not None and form.type == "json_object"]
-    grammars = [
-        *(Grammar.json() for wanted in json_objects if wanted),
-        *(
-            Grammar("json", schema if isinstance(schema, str) else json.dumps(schema))
-            for schema in schemas
-            if schema is not None
-        ),
-        *(Grammar("regex", regex) for regex in regexes if regex is not None),
-        *(Grammar("lark", lark) for lark in larks if lark is not None),
-    ]
+    grammars = [Grammar.json() for wanted in json_objects if wanted]
+    grammars += [Grammar("regex", "|".join(map(re.escape, choice))) for choice in choices]
+    texts = (
+        *(("json", text) for text in (structured.json_, request.guided_json, schema)),
+        *(("regex", text) for text in (structured.regex, request.guided_regex)),
+        *(("lark", text) for text in (structured.grammar, request.guided_grammar)),
+    )
+    for kind, text in texts:
+        if text is not None:
+            grammars.append(Grammar(kind, text if isinstance(text, str) else json.dumps(text)))
     if len(grammars) > 1:
         raise APIError(
             "several fields define the format of the text; give only one of response_format and "

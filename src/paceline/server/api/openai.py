@@ -240,13 +240,17 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         """What an event adds to its choice. The first one also has the fields of the prompt."""
         first = index not in self._started
         self._started.add(index)
-        optional = self._token_fields(index, event)
+        optional, text = self._token_fields(index, event), event.text
         if first and self._body.return_token_ids:
             optional["prompt_token_ids"] = self._prompts[index]
-        echoed = first and self._body.echo
+        if echoed := first and self._body.echo:
+            prompt, skip = self._body.prompt[index // self._n], self._body.skip_special_tokens
+            if not isinstance(prompt, str):
+                prompt = str(self._tokenizer.decode(prompt, skip_special_tokens=skip))
+            text = prompt + text
         return {
             "index": index,
-            "text": self._prompt_text(index) + event.text if echoed else event.text,
+            "text": text,
             "logprobs": self._logprobs(index, event, echoed),
             "finish_reason": finish_reason(event),
             **optional,
@@ -279,13 +283,6 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         logprobs: list[TokenLogprob] | None = None if event.logprobs is None else []
         empty = {"text": "", "token_ids": [], "from_draft": [], "logprobs": logprobs}
         return replace(event, **empty, completion=completion)
-
-    def _prompt_text(self, index: int) -> str:
-        prompt = self._body.prompt[index // self._n]
-        if isinstance(prompt, str):
-            return prompt
-        skip = self._body.skip_special_tokens
-        return str(self._tokenizer.decode(prompt, skip_special_tokens=skip))
 
 
 class ChatAnswer(OpenAIAnswer[ChatRequest]):

@@ -229,9 +229,8 @@ class StoredResponse:
 
 class ResponseStore:
     """Stores responses that later requests may continue, by owner (the API key; without keys there
-    is one owner) and id. They are kept in memory as JSON, so that their size is known and they
-    cannot be changed. When all take more than ``MAX_BYTES``, the owner with the most bytes loses
-    the least recently used."""
+    is one owner) and id. They are JSON in memory: their size is known, and they cannot be changed.
+    Beyond ``MAX_BYTES`` in all, the owner with the most bytes loses the least recently used."""
 
     def __init__(self) -> None:
         # By owner and id, the least recently used first.

@@ -7,8 +7,7 @@ known. A complete answer is parsed like a stream of one piece. Recognised format
     [TOOL_CALLS] [{"name": ..., "arguments": {...}}]             Mistral; anywhere
     ```json {"name": ..., "arguments": {...}} ```                Gemma and others; anywhere
     <|python_tag|>{"name": ..., "parameters": {...}}             Llama 3, also without the tag; only
-                                                                 if it is the whole answer
-"""
+                                                                 if it is the whole answer"""
 
 from __future__ import annotations
 
