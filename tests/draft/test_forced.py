@@ -239,7 +239,7 @@ def test_chains_end_where_they_are_unlikely(
     for asked, texts in expected:
         by_least = []
         for stop in (0.0, 1.0):  # chains never end before their length, or behind each token
-            drafter.stop = stop
+            drafter.min_level_prob = stop
             passes.append(0)
             (done,) = llm.generate(PROMPT, asked[0])
             assert done.token_ids == texts[0]

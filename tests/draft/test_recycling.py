@@ -37,7 +37,7 @@ def test_a_tree_is_the_lists_of_its_tokens() -> None:
     matrix = shared(drafter)
     for token in range(VOCAB):
         matrix.candidates[token] = torch.tensor(candidates(token, 3))
-    matrix.known.update(range(VOCAB))
+    matrix.known_tokens.update(range(VOCAB))
     seq = request([7])
     tree = run_step(drafter, markov, [seq], [8])[0].tree
     shape = drafter._shape
@@ -126,13 +126,13 @@ def test_prompt_chunks_and_trees_of_others() -> None:
     seq.cached = 0
     assert len(drafter.propose(Plan((Slice(seq, 2, 4),)))[0]) == 0
     drafter.observe([Commit(0, (), scheduled=2)], ModelOutput(torch.zeros(0, VOCAB)))
-    assert not matrix.known
+    assert not matrix.known_tokens
     seq.cached = 3
     drafter.propose(Plan((Slice(seq, 1, 4),)))
     logits = torch.stack([TABLE[4], TABLE[5], TABLE[6]])
     commit = Commit(0, (9,), drafted=2, scheduled=1, last=4, position=3, choices=(9, 9, 9))
     drafter.observe([commit], ModelOutput(logits))
-    assert matrix.known == {4}
+    assert matrix.known_tokens == {4}
     assert matrix.candidates[4].tolist() == candidates(4, 2)
 
 
@@ -141,7 +141,7 @@ def test_rehearsal_leaves_no_trace() -> None:
     matrix = shared(drafter)
     before = matrix.candidates.clone()
     drafter.warm_up(3)
-    assert matrix.candidates.equal(before) and not matrix.known
+    assert matrix.candidates.equal(before) and not matrix.known_tokens
     assert (drafter.passes(0), drafter.passes(3)) == (0, 1)
 
 

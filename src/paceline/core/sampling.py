@@ -75,13 +75,13 @@ class Rows:
 
     ``seqs[r]``: the sequence of row r. ``depths[r]``: number of drafted tokens between its last
     committed token and the row. ``paths[r, :depths[r]]``: these tokens, int64 ``[R, D]`` on the
-    logits' device; required if ``needs_paths``. ``known``: the same on the host, for rows of
+    logits' device; required if ``needs_paths``. ``host_paths``: the same on the host, for rows of
     sequences with a grammar or logits processors."""
 
     seqs: tuple[SequenceView, ...]
     depths: tuple[int, ...]
     paths: torch.Tensor | None = None
-    known: tuple[tuple[int, ...], ...] | None = None
+    host_paths: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.seqs) == len(self.depths)
@@ -97,9 +97,9 @@ class Rows:
 
     @property
     def on_host(self) -> Sequence[tuple[int, ...]]:
-        """The path of each row on the host; waits for the device unless they are ``known``."""
-        if self.known is not None or self.paths is None:
-            return self.known or [()] * len(self)
+        """The path of each row on the host; waits for the device unless they are known."""
+        if self.host_paths is not None or self.paths is None:
+            return self.host_paths or [()] * len(self)
         return [tuple(p[:d]) for p, d in zip(self.paths.tolist(), self.depths, strict=True)]
 
     @classmethod
@@ -118,8 +118,10 @@ class Rows:
         seqs, depths, paths = self.seqs, self.depths, self.paths
         if paths is not None:
             paths = paths[to_device(list(index), paths.device)]
-        known = None if self.known is None else tuple(self.known[i] for i in index)
-        return Rows(tuple(seqs[i] for i in index), tuple(depths[i] for i in index), paths, known)
+        host_paths = self.host_paths and tuple(self.host_paths[i] for i in index)
+        return Rows(
+            tuple(seqs[i] for i in index), tuple(depths[i] for i in index), paths, host_paths
+        )
 
 
 def needs_paths(seqs: Iterable[SequenceView]) -> bool:
@@ -234,7 +236,7 @@ def _apply_min_tokens(scores: torch.Tensor, rows: Rows) -> None:
 
 def apply_grammars(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
     """float32 ``[R, V]``: scores with minus infinity where the row's grammar forbids the token.
-    Waits for the device unless the drafted tokens are ``known`` on the host."""
+    Waits for the device unless the host knows the drafted tokens."""
     constrained: list[int] = []
     masks: list[torch.Tensor] = []
     for row, (seq, path) in enumerate(zip(rows.seqs, rows.on_host, strict=True)):

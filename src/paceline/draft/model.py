@@ -35,7 +35,7 @@ _Model = TypeVar("_Model", bound="DraftModel")
 
 # Dynamic trees end where a level is accepted with less than this chance. The limit is higher than a
 # head's because a pass of a model costs more.
-_STOP_BELOW = 0.3
+_MIN_LEVEL_PROB = 0.3
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class DraftModel(TreeSpec):
             placement = model.device, model.rope_switch
             cache = context.new_cache(model.cache_shapes, model.dtype, *placement)
             cache.states = model.new_states()
-            settings = self.growth_settings(context, cache, _STOP_BELOW if self.nodes else 0.0)
+            settings = self.growth_settings(context, cache, _MIN_LEVEL_PROB if self.nodes else 0.0)
             device = context.target.device
             widths = loading.target.vocab_size, model.vocab_size
             if match is not None and match.method == "string":

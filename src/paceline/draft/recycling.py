@@ -39,12 +39,12 @@ _IDLE = 8
 
 class Matrix:
     """``candidates`` int32 ``[vocab, k]``: the k likeliest tokens after each token, as last seen.
-    ``known``: tokens whose row was written. Rows of rejected nodes are written as well, but the
-    host would have to wait for the device to learn which tokens these are."""
+    ``known_tokens``: those whose row was written. Rows of rejected nodes are written as well, but
+    the host would have to wait for the device to learn which tokens these are."""
 
     def __init__(self, vocab: int, k: int, device: torch.device | str) -> None:
         self.candidates = torch.zeros(vocab, k, dtype=torch.int32, device=device)
-        self.known: set[int] = set()
+        self.known_tokens: set[int] = set()
 
     def grow(self, roots: Sequence[int], shape: Shape) -> torch.Tensor:
         """int64 ``[len(roots), len(shape)]``: a tree below each root; 0 below unknown tokens."""
@@ -131,7 +131,7 @@ class RecyclingDrafter(LookupDrafter):
             if not (item.decodes and item.draft_length):
                 continue
             root, levels = item.seq.tokens[-1], min(item.draft_length, self._shape.depth)
-            if root in state.matrix.known:
+            if root in state.matrix.known_tokens:
                 ready.append((index, root, levels, state))
         trees = [self._empty] * len(plan.slices)
         for group in _by_matrix(ready):
@@ -178,9 +178,9 @@ class RecyclingDrafter(LookupDrafter):
         last = [commit.last for commit, _ in seen]
         rows = [commit.logit_row for commit, _ in seen]
         nodes: list[torch.Tensor] = []
-        matrix.known.update(last)
+        matrix.known_tokens.update(last)
         for commit, state in seen:
-            matrix.known.update(commit.tokens[: len(commit.path)])
+            matrix.known_tokens.update(commit.tokens[: len(commit.path)])
             if state.tokens is not None and len(state.tokens) == commit.drafted:
                 nodes.append(state.tokens)
                 rows += range(commit.logit_row + 1, commit.logit_row + 1 + commit.drafted)

@@ -37,9 +37,9 @@ from paceline.model.target import CausalModel
 
 # A chain ends where its path is accepted with less than this chance: another pass, which costs a
 # quarter of a step, then no longer pays (docs/contributing/decisions.md).
-STOP_BELOW = 0.5
+MIN_LEVEL_PROB = 0.5
 # The same limit if the target's layers are offloaded and the view's are not.
-STOP_BELOW_OFFLOADED = 0.2
+MIN_LEVEL_PROB_OFFLOADED = 0.2
 # With more pending tokens (the end of a prompt) the view would run them all for a single draft.
 _MAX_PENDING = 16
 _LARGE_LOGIT = 100.0  # of the made-up token; all other logits are 0
@@ -85,7 +85,7 @@ class EarlyExit(OwnLayers):
         return range(layers)
 
 
-def prepared_view(spec: TreeSpec, view: CausalModel, stop: float = STOP_BELOW) -> PreparedDraft:
+def prepared_view(spec: TreeSpec, view: CausalModel, stop: float = MIN_LEVEL_PROB) -> PreparedDraft:
     return PreparedDraft(lambda c: SelfDrafter(view, spec.growth_settings(c, c.cache, stop)))
 
 
@@ -226,7 +226,7 @@ class QuantizedDraft(TreeSpec):
                 "draft would cost what the target costs; leave it out, or use another drafter"
             )
         view = quantised_copy(target, self.quantize)
-        stop = STOP_BELOW if target.offload is None else STOP_BELOW_OFFLOADED
+        stop = MIN_LEVEL_PROB if target.offload is None else MIN_LEVEL_PROB_OFFLOADED
         return prepared_view(self, view, stop)
 
     def examine(self, target: Target, read: Any = None) -> DraftInfo:

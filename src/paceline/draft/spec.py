@@ -341,12 +341,12 @@ class TreeSpec(DraftSpec):
         return Policy(nodes=self.nodes, width=self.width)
 
     def growth_settings(
-        self, context: DraftContext, cache: PagedCache, stop: float = 0.0, nodes: int = 0
+        self, context: DraftContext, cache: PagedCache, min_level_prob: float = 0.0, nodes: int = 0
     ) -> GrowthSettings:
-        """``stop`` as in ``GrowthSettings``, ``nodes`` as in ``policy``."""
+        """``min_level_prob`` as in ``GrowthSettings``, ``nodes`` as in ``policy``."""
         generator, policy = context.generator_on(cache.device), self.policy(nodes)
-        least = context.min_acceptance() if policy.nodes else 0.0
-        return GrowthSettings(self.kind, cache, policy, generator, stop, least)
+        node = context.min_acceptance() if policy.nodes else 0.0
+        return GrowthSettings(self.kind, cache, policy, generator, min_level_prob, node)
 
     def shape(self) -> str | None:
         """The shape of its trees in words; None if the options do not say."""

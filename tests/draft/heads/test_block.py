@@ -14,7 +14,7 @@ from torch import nn
 from paceline import ConfigError, ModelLoadError, SamplingParams
 from paceline.build import EngineOptions, build_engine
 from paceline.core.sequence import SequenceState
-from paceline.draft.heads.block import STOP_BELOW, BlockDrafter
+from paceline.draft.heads.block import MIN_LEVEL_PROB, BlockDrafter
 from paceline.draft.heads.block_head import (
     BlockConfig,
     BlockHead,
@@ -116,7 +116,7 @@ def drafts_of(
     def build(context: DraftContext) -> BlockDrafter:
         cache = context.new_cache(head.config.cache_shapes, torch.float32)
         most = replace(policy, levels=head.config.drafts)
-        levels = GrowthSettings("block", cache, most, context.generator, STOP_BELOW)
+        levels = GrowthSettings("block", cache, most, context.generator, MIN_LEVEL_PROB)
         return Recorder(target.backend.block(head, target), levels)
 
     given = {"draft_length": 8, "max_batch_size": batch, **options}

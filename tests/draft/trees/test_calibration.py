@@ -37,16 +37,16 @@ def test_what_is_accepted_teaches_the_power(power: float) -> None:
 
 def test_a_wanted_chance_as_a_probability_of_the_drafter() -> None:
     sure, unsure = drafts(0.1, 300), drafts(1.5, 300)
-    assert sure.least(0.6) < 0.1 < 0.5 < unsure.least(0.6)
-    assert sure.least(0.6) ** sure.power == pytest.approx(0.6)
-    assert sure.least(0.0) == 0.0
+    assert sure.path_prob(0.6) < 0.1 < 0.5 < unsure.path_prob(0.6)
+    assert sure.path_prob(0.6) ** sure.power == pytest.approx(0.6)
+    assert sure.path_prob(0.0) == 0.0
 
 
 def test_drafts_that_are_never_refused_go_on_to_the_end() -> None:
     confidence = Calibration()
     for _ in range(2000):
         confidence.learn([-1.0, -5.0], False)
-    assert confidence.least(0.6) < 1e-30 and confidence.power > 0
+    assert confidence.path_prob(0.6) < 1e-30 and confidence.power > 0
     confidence.learn([-1.0, -math.inf], True)  # of a row that was no distribution
     assert math.isfinite(confidence.power)
 

@@ -7,8 +7,8 @@ block's logits without further passes.
 In DSpark each token's logits get a bias that depends on the token drafted before it
 (``BlockHead.bias``). Its confidence head predicts, before a token is sampled, how likely the token
 is accepted if all before it are. A chain ends where the product of these chances falls below
-``STOP_BELOW``; the controller learns the length of each chain. As the end does not depend on the
-tokens sampled there, the draft is lossless.
+``min_level_prob``; the controller learns the length of each chain. As the end does not depend on
+the tokens sampled there, the draft is lossless.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DFlash(BlockSpec):
     examples: ClassVar[tuple[str, ...]] = ("dflash:{dflash}", "dflash:{dflash},nodes=12")
 
 
-STOP_BELOW = 0.3
+MIN_LEVEL_PROB = 0.3
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class DSpark(BlockSpec):
     examples: ClassVar[tuple[str, ...]] = ("dspark:{dspark}", "dspark:{dspark},nodes=12")
 
     _: KW_ONLY
-    stop: float = option(STOP_BELOW, least=0)
+    stop: float = option(MIN_LEVEL_PROB, least=0)
 
     def prepare(self, loading: LoadContext, stop: float = 0.0) -> PreparedDraft:
         return super().prepare(loading, self.stop)
@@ -116,9 +116,9 @@ class BlockDrafter(OnePassDrafter, FeatureDrafter):
 
     @property
     def stops_early(self) -> bool:
-        """Whether chains end where the chance of acceptance falls below ``stop``."""
+        """Whether chains end where the chance of acceptance falls below ``min_level_prob``."""
         chains = not self._policy.nodes and is_chain(self._policy.shape.parents)
-        return chains and self.stop > 0 and self.head.confidence_head is not None
+        return chains and self.min_level_prob > 0 and self.head.confidence_head is not None
 
     # -- one pass ------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class BlockDrafter(OnePassDrafter, FeatureDrafter):
             block, tokens = self._pass_outputs[tree.item.seq.seq_id], grown.tree.tokens
             before = torch.cat((block.last, tokens[:-1]))
             chances = self.head.confidence(block.outputs[: len(tokens)], before).float().sigmoid()
-            on_device.append((chances.cumprod(0) >= self.stop).sum())
+            on_device.append((chances.cumprod(0) >= self.min_level_prob).sum())
         lengths = torch.stack(on_device).tolist()  # a second wait for the device
         return [_cut(g, max(1, length)) for g, length in zip(all_grown, lengths, strict=True)]
 

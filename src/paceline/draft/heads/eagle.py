@@ -44,7 +44,7 @@ from paceline.model.quantised.convert import Scheme, quantise_module
 
 # A tree ends with a level that is accepted with less than this chance. SmolLM2 in bf16 with its
 # EAGLE-3 head, greedy: 1.80x at 0.1, 1.83x at 0.25; sampled: 1.32x at 0.15, 1.37x at 0.25.
-STOP_BELOW = 0.25
+MIN_LEVEL_PROB = 0.25
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Eagle(HeadSpec):
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:
             nodes = context.tree_nodes() if self.dynamic else 0
-            given = step, self.growth_settings(context, cache, STOP_BELOW, nodes)
+            given = step, self.growth_settings(context, cache, MIN_LEVEL_PROB, nodes)
             mask = head.config.mask_token
             return EagleDrafter(*given) if mask is None else ParallelEagleDrafter(mask, *given)
 

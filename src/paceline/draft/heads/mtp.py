@@ -32,7 +32,7 @@ from torch import nn
 from paceline.core.batch import Batch
 from paceline.core.bound import bound
 from paceline.draft.base import Drafter
-from paceline.draft.heads.eagle import STOP_BELOW, EagleDrafter
+from paceline.draft.heads.eagle import MIN_LEVEL_PROB, EagleDrafter
 from paceline.draft.heads.features import feature_drafter
 from paceline.draft.spec import (
     DraftContext,
@@ -89,7 +89,7 @@ class Mtp(TreeSpec):
         shapes, switch = step.head.model.cache_shapes, step.head.model.rope_switch
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:
-            return EagleDrafter(step, self.growth_settings(context, cache, STOP_BELOW))
+            return EagleDrafter(step, self.growth_settings(context, cache, MIN_LEVEL_PROB))
 
         return feature_drafter(target, shapes, 1, make, switch)
 

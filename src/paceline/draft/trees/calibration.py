@@ -27,7 +27,7 @@ class Calibration:
     def power(self) -> float:
         return self._rejections / self._hazard
 
-    def least(self, chance: float) -> float:
+    def path_prob(self, chance: float) -> float:
         """The probability of a path that is accepted with ``chance``; 0 for 0."""
         return chance ** (1 / self.power) if chance > 0 else 0.0
 

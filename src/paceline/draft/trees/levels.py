@@ -27,17 +27,17 @@ _BLOCKS = 4  # blocks of context when warming up, about as when the target is me
 
 
 class GrowthSettings(NamedTuple):
-    """How a drafter's trees grow. ``stop``: a tree ends with a level that is accepted with less
-    than this chance: another pass would cost more than it gains. ``least``: a dynamic tree leaves
-    out nodes that are accepted with less than this chance: verifying them would cost more than they
-    gain. 0 switches either off."""
+    """How a drafter's trees grow. ``min_level_prob``: a tree ends with a level that is accepted
+    with less than this chance: another pass would cost more than it gains. ``min_node_prob``: a
+    dynamic tree leaves out nodes that are accepted with less than this chance: verifying them would
+    cost more than they gain. 0 switches either off."""
 
     name: str
     cache: PagedCache
     policy: Policy
     generator: torch.Generator | None
-    stop: float = 0.0
-    least: float = 0.0
+    min_level_prob: float = 0.0
+    min_node_prob: float = 0.0
 
 
 class LevelDrafter(ABC):
@@ -52,7 +52,8 @@ class LevelDrafter(ABC):
 
     def __init__(self, settings: GrowthSettings, max_positions: int) -> None:
         """``max_positions``: longest context of the draft model."""
-        self.name, self.cache, self._policy, self._generator, self.stop, self._least = settings
+        self.name, self.cache, self._policy, self._generator = settings[:4]
+        self.min_level_prob, self._min_node_prob = settings[4:]
         self._calibrations = Calibrations()
         self._max_positions = max_positions
         self._empty = TokenTree.empty(self.cache.device)
@@ -127,13 +128,13 @@ class LevelDrafter(ABC):
     def _early_stop(self, seq: SequenceView) -> EarlyStop:
         """Where the sequence's tree ends early, given what was accepted so far."""
         calibration = self._calibrations.of(seq.params)
-        stop = self.stop if self.stops_early else 0.0
-        return EarlyStop(calibration.power, stop, calibration.least(self._least))
+        level = self.min_level_prob if self.stops_early else 0.0
+        return EarlyStop(calibration.power, level, calibration.path_prob(self._min_node_prob))
 
     @property
     def stops_early(self) -> bool:
         """Whether trees end where acceptance is unlikely (by levels it would wait for a device)."""
-        return self.tree_grower is not None and self.stop > 0
+        return self.tree_grower is not None and self.min_level_prob > 0
 
     def _rows_for_nodes(self, length: int) -> int:
         """The most cache rows that the nodes of a tree take while it grows."""

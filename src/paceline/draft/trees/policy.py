@@ -32,7 +32,7 @@ class GrammarChain(GrowingTree):
         self._length, self._draw = length, draw_kind(item.seq)
         self.samples = self._draw is not Draw.POINT
         least = early_stop.level_prob ** (1 / early_stop.power)
-        self._least = math.log(least) if least > 0 else -math.inf
+        self._min_score = math.log(least) if least > 0 else -math.inf
         self._path: list[int] = []
         self._scores: list[float] = []  # log-probability of the path up to each token
         self._num_run = 0  # tokens of the path that the drafter has run
@@ -82,7 +82,7 @@ class GrammarChain(GrowingTree):
         score = sum(self._scores[-1:]) + log_chance
         self._path.append(token)
         continues = self._append_forced(self._length, score)
-        return continues and len(self._path) < self._length and score >= self._least
+        return continues and len(self._path) < self._length and score >= self._min_score
 
     def finish(self, shape: Sequence[int]) -> GrownTree:
         tokens, q = to_device(self._path, self.frontier.device), None
