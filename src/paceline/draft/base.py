@@ -111,8 +111,7 @@ def prefers_seeds(drafter: Any) -> bool:
 
 def runs_torch(drafter: Any) -> bool:
     """Whether drafting runs torch operators: ``drafter.runs_torch``, else whether it has passes."""
-    members = getattr(drafter, "members", ())
-    if members:
+    if members := getattr(drafter, "members", ()):
         return any(map(runs_torch, members))
     return bool(getattr(drafter, "runs_torch", drafter.passes(1) > 0))
 

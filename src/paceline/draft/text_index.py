@@ -169,11 +169,8 @@ class IndexedDrafter(LookupDrafter):
 
     def propose_one(self, item: Slice) -> Proposal:
         """The continuation that the index finds for the text and what a grammar forces after it."""
-        seq, tokens, index = (
-            item.seq,
-            item.seq.tokens,
-            self.states.get_or_make(item.seq, self.new_state),
-        )
+        seq, tokens = item.seq, item.seq.tokens
+        index = self.states.get_or_make(seq, self.new_state)
         forced = forced_tokens(item)
         levels, indexed = item.draft_length - len(forced), index.open_tokens
         if levels <= 0:

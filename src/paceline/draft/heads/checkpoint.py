@@ -55,10 +55,10 @@ class Checkpoint:
     def another_kind(self) -> ModelLoadError:
         """The error for a folder that does not hold what ``noun`` says."""
         (what, kind), name = weights_kind(self.tensors), self.name
-        advice = (
-            f"use --draft {kind}:{name} for that" if kind else f"give the folder of the {self.noun}"
-        )
-        if what == "a language model":
+        advice = f"give the folder of the {self.noun}"
+        if kind:
+            advice = f"use --draft {kind}:{name} for that"
+        elif what == "a language model":
             advice = f"use --draft {name} to draft with it"
         return ModelLoadError(f"{name} holds no {self.noun} but {what}; {advice}")
 

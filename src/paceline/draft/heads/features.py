@@ -196,11 +196,9 @@ class FeatureDrafter(CachingDrafter[FeatureRows]):
 
     def _as_target_logits(self, logits: torch.Tensor) -> Logits:
         config = self.head.config
-        return (
-            ReducedLogits(logits, self.head.draft_ids, config.vocab_size)
-            if config.reduced
-            else logits
-        )
+        if not config.reduced:
+            return logits
+        return ReducedLogits(logits, self.head.draft_ids, config.vocab_size)
 
     # -- observing ---------------------------------------------------------------------------
 
