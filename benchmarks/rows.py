@@ -13,7 +13,7 @@ import torch
 import inflate
 import real
 from inflate_heads import inflate_heads
-from paceline.draft.layer_skip import skippable, spread
+from paceline.draft.selfspec import skippable, spread
 from paceline.drafters import DRAFTERS, NoDraft
 from paceline.model.loading import load_tokenizer
 from paceline.model.names import EMBEDDED

@@ -34,7 +34,6 @@ from paceline.draft.heads.medusa import Medusa as Medusa
 from paceline.draft.heads.mtp import Mtp as Mtp
 from paceline.draft.hybrid import Hybrid as Hybrid
 from paceline.draft.hybrid import Router, joined
-from paceline.draft.layer_skip import LayerSkip as LayerSkip
 from paceline.draft.lookahead import Lookahead as Lookahead
 from paceline.draft.model import DraftModel as DraftModel
 from paceline.draft.model import DraftTree as DraftTree
@@ -42,6 +41,7 @@ from paceline.draft.ngram import NGram as NGram
 from paceline.draft.origin import prepare
 from paceline.draft.recycling import Recycling as Recycling
 from paceline.draft.selfspec import EarlyExit as EarlyExit
+from paceline.draft.selfspec import LayerSkip as LayerSkip
 from paceline.draft.selfspec import QuantizedDraft as QuantizedDraft
 from paceline.draft.spec import DraftContext as DraftContext
 from paceline.draft.spec import DraftSpec as DraftSpec

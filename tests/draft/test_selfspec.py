@@ -15,8 +15,7 @@ from paceline.core.batch import Batch, ModelOutput
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.draft import selfspec
-from paceline.draft.layer_skip import LayerSkip, skippable, spread
-from paceline.draft.selfspec import SelfDrafter
+from paceline.draft.selfspec import LayerSkip, SelfDrafter, skippable, spread
 from paceline.draft.spec import LoadContext, TargetShape
 from paceline.drafters import prepare_one
 from paceline.engine.driver import Drive
