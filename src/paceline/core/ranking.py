@@ -115,9 +115,8 @@ def truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
     if any(limits) or any(p.min_p > 0 for p in params):
         threshold = torch.zeros(probs.shape[0], 1, device=device)
         if any(p.min_p > 0 for p in params):
-            threshold = probs.amax(dim=-1, keepdim=True) * param_column(
-                params, lambda p: p.min_p, device
-            )
+            min_p = param_column(params, lambda p: p.min_p, device)
+            threshold = probs.amax(dim=-1, keepdim=True) * min_p
         if any(limits):
             limit = to_device(limits, device).unsqueeze(1)
             kth = head.gather(1, (limit - 1).clamp_(min=0))

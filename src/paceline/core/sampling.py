@@ -107,9 +107,7 @@ class Rows:
         """The rows of the spans: one after the last committed token, then one after each node."""
         seqs = tuple(span.seq for span in spans for _ in range(span.verify_rows))
         depths = tuple(depth for span in spans for depth in (0, *span.tree.depths))
-        needed = needs_paths(span.seq for span in spans) or any(
-            s.seq.needs_host_tokens for s in spans
-        )
+        needed = any(needs_paths((s.seq,)) or s.seq.needs_host_tokens for s in spans)
         paths = _tree_paths(spans) if needed else None
         return cls(seqs, depths, paths, _host_paths(spans))
 

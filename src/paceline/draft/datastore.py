@@ -216,9 +216,8 @@ class DatastoreDrafter(LookupDrafter):
             if token >= self._vocab_size or chance < self._spec.min_prob:
                 break
             share = count / (len(rows) + 1)
-            confidence = confidence or next(
-                value for least, value in _CONFIDENCES if share >= least
-            )
+            values = (value for least, value in _CONFIDENCES if share >= least)
+            confidence = confidence or next(values)
             chain.append(token)
             rows = [row for row in rows if row[level] == token]
         return with_forced_prefix(forced, chain, range(-1, len(chain) - 1), confidence)

@@ -216,9 +216,8 @@ class SelfDrafter(LevelDrafter):
     def _grow_trees(self, trees: Sequence[GrowingTree], spans: Sequence[Span]) -> list[GrownTree]:
         """Run the spans and grow the trees in the same call if all trees allow it."""
         if self.tree_grower is not None and all(tree.growth_size() for tree in trees):
-            done = self._grow_in_one_call(
-                trees, self._warm_up_logits(trees), self.cache.batch_of(spans)
-            )
+            first = self.cache.batch_of(spans)
+            done = self._grow_in_one_call(trees, self._warm_up_logits(trees), first)
             if done is not None:
                 return done
         return super()._grow_trees(trees, spans)

@@ -214,9 +214,8 @@ class Predictions(LookupDrafter):
             and not item.seq.params.prediction
             and can_extend_forced(drafter, forced_tokens(item), item)
         ]
-        from_request = self._drafted(
-            [item for item in eligible if item.seq.seq_id not in drafter_first]
-        )
+        others = [item for item in eligible if item.seq.seq_id not in drafter_first]
+        from_request = self._drafted(others)
         rest = [
             replace(item, draft_length=0) if item.seq.seq_id in from_request else item
             for item in plan.slices

@@ -125,9 +125,7 @@ class Drive:
         self.close()
         if kind is None:
             start = time.perf_counter()
-            self._record_seconds(
-                self.engine.clock.totals()
-            )  # on a GPU this waits for the last step
+            self._record_seconds(self.engine.clock.totals())  # waits for a GPU's last step
             self.seconds += time.perf_counter() - start
 
     def __iter__(self) -> Iterator[DrivenStep]:

@@ -280,6 +280,7 @@ class Engine:
         kept, reason = seq.check_stop(verdict.tokens, room)
         path, tree = verdict.path[:kept], span.tree
         children = children_of(tree.parents)[path[-1] + 1 if path else 0]
+        chosen = self.scheduler.decisions.get(seq.seq_id, PLAIN).drafter
         return Commit(
             seq.seq_id,
             verdict.tokens[:kept],
@@ -295,9 +296,7 @@ class Engine:
             choices=verdict.choices,
             finish_reason=reason,
             logprobs=None if verdict.logprobs is None else verdict.logprobs[:kept],
-            drafter=str(
-                self.scheduler.decisions.get(seq.seq_id, PLAIN).drafter or self.drafter.name
-            ),
+            drafter=str(chosen or self.drafter.name),
         )
 
     def _apply_commit(self, seq: SequenceState, commit: Commit) -> None:

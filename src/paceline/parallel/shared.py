@@ -123,9 +123,8 @@ class SharedForward(Backend):
             number = self._numbers[cache] = next(self._count)
             cache.on_move = partial(_move, weakref.ref(self), weakref.ref(cache))
             weakref.finalize(cache, self._dropped.append, number).atexit = False
-            self.ranks.group.broadcast(
-                "make", number, cache.num_blocks, cache.block_size, cache.dtype
-            )
+            how = cache.num_blocks, cache.block_size, cache.dtype
+            self.ranks.group.broadcast("make", number, *how)
         return self._numbers[cache]
 
 

@@ -89,9 +89,8 @@ class Request:
                 if commit.finish_reason is not None:
                     text += self._finish_text(commit.finish_reason)
         except Exception as error:
-            text = self._end_with_error(
-                f"the text could not be decoded: {Failure.of(error).message}"
-            )
+            reason = Failure.of(error).message
+            text = self._end_with_error(f"the text could not be decoded: {reason}")
         if self.streams:
             scores = None if self._shown else self.prompt_logprobs or None
             self._shown.append(text)

@@ -66,9 +66,7 @@ def decide_in_kernels(
             all=tree.wants_choices,
             threads=threads,
             logits=logits.data_ptr() + first * stride * logits.itemsize,
-            inverse_temperature=min(
-                1e6, 1 / params.temperature
-            ),  # beyond this a softmax is one-hot
+            inverse_temperature=min(1e6, 1 / params.temperature),  # beyond it one token is certain
             top_p=params.top_p,
             min_p=params.min_p,
             tokens=tokens.buffer_info()[0],

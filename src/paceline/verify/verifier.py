@@ -266,9 +266,8 @@ class Verifier:
                 transfer.to_device([i for i, m in enumerate(of) if m == method], probs.device)
                 for of in (of_rows, of_nodes)
             )
-            part = _apply_rule(
-                method, probs.index_select(0, rows), [s for s, m in pairs if m == method]
-            )
+            of_method = [span for span, m in pairs if m == method]
+            part = _apply_rule(method, probs.index_select(0, rows), of_method)
             stop, part_stop = pad_to_same_width(stop, part.stop)
             stop = stop.index_copy(0, rows, part_stop)
             accept[nodes] = part.accept

@@ -75,9 +75,8 @@ class HeadSpec(TreeSpec):
 
     def shifted_layers_note(self, ids: tuple[int, ...], usual: tuple[int, ...]) -> list[Note]:
         """Doctor's note if the config's feature layers are off by one from the usual ones."""
-        if self.feature_layers is not None or ids not in [
-            tuple(n + s for n in usual) for s in (-1, 1)
-        ]:
+        shifted = [tuple(n + shift for n in usual) for shift in (-1, 1)]
+        if self.feature_layers is not None or ids not in shifted:
             return []
         text = f"layers {list(ids)}, one off from the usual {list(usual)}"
         cure = f"Try --draft {replace(self, feature_layers=usual)} and compare with paceline bench."

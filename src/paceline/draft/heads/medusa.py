@@ -223,9 +223,8 @@ class MedusaDrafter:
     def warm_up(self, batch_size: int) -> None:
         """Run all heads on one row of each sequence, and choose the candidates."""
         target, levels = self.target, len(self.shapes) - 1
-        features = torch.zeros(
-            batch_size, target.hidden_size, dtype=target.dtype, device=target.device
-        )
+        size = batch_size, target.hidden_size
+        features = torch.zeros(size, dtype=target.dtype, device=target.device)
         seq = SequenceView(-1, [0], 1, SamplingParams())
         item = Slice(seq, 1, levels)
         with torch.inference_mode():
