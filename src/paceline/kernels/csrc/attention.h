@@ -60,10 +60,7 @@ inline void merge(const Results& left, const Results& right, long heads, long wi
 inline void write_output(const Attention& a, const float* sums, float l, long row, long head) {
   long d = a.model->head_dim;
   float* out = a.out + row * a.ldo + head * d;
-  for (long i = 0; i < d; i += 16) {
-    F32x16 mean = load(sums + i) / set1(l);
-    store_partial(out + i, d - i, a.model->dtype == PL_BFLOAT16 ? round_to_bf16(mean) : mean);
-  }
+  for (long i = 0; i < d; i += 16) store_partial(out + i, d - i, rounded(a.model->dtype, load(sums + i) / set1(l)));
 }
 
 // The first position that a row sees.
@@ -94,12 +91,12 @@ struct VectorProducts {
   static constexpr bool WHOLE_BLOCK = false;  // packs 32 keys at a time, not those of a whole block
   const KvBlock<Number>& kv;
   float* queries;
-  typename Keys::Number* panel;
+  typename Keys::Weight* panel;
   Number* copies;         // padded copies of values: [width / 16][STRIPE, 16]
   const Number** values;  // see ValuePointers
 
   VectorProducts(const KvBlock<Number>& kv, float* memory, long heads)
-      : kv(kv), queries(memory), panel(reinterpret_cast<typename Keys::Number*>(memory + heads * kv.width)),
+      : kv(kv), queries(memory), panel(reinterpret_cast<typename Keys::Weight*>(memory + heads * kv.width)),
         copies(reinterpret_cast<Number*>(memory + (heads + PANEL) * kv.width)),
         values(reinterpret_cast<const Number**>(memory + (heads + PANEL + STRIPE) * kv.width)) {}
 
@@ -109,14 +106,14 @@ struct VectorProducts {
   // of which there is only one here.
   void pack_keys(long, long at, long count, long due) {
     kv.transpose_keys(at, count, due, [&](F32x16 lanes, long i, long half) {
-      store_key_lanes(kv.keys, lanes, panel + i * PANEL + half * (Keys::STEP / 16));
+      store_key_lanes(kv.keys, lanes, panel + i * PANEL + half * (Keys::VECTOR / 16));
     });
   }
 
   // to [count, KEY_BLOCK] = the scores of `count` query heads from `h` on, for the 32 keys of the panel.
   void score(long, long h, long count, float* to) {
     for (long k = 0; k < count; k++) store(to + k * KEY_BLOCK, zero()), store(to + k * KEY_BLOCK + 16, zero());
-    panel_product<Keys>(panel, queries + h * kv.width, kv.width, count, kv.width, to, KEY_BLOCK);
+    panel_product<Keys>(panel, queries + h * kv.width, kv.width, STRIPE, count, kv.width, to, KEY_BLOCK);
   }
 
   // Finds the values of 32 keys from `at` on, with zeros for those outside low .. high.

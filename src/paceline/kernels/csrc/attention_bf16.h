@@ -15,16 +15,7 @@ namespace {
 
 // Pairs of bf16 numbers, from 16 even and 16 odd ones that are floats already rounded.
 inline F32x16 interleave_bf16(F32x16 even, F32x16 odd) {
-  __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
-  return {_mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(odd.v)))};
-}
-
-// The int8 values k and k + 1 of each lane as a pair of bf16 numbers.
-template <int k>
-inline F32x16 int8_pairs(F32x16 lanes) {
-  __m512i four = _mm512_castps_si512(lanes.v);
-  return interleave_bf16(F32x16{_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(four, 24 - 8 * k), 24))},
-                         F32x16{_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(four, 16 - 8 * k), 24))});
+  return each([](Floats a, Floats b) { return (Floats)((Words)a >> 16 | (Words)b); }, even, odd);
 }
 
 // c [rows, ldc] += a [rows, lda] times a panel; OVERWRITE: c = instead.
@@ -43,7 +34,7 @@ struct PairGemm {
   template <bool OVERWRITE>
   void run(const uint16_t* panel, const uint16_t* a, long lda, long rows, long inputs, float* c, long ldc) {
     for (long r = 0; r < rows && OVERWRITE; r++) memset(c + r * ldc, 0, PANEL * sizeof(float));
-    for (long k = 0; k < inputs; k += STRIPE) dot_rows<false>(panel + k * PANEL, a + k, lda, rows, c, ldc);
+    panel_product<DotPanel<false>>(panel, a, lda, STRIPE, rows, inputs, c, ldc);
   }
 #endif
 };
@@ -62,15 +53,15 @@ struct PairProducts {
         values(keys + (KEY_BLOCK + PANEL) * kv.width) {}
 
   static void store_weight(uint16_t* to, F32x16 weight, bool) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(weight.v));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(weight.a));
   }
 
   // `place`: which keys of the block the panel is for, or KEY_BLOCK, a panel beside those of the block.
   void pack_keys(long place, long at, long count, long due) {
     kv.transpose_keys(at, count, due, [&](F32x16 lanes, long i, long half) {
       float* to = reinterpret_cast<float*>(keys + (place * kv.width + i * PANEL) + 2 * half);
-      store(to, kv.INT8 ? int8_pairs<0>(lanes) : lanes);
-      if (kv.INT8) store(to + PANEL, int8_pairs<2>(lanes));
+      store(to, kv.INT8 ? interleave_bf16(int8_of(lanes, 0), int8_of(lanes, 1)) : lanes);
+      if (kv.INT8) store(to + PANEL, interleave_bf16(int8_of(lanes, 2), int8_of(lanes, 3)));
     });
   }
 

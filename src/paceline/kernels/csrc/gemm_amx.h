@@ -8,30 +8,27 @@
 // (api.cpp).
 #pragma once
 #include "amx_tiles.h"
-#include "gemm.h"
 
 namespace {
 
-void gemm_amx(const Gemm& g, long part, long parts, float* scratch) {
-  if (g.weight->bits || g.dtype != PL_BFLOAT16) return gemm(g, part, parts, scratch);
-  PanelShare share(g, part, parts);
-  const long inputs = share.inputs;
+inline void gemm_amx(const Gemm& g, long part, long parts, float* scratch) {
+  const long inputs = round_up(g.weight->inputs, STRIPE);
   float* c = scratch;
   uint16_t* a = reinterpret_cast<uint16_t*>(scratch + ROWS_PER_PASS * PANEL);
   TileConfig config;
-  for (long first = 0; first < g.rows; first += AMX_ROWS_PER_PASS) {
-    long rows = g.rows - first < AMX_ROWS_PER_PASS ? g.rows - first : AMX_ROWS_PER_PASS;
+  auto pack = [&](long first, long rows) {
     for (long r = 0; r < rows; r++)
       for (long i = 0; i < inputs; i += 16) store(a + r * inputs + i, load(g.x + (first + r) * g.ldx + i));
-    for (long panel = share.first; panel < share.end; panel++)
-      for (long r = 0; r < rows; r += 2 * TILE) {
-        long count = rows - r < 2 * TILE ? rows - r : 2 * TILE;
-        config.set_rows(count);
-        const uint16_t* weights = static_cast<const uint16_t*>(g.weight->data) + panel * PANEL * inputs;
-        tile_product<true, true>(weights, a + r * inputs, inputs, count, inputs, c, PANEL);
-        for (long i = 0; i < count; i++) apply_epilogue(g, first + r + i, panel, c + i * PANEL);
-      }
-  }
+  };
+  for_each_panel(g, part, parts, AMX_ROWS_PER_PASS, pack, [&](long first, long rows, long panel) {
+    const uint16_t* weights = static_cast<const uint16_t*>(g.weight->data) + panel * PANEL * inputs;
+    for (long r = 0; r < rows; r += 2 * TILE) {
+      long count = rows - r < 2 * TILE ? rows - r : 2 * TILE;
+      config.set_rows(count);
+      tile_product<true, true>(weights, a + r * inputs, inputs, count, inputs, c, PANEL);
+      for (long i = 0; i < count; i++) apply_epilogue(g, first + r + i, panel, c + i * PANEL);
+    }
+  });
 }
 
 }  // namespace

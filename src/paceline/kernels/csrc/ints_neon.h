@@ -1,5 +1,4 @@
-// I32x16 in four registers: NEON. ints.h says what each function does. All sums of a span are computed here, as there
-// are three instructions for them:
+// The integer sums of a span on ARM, for which there are three instructions:
 //
 //   USMMLA  2 outputs x 8 inputs times 2 rows x 8 inputs     i8mm; the bytes of an int16 row count as two rows
 //   SDOT    4 outputs x 4 inputs times 4 inputs of a row     dotprod
@@ -9,8 +8,9 @@
 // come as the upper bytes of all rows, then the lower bytes; a sum is 256 * upper + lower.
 #pragma once
 struct I32x16 {
-  int32x4_t v[4];
+  Ints v[4];
 };
+static inline F32x16 to_float(I32x16 s) { return map([&](int i) { return vcvtq_f32_s32(s.v[i]); }); }
 constexpr bool BYTE_DOTS = true, INT16_AS_BYTES = true;
 
 static inline int8x16_t broadcast4(const int8_t* four) {
@@ -93,8 +93,8 @@ static inline void span_sums(const uint8_t* lines, const int8_t* values, const i
   for (int lower = INT16 ? 0 : 1; lower < 2; lower++, values += R * SPAN) {
     for (int r = 0; r < R; r++)
       for (int q = 0; q < 4 * W; q++) {
-        int32x4_t &sum = s[r][q / 4].v[q % 4], start = vdupq_n_s32(lower ? starts[r] : 0);
-        sum = INT16 && lower ? vaddq_s32(vshlq_n_s32(sum, 8), start) : start;
+        Ints &sum = s[r][q / 4].v[q % 4], start = (lower ? starts[r] : 0) - Ints{};
+        sum = INT16 && lower ? 256 * sum + start : start;
       }
 #pragma GCC unroll 1
     for (int j = 0; j < SPAN * BITS / 32; j++)
@@ -113,21 +113,3 @@ static inline void span_sums(const uint8_t* lines, const int8_t* values, const i
   }
 }
 #endif
-
-static inline F32x16 to_float(I32x16 s) { return map([&](int i) { return vcvtq_f32_s32(s.v[i]); }); }
-static inline F32x16 load_half(const uint16_t* p) {
-  return map([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
-}
-static inline int16x8_t to_i16(float32x4_t a, float32x4_t b) {
-  return vcombine_s16(vmovn_s32(vcvtq_s32_f32(a)), vmovn_s32(vcvtq_s32_f32(b)));
-}
-static inline void store_i16(int16_t* p, F32x16 a) {
-  vst1q_s16(p, to_i16(a.v[0], a.v[1]));
-  vst1q_s16(p + 8, to_i16(a.v[2], a.v[3]));
-}
-static inline void store_i8(int8_t* p, F32x16 a, F32x16 b) {
-  for (int i = 0; i < 2; i++, a = b, p += 16) {
-    vst1_s8(p, vmovn_s16(to_i16(a.v[0], a.v[1])));
-    vst1_s8(p + 8, vmovn_s16(to_i16(a.v[2], a.v[3])));
-  }
-}

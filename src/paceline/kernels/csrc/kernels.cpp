@@ -11,17 +11,33 @@
 
 #if defined(PACELINE_AMX)
 #include "gemm_amx.h"
-#define gemm gemm_amx
+#elif defined(PACELINE_DPBF16) || defined(PACELINE_I8MM)
+#include "gemm_bf16_dot.h"
+#endif
+
+namespace {
+
+void gemm(const Gemm& g, long part, long parts, float* scratch) {
+  if (g.weight->bits) return g.quantised->gemm(g, part, parts, scratch);
+  if (g.dtype != PL_BFLOAT16) return gemm_with<F32Panel>(g, part, parts, scratch);
+#if defined(PACELINE_AMX)
+  gemm_amx(g, part, parts, scratch);
+#elif defined(PACELINE_DPBF16) || defined(PACELINE_I8MM)
+  gemm_with<DotPanel>(g, part, parts, scratch);
+#else
+  gemm_with<Bf16Panel>(g, part, parts, scratch);
+#endif
+}
+
+}  // namespace
+
+#if defined(PACELINE_AMX)
 #define TABLE kernels_amx
 #define NAME "amx"
 #elif defined(PACELINE_DPBF16)
-#include "gemm_bf16_dot.h"
-#define gemm gemm_bf16_dot
 #define TABLE kernels_dpbf16
 #define NAME "dpbf16"
 #elif defined(PACELINE_I8MM)
-#include "gemm_bf16_dot.h"
-#define gemm gemm_bf16_dot
 #define TABLE kernels_i8mm
 #define NAME "i8mm"
 #elif defined(PACELINE_NEON)

@@ -6,17 +6,17 @@
 
 namespace {
 
+// The int8 number k of the four in each lane, as floats.
+inline F32x16 int8_of(F32x16 lanes, int k) {
+  return each([=](Floats a) { return __builtin_convertvector((Ints)((Words)a << (24 - 8 * k)) >> 24, Floats); }, lanes);
+}
+
 // Stores 16 lanes of 4 bytes, one lane of each of 16 keys, as rows of a panel: bf16 numbers stay pairs, int8 become
 // floats.
 inline void store_key_lanes(const float*, F32x16 lanes, float* to) { store(to, lanes); }
 inline void store_key_lanes(const uint16_t*, F32x16 lanes, uint16_t* to) { store(reinterpret_cast<float*>(to), lanes); }
 inline void store_key_lanes(const int8_t*, F32x16 lanes, float* to) {
-  uint32_t four[16];
-  store(reinterpret_cast<float*>(four), lanes);
-#pragma GCC unroll 4
-  for (int k = 0; k < 4; k++)
-    for (int i = 0; i < 16; i++)
-      to[k * PANEL + i] = static_cast<float>(static_cast<int32_t>(four[i] << (24 - 8 * k)) >> 24);
+  for (int k = 0; k < 4; k++) store(to + k * PANEL, int8_of(lanes, k));
 }
 
 // The format of such a panel, see gemm.h.
@@ -31,11 +31,11 @@ struct KeyPanel<uint16_t> {
 
 // A panel of values that stay in the cache: [width / 16][STRIPE] pointers, each to 16 numbers.
 template <class Cached>
-struct ValuePointers {
-  typedef const Cached* Number;
-  static constexpr long STEP = STRIPE, PAIR = 2;
-  static F32x16 load_weights(const Number* pair, int i, int odd) { return load(pair[STEP * i + odd]); }
-  static void prefetch(const Number*, int) {}
+struct ValuePointers : F32Panel<false> {
+  typedef const Cached* Weight;
+  static constexpr long VECTOR = STRIPE, STEP = 2;
+  static F32x16 load_weights(const Weight* w, int i, int odd) { return load(w[VECTOR * i + odd]); }
+  static void prefetch(const Weight*, int) {}
 };
 
 inline bool all_finite(const uint16_t* x, long count) {
@@ -112,9 +112,9 @@ struct KvBlock {
           if (half + j < count && i < d) memcpy(copies[j], key[j] + i, static_cast<size_t>(d - i) * sizeof(Number));
           rows[j] = reinterpret_cast<const float*>(copies[j]);
         }
-        F32x16 t[16];
-        transpose(rows, t);
-        for (long j = 0; j < 16 && i + LANE * j < width; j++) put(t[j], i + LANE * j, half);
+        transpose(rows, [&](int j, F32x16 lanes) {
+          if (i + LANE * j < width) put(lanes, i + LANE * j, half);
+        });
       }
     }
   }

@@ -105,30 +105,30 @@ inline void amx_panel(const pl_weight&, const uint8_t*, const TiledRows&, const 
 // One thread's share of a GEMM, at most ROWS_PER_PASS rows in a pass over the weights.
 void quantised_gemm(const Gemm& g, long part, long parts, float* scratch) {
   const pl_weight& w = *g.weight;
-  PanelShare share(g, part, parts);
   long span = span_inputs(w);
   bool tiled = AMX && (w.int16_activations ? g.rows > 1 : w.bits == 8 && span == GROUP && g.rows >= AMX_INT8_ROWS);
   ActivationOrder order = tiled || INT16_AS_BYTES                              ? w.int16_activations ? BYTES : PLAIN
                           : w.bits == 8 && (w.int16_activations || !BYTE_DOTS) ? PAIRS
                                                                                : PLAIN;
   TileConfig config;
-  for (long first = 0; first < g.rows; first += ROWS_PER_PASS) {
-    long rows = g.rows - first < ROWS_PER_PASS ? g.rows - first : ROWS_PER_PASS;
-    RowTiles tiles(rows, tiled ? 16 : w.int16_activations ? MAX_INT16_ROWS : MAX_QUANTISED_ROWS);
-    TiledRows x = tile_rows(g.quantised_x, first, rows, w, tiles, order, scratch + ROWS_PER_PASS * PANEL);
-    for (long panel = share.first; panel < share.end; panel++) {
-      const uint8_t* data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
-      if (tiled)
-        (w.int16_activations ? amx_panel<true> : amx_panel<false>)(w, data, x, tiles, config, scratch);
-      else if (w.bits == 4)
-        quantised_panel<4, 32>(w, data, x, tiles, scratch);
-      else
-        (span == 64   ? quantised_panel<8, 64>
-         : span == 32 ? quantised_panel<8, 32>
-                      : quantised_panel<8, 16>)(w, data, x, tiles, scratch);
-      for (long r = 0; r < rows; r++) apply_epilogue(g, first + r, panel, scratch + r * PANEL);
-    }
-  }
+  TiledRows x;
+  auto tiles_of = [&](long rows) { return RowTiles(rows, tiled ? 16 : w.int16_activations ? MAX_INT16_ROWS : MAX_QUANTISED_ROWS); };
+  auto pack = [&](long first, long rows) {
+    x = tile_rows(g.quantised_x, first, rows, w, tiles_of(rows), order, scratch + ROWS_PER_PASS * PANEL);
+  };
+  for_each_panel(g, part, parts, ROWS_PER_PASS, pack, [&](long first, long rows, long panel) {
+    const uint8_t* data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
+    const RowTiles tiles = tiles_of(rows);
+    if (tiled)
+      (w.int16_activations ? amx_panel<true> : amx_panel<false>)(w, data, x, tiles, config, scratch);
+    else if (w.bits == 4)
+      quantised_panel<4, 32>(w, data, x, tiles, scratch);
+    else
+      (span == 64   ? quantised_panel<8, 64>
+       : span == 32 ? quantised_panel<8, 32>
+                    : quantised_panel<8, 16>)(w, data, x, tiles, scratch);
+    for (long r = 0; r < rows; r++) apply_epilogue(g, first + r, panel, scratch + r * PANEL);
+  });
 }
 
 // int16 values and the scale of one row of activations.
@@ -138,7 +138,7 @@ void quantise_row_int16(const float* x, const QuantisedRows& rows, long row) {
   float scale = reduce_max(most) / INT16_MAX_VALUE;
   F32x16 inverse = set1(scale > 0 ? 1.0f / scale : 0.0f), up = set1(INT16_MAX_VALUE), down = set1(-INT16_MAX_VALUE);
   for (long i = 0; i < rows.inputs; i += 16)
-    store_i16(static_cast<int16_t*>(rows.values) + row * rows.inputs + i, max(down, min(up, nearest(load(x + i) * inverse))));
+    store(static_cast<int16_t*>(rows.values) + row * rows.inputs + i, max(down, min(up, nearest(load(x + i) * inverse))));
   rows.scales[row] = scale;
 }
 
@@ -153,7 +153,8 @@ void quantise_row(const float* x, const QuantisedRows& rows, long row) {
     F32x16 inverse = set1(scale > 0 ? 1.0f / scale : 0.0f), most = set1(127.0f), least = set1(-127.0f);
     a = max(least, min(most, nearest(a * inverse)));
     b = max(least, min(most, nearest(b * inverse)));
-    store_i8(values, a, b);
+    store(values, a);
+    store(values + 16, b);
     scales[g] = scale;
   }
 }

@@ -73,13 +73,6 @@ class PanelPrefetcher {
   long share_;
 };
 
-// Rows in register tiles of sizes as even as possible.
-struct RowTiles {
-  const long rows, tiles;
-  RowTiles(long rows, long most) : rows(rows), tiles((rows + most - 1) / most) {}
-  long from(long tile) const { return rows * tile / tiles; }
-};
-
 // How a span of a tile's activations is laid out: row by row as int8; row by row as int16, with inputs in the order
 // 0 2, 1 3, 4 6 ... in which dot2() wants them; or the upper bytes of all rows, then the lower bytes.
 enum ActivationOrder { PLAIN, PAIRS, BYTES };
@@ -167,18 +160,6 @@ template <bool INT16, int R, int W>
 inline void store_totals(const F32x16 (&total)[R][W], const float* scales, float* c) {
   for (int r = 0; r < R; r++)
     for (int i = 0; i < W; i++) store(c + r * PANEL + 16 * i, INT16 ? total[r][i] * set1(scales[r]) : total[r][i]);
-}
-
-template <int R>
-struct Count {
-  static constexpr int rows = R;
-};
-
-// Calls f(Count<rows>()): `rows`, at most R, as a constant.
-template <int R = MAX_QUANTISED_ROWS, class F>
-inline void with_rows(long rows, const F& f) {
-  if (rows == R) return f(Count<R>());
-  if constexpr (R > 1) with_rows<R - 1>(rows, f);
 }
 
 }  // namespace

@@ -56,7 +56,7 @@ inline void amx_tile(const pl_weight& w, const uint8_t* panel, const TiledRows& 
     }
     flush_stores();
     for (long first = 0; first < rows; first += MAX_QUANTISED_ROWS)
-      with_rows(rows - first < MAX_QUANTISED_ROWS ? rows - first : MAX_QUANTISED_ROWS, [&](auto count) {
+      with_rows<MAX_QUANTISED_ROWS>(rows - first < MAX_QUANTISED_ROWS ? rows - first : MAX_QUANTISED_ROWS, [&](auto count) {
         constexpr int R = decltype(count)::rows;
         F32x16 total[R][2];
         float* to = c + first * PANEL;
@@ -70,8 +70,9 @@ inline void amx_tile(const pl_weight& w, const uint8_t* panel, const TiledRows& 
           for (int r = 0; r < R; r++)
             for (int i = 0; i < 2; i++) {
               const int32_t* upper = sums[n] + (first + r) * PANEL + 16 * i;
-              s[r][i] = INT16 ? combine_bytes(upper, upper + TILE * PANEL, x.starts[at + r])
-                              : add_start(upper, x.starts[at + r]);
+              Ints sum = load_register<Ints>(upper, 0);
+              if (INT16) sum = 256 * sum + load_register<Ints>(upper + TILE * PANEL, 0);
+              s[r][i] = {sum + x.starts[at + r]};
             }
           add_span<INT16>(header, w.offset_kind, s, x.sums + at, x.scales + (INT16 ? 0 : at), total);
         }

@@ -27,7 +27,7 @@ inline void delta_step(const pl_recurrence& r, long at, long j, const float* fro
       F32x16 state = fma(set1(k[i]), error[c], decay * load(from + i * ld_from + 16 * c));
       store(to + i * ld_to + 16 * c, state);
 #if defined(PACELINE_AVX512)
-      if (stream) _mm512_stream_ps(stream + i * r.values + 16 * c, state.v);
+      if (stream) _mm512_stream_ps(stream + i * r.values + 16 * c, state.a);
 #endif
       out[c] = fma(set1(q[i]), state, out[c]);
     }

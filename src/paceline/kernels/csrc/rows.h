@@ -1,11 +1,10 @@
 // Operations on one row: embedding, RMSNorm, RoPE and the cache entry, routing to experts, top-k of logits.
 #pragma once
+#include "gemm.h"
 #include "kernels.h"
 #include "vec.h"
 
 namespace {
-
-inline F32x16 rounded(int64_t dtype, F32x16 a) { return dtype == PL_BFLOAT16 ? round_to_bf16(a) : a; }
 
 // f of x as a pointer to numbers of `dtype`.
 template <class F>
