@@ -20,6 +20,12 @@ namespace {
 
 std::mt19937 rng(7);
 
+// Threads of a call, at most as OMP_NUM_THREADS says: on one processor threads that wait for each other take long.
+int at_most(int threads) {
+  const char* given = std::getenv("OMP_NUM_THREADS");
+  return given ? std::min(threads, std::atoi(given)) : threads;
+}
+
 float number() { return std::uniform_real_distribution<float>(-0.5f, 0.5f)(rng); }
 int below(int n) { return std::uniform_int_distribution<int>(0, n - 1)(rng); }
 
@@ -121,8 +127,8 @@ class Model {
     for (int64_t p : {place, int64_t{PL_UP}}) {
       if (p == PL_UP && place == PL_PLAIN) break;
       Bytes dense = numbers(size.dtype, outputs * inputs), back(dense.size());
-      pl_pack(size.dtype, p, dense.data(), outputs, inputs, 0, packed.back()->data());
-      pl_unpack(size.dtype, p, back.data(), outputs, inputs, 0, packed.back()->data());
+      pl_copy_dense(0, size.dtype, p, dense.data(), outputs, inputs, 0, packed.back()->data());
+      pl_copy_dense(1, size.dtype, p, back.data(), outputs, inputs, 0, packed.back()->data());
       if (dense != back) printf("packing changes a weight\n"), exit(1);
     }
     floats.emplace_back(new std::vector<float>(padded));
@@ -173,7 +179,7 @@ Bytes forward(Model& m, Cache& cache, const std::vector<int32_t>& ids, int conte
   int32_t feature_layers[] = {1, LAYERS};
   const float* ropes[] = {m.rope.data()};
   pl_batch b{};
-  b.rows = rows, b.spans = 1, b.logit_rows = rows, b.features = 2, b.block_size = BLOCK, b.threads = threads;
+  b.rows = rows, b.spans = 1, b.logit_rows = rows, b.features = 2, b.block_size = BLOCK, b.threads = at_most(threads);
   b.ids = ids.data(), b.positions = positions.data(), b.slots = slots.data(), b.span = &span;
   b.tables = cache.table.data(), b.parents = parents.data(), b.logit_row_indices = wanted.data(), b.logits = logits.data();
   b.feature_layers = feature_layers, b.feature = features.data();
@@ -239,7 +245,7 @@ std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vecto
   }
   const float* ropes[] = {m.rope.data()};
   pl_growth g{};
-  g.trees = static_cast<int64_t>(count), g.block_size = BLOCK, g.threads = threads, g.tree = trees.data();
+  g.trees = static_cast<int64_t>(count), g.block_size = BLOCK, g.threads = at_most(threads), g.tree = trees.data();
   g.tables = cache.table.data(), g.logits = logits.data(), g.stride = g.columns = VOCAB;
   g.outputs = m.size.eagle ? outputs.data() : nullptr;
   g.keys = keys.data(), g.values = values.data(), g.int8_cache = m.size.coded, g.rope = ropes, g.max_nodes = most;
@@ -287,7 +293,7 @@ void medusa(int64_t dtype, int64_t width, int64_t blocks, bool shared) {
   pl_medusa heads{dtype, width, VOCAB, 3, blocks, shared, 0.0f, block.data(), head.data()};
   const int64_t rows = 7, each = dtype == PL_BFLOAT16 ? 2 : 4, row = 3 * VOCAB * each;
   Bytes x = numbers(dtype, rows * width), all(rows * row), one(row);
-  pl_medusa_logits(&heads, x.data(), rows, 3, all.data(), 3);
+  pl_medusa_logits(&heads, x.data(), rows, 3, all.data(), at_most(3));
   for (int64_t r = 0; r < rows; r++) {
     Bytes alone(x.begin() + r * width * each, x.begin() + (r + 1) * width * each);
     pl_medusa_logits(&heads, alone.data(), 1, 3, one.data(), 1);
@@ -308,7 +314,7 @@ std::vector<int32_t> decisions(int64_t dtype, int64_t width) {
       std::vector<uint8_t> accepted(3);
       pl_verification v{};
       v.dtype = dtype, v.rows = rows, v.width = v.stride = width, v.top_k = top_p < 1 ? 9 : 1 << 30, v.all = kind == 3;
-      v.threads = 3, v.logits = logits.data(), v.inverse_temperature = 2, v.top_p = top_p, v.min_p = top_p < 1 ? 0.01f : 0;
+      v.threads = at_most(3), v.logits = logits.data(), v.inverse_temperature = 2, v.top_p = top_p, v.min_p = top_p < 1 ? 0.01f : 0;
       v.tokens = tokens.data(), v.parents = parents.data(), v.position = 5, v.seed = 77;
       if (kind) v.uniforms = uniforms.data();
       if (kind == 2) v.q = q.data(), v.q_width = narrow, v.thresholds = thresholds.data();

@@ -1,5 +1,6 @@
 // The C interface (paceline_native.h): choosing the instruction set, packing weights, and the calls that compute.
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -114,107 +115,74 @@ struct PackedOutput {
         lane(part == PL_PLAIN ? output % PANEL : output % 16 + (part == PL_UP ? 16 : 0)) {}
 };
 
-void store_scale(int64_t kind, float x, uint8_t* scales, int64_t lane) {
-  if (kind == PL_SCALE_FLOAT) {
-    memcpy(scales + 4 * lane, &x, 4);
-    return;
-  }
+// A scale as it is stored, in the lower bytes of the result. It is exact: the caller has checked.
+uint32_t encode_scale(int64_t kind, float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
-  uint16_t half = static_cast<uint16_t>(bits >> 16);  // exact: the caller has checked
-  if (kind == PL_SCALE_HALF) {
-    float small = x < 0 ? -x : x;
-    if (small < 6.103515625e-05f) {
-      half = static_cast<uint16_t>((bits >> 16 & 0x8000) | static_cast<uint32_t>(small * 16777216.0f));
-    } else {
-      half = static_cast<uint16_t>((bits >> 16 & 0x8000) | (((bits & 0x7fffffff) - 0x38000000) >> 13));
-    }
-  }
-  memcpy(scales + 2 * lane, &half, 2);
+  if (kind != PL_SCALE_HALF) return kind == PL_SCALE_FLOAT ? bits : bits >> 16;
+  uint32_t size = bits & 0x7fffffff, least_normal = 0x38800000;
+  return (bits >> 16 & 0x8000) | (size < least_normal ? static_cast<uint32_t>(std::fabs(x) * 0x1p24f) : (size - 0x38000000) >> 13);
 }
 
-float load_scale(int64_t kind, const uint8_t* scales, int64_t lane) {
+float decode_scale(int64_t kind, uint32_t bits) {
+  uint32_t sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
+  if (kind == PL_SCALE_HALF && rest < 0x0400) return static_cast<float>(rest) * (sign ? -0x1p-24f : 0x1p-24f);
+  if (kind != PL_SCALE_FLOAT) bits = kind == PL_SCALE_HALF ? sign | ((rest << 13) + 0x38000000) : bits << 16;
   float x;
-  if (kind == PL_SCALE_FLOAT) {
-    memcpy(&x, scales + 4 * lane, 4);
-    return x;
-  }
-  uint16_t half;
-  memcpy(&half, scales + 2 * lane, 2);
-  uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, bits = static_cast<uint32_t>(half) << 16;
-  if (kind == PL_SCALE_HALF) {
-    uint32_t rest = half & 0x7fff;
-    if (rest < 0x0400) return (sign ? -1.0f : 1.0f) * static_cast<float>(rest) / 16777216.0f;
-    bits = sign | ((rest << 13) + 0x38000000);
-  }
   memcpy(&x, &bits, 4);
   return x;
 }
 
-// Packs row `row` of a quantised matrix as output `output`, or unpacks it. quantised.cpp draws the layout.
-template <bool unpack>
-void copy_quantised_row(const pl_weight& w, int64_t part, int64_t output, int8_t* codes, float* scales, float* offsets,
-                        int64_t row) {
+// Packs row `row` of a quantised matrix as output `output`, or unpacks it. quantised.h draws the layout.
+void copy_quantised_row(bool unpack, const pl_weight& w, int64_t part, int64_t output, int8_t* codes, float* scales,
+                        float* offsets, int64_t row) {
   const auto [panel, lane] = PackedOutput(part, output);
+  const size_t scale_bytes = w.scale_kind == PL_SCALE_FLOAT ? 4 : 2;
   int64_t groups = w.inputs / group_inputs(w);
-  int64_t bias = w.offset_kind == PL_OFFSETS_UNSIGNED ? 0 : 8;  // added to codes of 4 bits, which are stored unsigned
+  int64_t bias = w.bits == 8 ? 128 : w.offset_kind == PL_OFFSETS_UNSIGNED ? 0 : 8;  // codes are stored unsigned
   uint8_t* at = static_cast<uint8_t*>(const_cast<void*>(w.data)) + panel * panel_bytes(w);
+  auto copy_scale = [&](float& scale, uint8_t* header) {
+    uint32_t bits = unpack ? 0 : encode_scale(w.scale_kind, scale);
+    uint8_t* packed = header + scale_bytes * static_cast<size_t>(lane);
+    unpack ? memcpy(&bits, packed, scale_bytes) : memcpy(packed, &bits, scale_bytes);
+    if (unpack) scale = decode_scale(w.scale_kind, bits);
+  };
   for (int64_t g = row * groups; g < (row + 1) * groups; g++) {
-    uint8_t *packed_scales = at + g % groups * group_bytes(w), *packed_offsets = packed_scales + group_header_bytes(w) / 2;
-    if (unpack) {
-      scales[g] = load_scale(w.scale_kind, packed_scales, lane);
-      if (w.offset_kind) offsets[g] = load_scale(w.scale_kind, packed_offsets, lane);
-    } else {
-      store_scale(w.scale_kind, scales[g], packed_scales, lane);
-      if (w.offset_kind) store_scale(w.scale_kind, offsets[g], packed_offsets, lane);
-    }
+    uint8_t* header = at + g % groups * group_bytes(w);
+    copy_scale(scales[g], header);
+    if (w.offset_kind) copy_scale(offsets[g], header + group_header_bytes(w) / 2);
   }
   at += lane / 16 * 64 + lane % 16 * 4;
   for (int64_t i = 0; i < w.inputs; i++) {
     if (i % group_inputs(w) == 0) at += group_header_bytes(w);
     int8_t& code = codes[row * w.inputs + i];
-    if (w.bits == 8) {
-      uint8_t& byte = at[i / 4 * 128 + i % 4];
-      if (unpack)
-        code = static_cast<int8_t>(byte - 128);
-      else
-        byte = static_cast<uint8_t>(code + 128);
-      continue;
-    }
-    uint8_t& two = at[i / GROUP * 512 + i % 16 / 4 * 128 + i % 4];
-    int shift = i % GROUP < 16 ? 0 : 4;
+    // Where the code is: a byte, or four bits of one.
+    uint8_t& byte = at[w.bits == 8 ? i / 4 * 128 + i % 4 : i / GROUP * 512 + i % 16 / 4 * 128 + i % 4];
+    int shift = w.bits == 8 || i % GROUP < 16 ? 0 : 4, mask = (1 << w.bits) - 1;
     if (unpack)
-      code = static_cast<int8_t>((two >> shift & 15) - bias);
+      code = static_cast<int8_t>((byte >> shift & mask) - bias);
     else
-      two = static_cast<uint8_t>((two & ~(15 << shift)) | (code + bias) << shift);
+      byte = static_cast<uint8_t>((byte & ~(mask << shift)) | (code + bias) << shift);
   }
 }
 
 // Packs rows [rows, inputs] of a dense matrix as the outputs from `first` on, or unpacks them.
-template <class Number, bool unpack>
-void copy_rows(int64_t part, Number* dense, int64_t rows, int64_t inputs, int64_t first, Number* packed) {
+template <class Number>
+void copy_rows(bool unpack, int64_t part, void* dense, int64_t rows, int64_t inputs, int64_t first, void* packed) {
 #pragma omp parallel for schedule(static)
   for (int64_t r = 0; r < rows; r++) {
     const auto [panel, lane] = PackedOutput(part, first + r);
-    Number* begin = packed + panel * round_up(inputs, STRIPE) * PANEL;
+    Number* begin = static_cast<Number*>(packed) + panel * round_up(inputs, STRIPE) * PANEL;
     for (int64_t i = 0; i < inputs; i++) {
       // A pair of inputs: bf16 numbers side by side in each lane, floats in a line of lanes each.
       int64_t pair = i / 2 * 2 * PANEL, inside = sizeof(Number) == 2 ? 2 * lane + i % 2 : i % 2 * PANEL + lane;
-      Number &a = dense[r * inputs + i], &b = begin[pair + inside];
+      Number &a = static_cast<Number*>(dense)[r * inputs + i], &b = begin[pair + inside];
       if (unpack)
         a = b;
       else
         b = a;
     }
   }
-}
-
-template <bool unpack>
-void copy_dense(int64_t dtype, int64_t part, void* dense, int64_t rows, int64_t inputs, int64_t first, void* packed) {
-  if (dtype == PL_BFLOAT16)
-    copy_rows<uint16_t, unpack>(part, static_cast<uint16_t*>(dense), rows, inputs, first, static_cast<uint16_t*>(packed));
-  else
-    copy_rows<float, unpack>(part, static_cast<float*>(dense), rows, inputs, first, static_cast<float*>(packed));
 }
 
 // The status that Python gets: 0 is success, 1: no memory, 2: an id or a position is out of range.
@@ -283,14 +251,9 @@ int64_t pl_packed_bytes(int64_t dtype, int64_t outputs, int64_t inputs) {
   return round_up(outputs, PANEL) * round_up(inputs, STRIPE) * dtype_bytes(dtype);
 }
 
-void pl_pack(int64_t dtype, int64_t part, const void* dense, int64_t rows, int64_t inputs, int64_t first,
-             void* packed) {
-  copy_dense<false>(dtype, part, const_cast<void*>(dense), rows, inputs, first, packed);
-}
-
-void pl_unpack(int64_t dtype, int64_t part, void* dense, int64_t rows, int64_t inputs, int64_t first,
-               const void* packed) {
-  copy_dense<true>(dtype, part, dense, rows, inputs, first, const_cast<void*>(packed));
+void pl_copy_dense(int64_t unpack, int64_t dtype, int64_t part, void* dense, int64_t rows, int64_t inputs, int64_t first,
+                   void* packed) {
+  (dtype == PL_BFLOAT16 ? copy_rows<uint16_t> : copy_rows<float>)(unpack, part, dense, rows, inputs, first, packed);
 }
 
 int64_t pl_quantised_bytes(const pl_weight* w) { return round_up(w->outputs, PANEL) / PANEL * panel_bytes(*w); }
@@ -298,11 +261,7 @@ int64_t pl_quantised_bytes(const pl_weight* w) { return round_up(w->outputs, PAN
 void pl_copy_quantised(int64_t unpack, int64_t part, int8_t* codes, float* scales, float* offsets, int64_t rows,
                        int64_t first, const pl_weight* w) {
 #pragma omp parallel for schedule(static)
-  for (int64_t r = 0; r < rows; r++)
-    if (unpack)
-      copy_quantised_row<true>(*w, part, first + r, codes, scales, offsets, r);
-    else
-      copy_quantised_row<false>(*w, part, first + r, codes, scales, offsets, r);
+  for (int64_t r = 0; r < rows; r++) copy_quantised_row(unpack, *w, part, first + r, codes, scales, offsets, r);
 }
 
 int pl_quantise(int64_t dtype, const void* weight, int64_t rows, int64_t columns, int64_t group, int64_t bits, int64_t zero,

@@ -170,13 +170,13 @@ int64_t pl_spins_before_yield(int64_t threads);
 // How many of `threads` threads the next forward has: fewer where other processes take processors.
 int64_t pl_active_threads(int64_t threads);
 
-// Bytes of a packed matrix. Packing puts the rows of a dense matrix [rows, inputs] into it as the outputs from `first` on,
-// unpacking takes them out again. part: PL_PLAIN, PL_GATE or PL_UP.
+// Bytes of a packed matrix. Packing puts the rows of a dense matrix [rows, inputs] into it as the outputs from `first` on;
+// with `unpack` they are taken out again. part: PL_PLAIN, PL_GATE or PL_UP.
 int64_t pl_packed_bytes(int64_t dtype, int64_t outputs, int64_t inputs);
-void pl_pack(int64_t dtype, int64_t part, const void* dense, int64_t rows, int64_t inputs, int64_t first, void* packed);
-void pl_unpack(int64_t dtype, int64_t part, void* dense, int64_t rows, int64_t inputs, int64_t first, const void* packed);
+void pl_copy_dense(int64_t unpack, int64_t dtype, int64_t part, void* dense, int64_t rows, int64_t inputs, int64_t first,
+                   void* packed);
 
-// The same for a quantised matrix, which is packed, or unpacked if `unpack`: codes [rows, inputs], scales and offsets
+// The same for a quantised matrix: codes [rows, inputs], scales and offsets
 // float32 [rows, inputs / 32 / groups_per_scale]. offsets: NULL if there are none.
 int64_t pl_quantised_bytes(const pl_weight* w);
 void pl_copy_quantised(int64_t unpack, int64_t part, int8_t* codes, float* scales, float* offsets, int64_t rows,

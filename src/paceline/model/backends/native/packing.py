@@ -76,7 +76,7 @@ class PackedMatrix:
             else:
                 weight, kind = linear.weight.detach().contiguous(), DTYPES[dtype]
                 shape, data = (linear.out_features, packed.inputs), packed.data.data_ptr()
-                library().pl_pack(kind, part, weight.data_ptr(), *shape, first, data)
+                library().pl_copy_dense(0, kind, part, weight.data_ptr(), *shape, first, data)
         return packed
 
     @classmethod
@@ -141,7 +141,7 @@ class PackedMatrix:
             return self.quantised(part, first, rows).dense(self.dtype)
         out = torch.empty(rows, self.inputs, dtype=self.dtype)
         code, data = DTYPES[self.dtype], self.data.data_ptr()
-        library().pl_unpack(code, part, out.data_ptr(), rows, self.inputs, first, data)
+        library().pl_copy_dense(1, code, part, out.data_ptr(), rows, self.inputs, first, data)
         return out
 
     def multiply(self, x: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
