@@ -31,7 +31,7 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = lab._ROWS
     curve = CostCurve(rows, tuple(_BYTE * (1 + _ROW * (n - 1)) for n in rows))
     monkeypatch.setattr(lab, "_sample", lambda model, dtype: None)
-    monkeypatch.setattr(lab, "_price", lambda sample, precision: (curve, 1.0))
+    monkeypatch.setattr(lab, "_prices", lambda sample, forms: (dict.fromkeys(forms, curve), 1.0))
     monkeypatch.setattr(lab, "_added", lambda: _ADDED)
 
 
@@ -76,8 +76,8 @@ def test_a_busy_machine_is_told(
     few_layers: Path, priced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not any("processors" in note for note in record(str(few_layers))["notes"])
-    quick = lab._price
-    monkeypatch.setattr(lab, "_price", lambda *asked: (quick(*asked)[0], 0.4))
+    quick = lab._prices
+    monkeypatch.setattr(lab, "_prices", lambda *asked: (quick(*asked)[0], 0.4))
     assert any("took 60% of the processors" in note for note in record(str(few_layers))["notes"])
 
 
@@ -151,6 +151,11 @@ def test_a_config_is_enough(few_layers: Path) -> None:
     alone = record(str(few_layers), "--memory", "40G")
     speeds = [[form["tokens_per_second"] for form in answer["forms"]] for answer in (whole, alone)]
     assert speeds[0] == pytest.approx(speeds[1])
+
+
+def test_a_hiccup_counts_little_and_a_slow_half_counts_half() -> None:
+    assert lab._mean([1.0] * 9 + [100.0]) == pytest.approx(1.05)
+    assert lab._mean([1.0] * 6 + [1.4] * 5) == pytest.approx((6 + 7) / 11)
 
 
 def test_the_toy_is_measured() -> None:

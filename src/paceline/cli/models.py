@@ -84,7 +84,7 @@ def recommend(
     """Predict a model's speed and memory here; print the command.
 
     Predicts them with and without drafts, unquantised and in 8 and 4 bits. Reads only the headers
-    of its files, and measures this machine for about 8 seconds.
+    of its files, and measures this machine for about 10 seconds.
 
     Exits with 1 if the model does not fit into memory in any precision.
     """

@@ -1,15 +1,16 @@
 """``paceline recommend``: estimates how fast a model would run on this machine, from its headers.
 
-A Llama of the model's width, with random weights and at most ``_PARAMETERS`` parameters, is
-measured in 16, 8 and 4 bits, as targets are at start-up. Its forward times are scaled by the bytes
-that the model reads. The engine's overhead is measured on the embedded toy model; the memory is
-that of the doctor."""
+A Llama of the model's width, with random weights and at most ``_PARAMETERS`` parameters, decodes in
+16, 8 and 4 bits, in turns. Its forward times are scaled by the bytes that the model reads. The
+engine's overhead is measured on the embedded toy model; the memory is that of the doctor."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from itertools import accumulate, product
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ from paceline.model.target import CausalModel
 _PARAMETERS = 1 << 26  # of the sample: in 4 bits 50 MB, more than most caches hold
 _WIDEST, _HEAD = 2048, 1 << 24  # width of its layers at most, and parameters of its head
 _ROWS = (1, 3, 9, 17)
-_TIMES = 5  # measurements of a forward; the median includes the effect of other jobs
+# Decoding meets what other programs and virtual machines take within seconds, so the forwards of
+# all precisions take turns for that long, and their mean counts; of one forward, this many medians.
+_SECONDS, _LONGEST = 5.0, 1.5
 _TOKENS = 48  # decoded with the toy
 _CONTEXT = 4096  # tokens for which the memory of keys and values is counted
 _BUSY = 0.75  # below this share of its threads' time the process was disturbed by others
@@ -163,8 +166,8 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
     with stage("measuring this machine"), listening(Listener()):
         sample, added = _sample(model, setting.loaded), _added()
         asked = {8 * setting.width: None} | {bits: precision for precision, bits in BITS.items()}
-        measured = {bits: _price(sample, precision) for bits, precision in asked.items()}
-        prices = {bits: curve for bits, (curve, _) in measured.items()}
+        curves, got = _prices(sample, tuple(asked.values()))
+        prices = {bits: curves[precision] for bits, precision in asked.items()}
 
     def forward(bits: int, size: float) -> CostCurve:
         """The cost of a forward that reads ``size`` bytes of weights of ``bits`` bits."""
@@ -191,7 +194,6 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
         if bits < machine.held_bits(model, setting) and model.quantisation is None:
             needs = Needs.of_model(model, how, how.cache_dtype)
             forms.append(form(f"{bits} bits", how, "none", needs))
-    got = median(share for _, share in measured.values())
     return Recommendation(name, budget, tuple(forms), composed, got)
 
 
@@ -239,21 +241,36 @@ def _sample(model: Model, dtype: torch.dtype) -> CausalModel:
     return CausalModel(hf, "a sample").use_requested_backend()
 
 
-def _price(sample: CausalModel, precision: str | None) -> tuple[CostCurve, float]:
-    """Seconds for each byte that a forward reads, by its rows; the share of its threads' time that
-    the process got. Threads that wait for one another spin, so it gets all unless others run."""
-    read = sum(matrix.bytes for matrix in matrix_sizes(sample.hf))
-    if precision is not None:
-        read = rounded_bytes(sample.hf, precision, sample.dtype.itemsize)
-        sample = quantised_copy(sample, precision)
-    cache = sample.new_cache(16, 16, share=False)
+def _prices(
+    sample: CausalModel, precisions: Sequence[str | None]
+) -> tuple[dict[str | None, CostCurve], float]:
+    """Seconds for each byte that a forward reads, by precision and rows; the share of its threads'
+    time that the process got. Threads that wait for one another spin, so it gets all unless others
+    run."""
+    forms: dict[str | None, CausalModel] = {None: sample}
+    forms |= {name: quantised_copy(sample, name) for name in precisions if name}
+    caches = {name: form.new_cache(16, 16, share=False) for name, form in forms.items()}
+    times: dict[tuple[str | None, int], list[float]] = {key: [] for key in product(forms, _ROWS)}
     began, used = time.perf_counter(), time.process_time()
-    turns = [measure_target(sample, cache, {1: _ROWS}, 1, 0.0).curves[0] for _ in range(_TIMES)]
-    seconds = (
-        median(times) / read for times in zip(*(turn.seconds for turn in turns), strict=True)
-    )
+    while time.perf_counter() - began < _SECONDS:
+        for (name, rows), taken in times.items():
+            measured = measure_target(forms[name], caches[name], {1: (rows,)}, 1, 0.0)
+            taken += measured.curves[0].seconds
     whole = (time.perf_counter() - began) * torch.get_num_threads()
-    return CostCurve(_ROWS, tuple(seconds)), (time.process_time() - used) / whole
+    curves = {}
+    for name in forms:
+        read = sum(matrix.bytes for matrix in matrix_sizes(sample.hf))
+        if name is not None:
+            read = rounded_bytes(sample.hf, name, sample.dtype.itemsize)
+        means = (_mean(times[name, rows]) / read for rows in _ROWS)
+        curves[name] = CostCurve(_ROWS, tuple(accumulate(means, max)))
+    return curves, (time.process_time() - used) / whole
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    """The mean, as decoding has it, in which a hiccup counts at most ``_LONGEST`` medians."""
+    longest = _LONGEST * median(seconds)
+    return fmean(min(taken, longest) for taken in seconds)
 
 
 def _added() -> float:
