@@ -15,8 +15,7 @@ _CAUTION = 1.15  # on a shared machine the next task may take longer than the la
 
 
 class Budget:
-    """``seconds`` from now on; None is no limit. ``reserve``: seconds of it that are kept for work
-    at the end."""
+    """``seconds`` from now on (None: no limit), of which ``reserve`` are kept for the end."""
 
     def __init__(self, seconds: float | None = None, clock: Clock = time.monotonic) -> None:
         self.seconds = seconds
@@ -41,8 +40,7 @@ class Budget:
         self._took[kind].append((self._clock() - start) / size)
 
     def estimate(self, kind: str) -> float | None:
-        """Seconds per unit of this kind, from the slowest of the last few tasks; None if there was
-        none yet."""
+        """Seconds per unit of this kind, by the slowest of the last few tasks, if any."""
         took = self._took.get(kind)
         return max(took) * _CAUTION if took else None
 

@@ -43,8 +43,7 @@ _ANSWERS = 400  # per prompt
 
 @dataclass(frozen=True)
 class Law:
-    """A law and its outcome. ``broken``: how it is broken, "" if it holds; ``error``: the exception
-    that was raised, if any."""
+    """A law and its outcome: how it is ``broken`` ("" if it holds), and the ``error`` raised."""
 
     drafter: str
     name: str
@@ -87,8 +86,7 @@ def drafters_of(name: str, model: str) -> dict[str, Callable[[], DraftLike]]:
 
 
 def laws(drafter: str, make: Callable[[], DraftLike], model: str) -> Iterator[Law]:
-    """Check each law; ``make`` creates a new drafter. Raises PacelineErrors of loading the model
-    or the drafter."""
+    """Check each law; ``make`` creates a drafter. Raises what loading model and drafter raises."""
     plain = LLM(model, draft=None, max_batch_size=4, seed=1)
     plain.with_draft(make()).close()  # loading errors are raised here
     checks: dict[str, Check] = {
@@ -159,8 +157,7 @@ def _preempted(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
 
 
 def _distribution(plain: LLM, make: Callable[[], DraftLike]) -> Iterator[str]:
-    """The first two tokens of unseeded answers have plain decoding's distribution, by a chi-square
-    test of homogeneity."""
+    """The first two tokens of unseeded answers have plain decoding's distribution (chi-square)."""
     params = SamplingParams(max_tokens=2, temperature=1.0, top_k=3, ignore_eos=True, n=_ANSWERS)
     common: dict[str, Any] = {"max_batch_size": 64, "draft_length": 2}
     expected = plain.with_draft(None, seed=1, **common)

@@ -137,8 +137,7 @@ class AnswerChoice:
 
     @classmethod
     def of(cls, choice: Mapping[str, Any], answer: Mapping[str, Any]) -> AnswerChoice:
-        """Parse a choice of an answer in OpenAI's format of /v1/completions, or in that of chat
-        completions, which llama.cpp uses for both."""
+        """Parse a choice in the format of /v1/completions, or chat's (llama.cpp's for both)."""
         logprobs, usage = choice.get("logprobs") or {}, answer.get("usage") or {}
         keys = ("tokens", "token_logprobs", "top_logprobs")
         names, values, tops = (logprobs.get(key) or () for key in keys)

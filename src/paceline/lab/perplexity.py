@@ -63,8 +63,7 @@ def shipped_windows(tokenizer: PreTrainedTokenizerFast, most_tokens: int) -> lis
 
 
 def _cut(texts: Iterable[list[int]], most_tokens: int) -> list[list[int]]:
-    """The first texts, up to ``most_tokens`` in all. Texts of one token have nothing to predict and
-    are left out."""
+    """The first texts, up to ``most_tokens`` in all, of two tokens or more."""
     kept, left = list[list[int]](), most_tokens
     for ids in texts:
         if len(ids[:left]) > 1:

@@ -14,8 +14,8 @@ from paceline.errors import ConfigError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
-from paceline.lab.certify.server import ServerCertifier, lacks_of
-from paceline.lab.certify.session import compare_greedy, connect, name_of
+from paceline.lab.certify.server import ServerCertifier, check_greedy, lacks_of
+from paceline.lab.certify.session import Part, connect, name_of
 from paceline.lab.openai_client import AnswerChoice, AnswerToken
 from support.diagonal import diagonal
 from support.planted_server import FAULTS, PlantedServer, served
@@ -100,18 +100,14 @@ def test_a_near_tie_is_not_an_error() -> None:
 
     likeliest = {" b": -0.7, " c": -0.8}
     one, other = two_words(" b", -0.7, likeliest), two_words(" c", -0.8, likeliest)
-    assert compare_greedy(one, one) == ("", False)
-    certificate, tie = compare_greedy(one, other)
-    assert tie and certificate.startswith("token 1 is ' b', expected ' c'")
+    part = Part("greedy", "texts", check_greedy)
+    assert [*part.compare(one, one)] == [] and part.ties == 0
+    assert [*part.compare(one, other)] == [] and part.ties == 1
     far = two_words(" b", -0.1, {" b": -0.1, " c": -4.0})
-    assert compare_greedy(other, far) == (
-        "token 1 is ' c', expected ' b', which is 3.90 nats likelier",
-        False,
-    )
-    assert compare_greedy(one, replace(one, text="a", tokens=one.tokens[:1])) == (
-        "one text ends after 1 tokens",
-        False,
-    )
+    (problem,) = part.compare(other, far)
+    assert problem == "token 1 is ' c', expected ' b', which is 3.90 nats likelier"
+    (problem,) = part.compare(one, replace(one, text="a", tokens=one.tokens[:1]))
+    assert problem == "one text ends after 1 tokens" and part.ties == 1
 
 
 def test_missing_logprobs_and_chats_are_noted() -> None:

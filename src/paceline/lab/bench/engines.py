@@ -130,8 +130,7 @@ class Paceline(BenchEngine):
 
 
 class EngineFactory:
-    """Creates engines around one loaded target, without prefix sharing. ``options`` are those of
-    ``LLM.with_draft``."""
+    """Creates engines around one target, without prefix sharing; ``options``: of ``with_draft``."""
 
     def __init__(self, llm: LLM, **options: Any) -> None:
         self._llm = llm
@@ -188,9 +187,8 @@ Delivery = tuple[float, AnswerChoice]
 
 @dataclass
 class ServedEngine(BenchEngine):
-    """A server of another engine. Its answers are checked against the vocabulary of ``llm``.
-    ``accepted``: the request options that it accepts. ``differences``: by aspect, how its runs
-    differed from ours."""
+    """A server of another engine, whose answers are checked against the vocabulary of ``llm``.
+    ``accepted``: its request options. ``differences``: by aspect, of its runs from ours."""
 
     name: str
     client: OpenAIClient

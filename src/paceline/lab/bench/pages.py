@@ -110,12 +110,6 @@ class _Pages:
         varying = [c for c in _SWEPT if len({c.value(row) for row in rows}) > 1]
         return [*varying, self.method]
 
-    def by_category(self, rows: Sequence[Row], names: Sequence[str], column: Column) -> list[Any]:
-        """A table row for every method, with a cell for each category."""
-        cells = {(row.method, row.category): column.cell(row) for row in rows}
-        methods = dict.fromkeys(row.method for row in rows)
-        return [[self.label[m], *(cells.get((m, name)) for name in names)] for m in methods]
-
     def verdict(self) -> None:
         """Name the fastest drafter, at the lowest concurrency and the first temperature. Drafters
         without accepted drafts or with wrong texts are left out."""
@@ -196,10 +190,11 @@ class _Pages:
         title = "By category"
         if len(self.temperatures) > 1 or temperature:
             title += f" at temperature {temperature:g}"
-        tables = [
-            Table(["method", *names], self.by_category(rows, names, column), note=note)
-            for column, note in _BY_CATEGORY
-        ]
+        tables, methods = list[Table](), dict.fromkeys(row.method for row in rows)
+        for column, note in _BY_CATEGORY:
+            cells = {(row.method, row.category): column.cell(row) for row in rows}
+            lines = [[self.label[m], *(cells.get((m, n)) for n in names)] for m in methods]
+            tables.append(Table(["method", *names], lines, note=note))
         self.report.add(title, *tables, detail=True)
 
     def acceptance(self) -> None:

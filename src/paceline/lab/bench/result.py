@@ -37,8 +37,7 @@ class Row:
     prompts, or several requests at once. ``mean_speedup``: as Spec-Bench computes it (speed.py),
     the mean over jobs of tokens per second divided by plain decoding's mean. ``inter_token_*``:
     percentiles over tokens of the gap before a delivery divided by the tokens delivered together.
-    ``stall_p99``: percentile of the undivided gaps. ``phases``: seconds per step, over the steps
-    without prefill."""
+    ``stall_p99``: percentile of undivided gaps. ``phases``: seconds per step without prefill."""
 
     method: str
     category: str
@@ -79,8 +78,7 @@ class Row:
 
 
 def rows(record: list[JobResult]) -> list[Row]:
-    """All rows, by concurrency, temperature, category (and overall) and method. Unfinished rounds
-    are left out."""
+    """All rows, by concurrency, temperature, category (and overall) and method, of whole rounds."""
     figures: list[Row] = []
     by_setting: dict[tuple[int, float], list[JobResult]] = {}
     for result in record:
@@ -179,8 +177,7 @@ def _confidence_interval(
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The nearest-rank percentile: the smallest value that ``share`` of the values do not exceed.
-    None without values."""
+    """The smallest value that ``share`` of the values do not exceed (nearest rank), if any."""
     return float(np.quantile(values, share, method="inverted_cdf")) if values else None
 
 
@@ -285,20 +282,14 @@ class BenchResult:
         cls, methods: Sequence[Method], settings: dict[str, Any], llm: LLM, record: list[JobResult]
     ) -> BenchResult:
         """The result of the measurements in ``record``."""
-
-        def explain_with_target(
-            request: BenchRequest, left: tuple[int, ...], right: tuple[int, ...]
-        ) -> Difference | None:
-            return explain(llm.target, request.prompt, left, right, request.params)
-
-        ours = [m.name for m in methods if m.url is None]
+        ours, target = [method.name for method in methods if method.url is None], llm.target
         return cls(
             model=settings["model"],
             machine=machine_of(llm),
             settings=settings,
             methods=methods,
             rows=rows(record),
-            texts=compare(record, explain_with_target, ours),
+            texts=compare(record, lambda r, a, b: explain(target, r.prompt, a, b, r.params), ours),
             idle=idle(record, [method.name for method in methods if method.draft]),
         )
 

@@ -44,8 +44,7 @@ class BenchRequest:
 @dataclass(frozen=True)
 class TimedAnswer:
     """New tokens, and their deliveries: ``(seconds since the request was sent, tokens)``.
-    ``reported_count``: the server's count of new tokens, if ``tokens`` come from tokenizing its
-    text and may differ in number."""
+    ``reported_count``: the server's count, if ``tokens`` are its text as tokenized here."""
 
     tokens: tuple[int, ...]
     arrivals: tuple[tuple[float, int], ...]
@@ -112,8 +111,7 @@ class BenchEngine(Protocol):
     name: str
 
     def refresh(self) -> None:
-        """Forget what the drafter learnt from earlier requests. Called before each round, because
-        rounds repeat the prompts."""
+        """Forget what the drafter learnt from requests; called before a round repeats them."""
         return
 
     def close(self) -> None:
@@ -126,8 +124,7 @@ class BenchEngine(Protocol):
 
 @dataclass(frozen=True)
 class BenchJob:
-    """Requests that an engine answers in one timed run. ``index`` distinguishes the jobs of one
-    category, concurrency and temperature."""
+    """The requests of one timed run; ``index`` distinguishes jobs of one category and setting."""
 
     category: str
     concurrency: int

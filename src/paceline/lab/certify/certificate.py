@@ -24,8 +24,7 @@ _NOTES = NOTES["certify"]
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Results of one kind: a section ``title`` of the report, and a list under ``key`` in the JSON
-    (left out of it without a key)."""
+    """Results of one kind: a section of the report and, with a ``key``, a list in JSON."""
 
     key: str
     title: str
@@ -189,9 +188,8 @@ class TextDivergence(Difference):
 
 @dataclass(frozen=True)
 class TextCheck:
-    """Texts of a kind compared with plain decoding under one setting. ``ties`` are differences that
-    rounding explains; after each the comparison continues from the plain text. A text's comparison
-    ends at one of the ``bugs``."""
+    """Texts of a kind compared with plain decoding under one setting. After each of the ``ties``,
+    which rounding explains, the plain text is continued; one of the ``bugs`` ends a comparison."""
 
     kind: str  # "greedy" or "seeded"
     setting: str
@@ -203,9 +201,8 @@ class TextCheck:
     bugs: tuple[TextDivergence, ...]
 
     def __add__(self, other: TextCheck) -> TextCheck:
-        names = ("texts", "tokens", "drafted", "accepted", "ties", "bugs")
-        both = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return replace(self, **both)
+        sums = {k: v + getattr(other, k) for k, v in vars(self).items()}
+        return replace(self, **sums | {"kind": self.kind, "setting": self.setting})
 
     def problem(self, bug: TextDivergence) -> Problem:
         where = f"BUG: {self.setting}: {bug.text}: token {bug.at}"
@@ -230,9 +227,8 @@ class Prefix:
 
 @dataclass
 class Evidence:
-    """All results so far. ``done``: names of the completed tasks. ``plain``: plain decoding's texts
-    by name. ``tokens``: length of each text, 0 until it is chosen. ``draws``: tokens sampled by the
-    drafter."""
+    """All results so far. ``tokens``: length of each text, 0 until chosen. ``plain``: plain
+    decoding's texts by name. ``done``: names of tasks. ``draws``: tokens sampled by the drafter."""
 
     tokens: int = 0
     plain: dict[str, TokenIds] = field(default_factory=dict)
@@ -254,8 +250,7 @@ class Evidence:
         self.checks.append(check)
 
     def tables(self, tests: Sequence[DistributionTest]) -> Iterator[ResultTable]:
-        """All tables, with the ``tests`` of the samples. A divergence under several settings is
-        listed once."""
+        """All tables, with these ``tests``. A divergence under several settings is listed once."""
         yield replace(_TEXTS, rows=tuple(self.checks))
         listed = {item for check in self.checks for item in (*check.bugs, *check.ties)}
         rows = sorted(listed, key=lambda item: (item.is_tie, item.text))

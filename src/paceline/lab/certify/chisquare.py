@@ -90,8 +90,7 @@ class ChiSquare:
 def goodness_of_fit(
     observed: Sequence[int], probs: Sequence[float], rounding_effect: float = 0.0
 ) -> ChiSquare:
-    """Pearson's test that ``observed`` counts follow the ``probs`` of the cells. For
-    ``rounding_effect`` see ``ChiSquare.of``."""
+    """Pearson's test that ``observed`` counts follow the ``probs`` of the cells."""
     total = sum(observed)
     pairs = zip(observed, probs, strict=True)
     statistic = sum((count - total * prob) ** 2 / (total * prob) for count, prob in pairs)

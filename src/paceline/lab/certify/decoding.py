@@ -31,8 +31,7 @@ _PREFILL_ROWS = 2048
 
 @dataclass(frozen=True)
 class Start:
-    """A point at which decoding starts: a prompt, the ``output`` tokens that already follow it, and
-    a ``name`` for reports."""
+    """Where decoding starts: a prompt and the ``output`` after it; ``name`` is for reports."""
 
     prompt: TokenIds
     params: SamplingParams
@@ -84,8 +83,7 @@ class Scorer:
         return self._distributions(strings, stepwise=False)
 
     def stepwise(self, strings: Sequence[TokenIds]) -> torch.Tensor:
-        """The same distributions, with the last tokens of all texts in a forward of their own, as
-        in a decoding step."""
+        """The same, but with all last tokens in a forward of their own, as in a decoding step."""
         # Few texts are repeated to a full batch, because rounding depends on the number of rows.
         copies = -(-_MIN_BATCH // max(1, len(strings)))
         return self._distributions(list(strings) * copies, stepwise=True)[: len(strings)]
@@ -197,9 +195,8 @@ def explain(
     right: Sequence[int],
     params: SamplingParams,
 ) -> Difference | None:
-    """Re-score the first position at which two outputs differ; None if they are the same. The
-    ``params`` of both requests are greedy, or have a seed. If one text continues where the other
-    ends, the gap is infinite."""
+    """Re-score the first position at which two outputs of requests with these ``params`` (greedy or
+    seeded) differ; None if they do not. The gap is infinite where only one text continues."""
     at = first_difference(left, right)
     if at is None:
         return None
@@ -217,23 +214,18 @@ def explain(
     rows = Rows((SequenceView(0, tokens, len(prompt), params),), (0,))
     scores, scale, on_edge = adjust_logits(logits[None], rows), 1.0, False
     if not params.greedy:
-        kept = scores_to_probs(scores, [params])[0] > 0
-        on_edge = params.truncates and _on_edge(scores[0], kept, pair, 2 * max(step, spread))
+        kept, tolerance = scores_to_probs(scores, [params])[0] > 0, 2 * max(step, spread)
+        if params.truncates and not bool(kept.all()):
+            # Is one of them the last token that truncation keeps, or the first that it removes?
+            lowest, highest = float(scores[0, kept].min()), float(scores[0, ~kept].max())
+            edge = highest - tolerance, lowest + tolerance
+            on_edge = any(edge[0] <= score <= edge[1] for score in scores[0, pair].tolist())
         noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
         scores, scale = scores / params.temperature + noise, params.temperature
     a, b = scores[0, pair].tolist()
     return Difference(
         at, left[at], right[at], abs(a - b), step / scale, on_edge, (a, b), spread / scale
     )
-
-
-def _on_edge(scores: torch.Tensor, kept: torch.Tensor, pair: list[int], tolerance: float) -> bool:
-    """Whether a token of the pair has, within the tolerance, the score of the last token that
-    truncation keeps or of the first that it removes."""
-    if bool(kept.all()):
-        return False
-    lowest, highest = float(scores[kept].min()), float(scores[~kept].max())
-    return any(highest - tolerance <= float(scores[i]) <= lowest + tolerance for i in pair)
 
 
 @torch.inference_mode()

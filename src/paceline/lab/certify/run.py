@@ -141,10 +141,8 @@ def certify(
     ``llm`` must have a drafter. ``prompts``: (name, token ids). ``params``: the sampling parameters
     to certify, by default temperature 1; their seed, stop conditions and token limits are ignored.
     Greedy decoding is always tested, with their penalties and bias. ``advance(description)`` is
-    called before each task. ``seconds`` limits the time.
-
-    Raises ConfigError for an engine without a drafter, and PromptError for prompts that are missing
-    or do not fit."""
+    called before each task. ``seconds`` limits the time. Raises ConfigError for an engine without a
+    drafter, and PromptError for prompts that are missing or do not fit."""
     certifier = Certifier(llm, prompts, params, effort, budget=Budget(seconds))
     certifier.run(advance)
     return certifier.certificate()
@@ -164,8 +162,7 @@ class Certifier(TextCertifier):
 
     def run(self, advance: OnProgress = lambda description: None) -> None:
         """Test as much as the budget allows. Each round compares a few more texts under all
-        settings and draws more samples at one prefix, until that prefix has all of them.
-        KeyboardInterrupt is passed on."""
+        settings and draws more samples at one prefix, until that has all. Ctrl-C is passed on."""
         self.budget.reserve = _RESERVED * (self.budget.seconds or 0.0)
         self.advance = advance
         with self.crash_as_problem("greedy"):
@@ -181,8 +178,7 @@ class Certifier(TextCertifier):
         self._ended = True
 
     def sample(self, number: int, samples: int) -> None:
-        """Draw until prefix ``number`` has ``samples`` samples, then enumerate the rule on example
-        drafts of them."""
+        """Draw up to ``samples`` samples at a prefix, then enumerate the rule on their drafts."""
         prefixes = self.evidence.prefixes
         if number >= len(prefixes):
             run = partial(self._choose_prefix, number)
@@ -338,8 +334,7 @@ class Certifier(TextCertifier):
         return lacks
 
     def _completed(self, bias: float | None) -> str:
-        """A line that says what was completed. ``bias``: the smallest detectable bias, None without
-        tests."""
+        """What was completed, in a line. ``bias``: the smallest detectable; None without tests."""
         line = "{spent:.0f} s completed {texts} of {texts_wanted} texts of {tokens} tokens"
         if self.num_prefixes:
             line += ", {prefixes} of {prefixes_wanted} prefixes"

@@ -29,7 +29,6 @@ from paceline.lab.certify.session import (
     EffortSpentError,
     Part,
     ServerSession,
-    compare_greedy,
     name_of,
 )
 from paceline.lab.openai_client import (
@@ -110,16 +109,13 @@ def check_streams(session: ServerSession, part: Part, prompt: str) -> Iterator[s
         yield "the tokens of the stream do not make up its text"
     elif text != whole.text:
         again = session.complete(session.server, prompt)[0]
-        _, tie = compare_greedy(streamed, whole)
-        part.ties += tie
-        if not tie and again.text == whole.text:
+        if [*part.compare(streamed, whole)] and again.text == whole.text:
             at = first_difference(text, whole.text)
             yield f"stream and whole answer differ from character {at} on"
 
 
 def check_logprobs(session: ServerSession, part: Part, prompt: str) -> Iterator[str]:
-    """Logprobs are logarithms of probabilities, and do not change if the text before a position is
-    sent as a prompt."""
+    """Logprobs are those of probabilities, and the same if the text before them is the prompt."""
     greedy = session.greedy(prompt)
     if not greedy.tokens:
         if greedy.text:  # an empty answer has none
@@ -281,8 +277,7 @@ class ServerCertifier(ServerSession):
         return len(self.prompts) * len(self.parts) + self.effort.requests
 
     def run(self, advance: Callable[[str], None] = lambda description: None) -> None:
-        """Run every part with each prompt, then draw samples until the effort or the budget is
-        spent. KeyboardInterrupt is passed on."""
+        """Run every part with each prompt, then draw samples, up to effort and budget or Ctrl-C."""
         try:
             for (name, prompt), part in self._checks():
                 if self.budget.left <= 0:

@@ -96,8 +96,7 @@ class ServerSession:
         self._accepted_fields: dict[tuple[int, int], int] = {}
 
     def next_client(self, server: OpenAIClient | None = None) -> OpenAIClient:
-        """A client for one more request, which is counted, with the time left as its timeout.
-        Raises EffortSpentError."""
+        """A client for one more (counted) request in the time left. Raises EffortSpentError."""
         left, server = self.budget.left, server or self.server
         if self.sent >= self.effort.requests or left <= 0:
             raise EffortSpentError
@@ -143,8 +142,7 @@ class ServerSession:
         return self._greedy[prompt]
 
     def tests(self) -> list[DistributionTest]:
-        """The chi-square test of sampled tokens against the logprobs that the server reports; none
-        if fewer than 5 tokens per bin were drawn."""
+        """The chi-square test of sampled tokens against their logprobs, from 5 tokens a bin on."""
         if (tokens := sum(self.bins)) < 5 * BINS:
             return []
         outcome = goodness_of_fit(self.bins, [1 / BINS] * BINS)
@@ -180,37 +178,30 @@ class Part:
         expected: AnswerChoice,
         penalties: Mapping[str, float] | None = None,
     ) -> Iterator[str]:
-        """Compare two greedy answers to one request; yields a problem if they differ."""
-        divergence, tie = compare_greedy(answer, expected, penalties)
-        self.ties += tie
-        if divergence and not tie:
-            yield divergence
-
-
-def compare_greedy(
-    answer: AnswerChoice, expected: AnswerChoice, penalties: Mapping[str, float] | None = None
-) -> tuple[str, bool]:
-    """Describe where two greedy answers differ first ("" if they are the same), and whether it is a
-    near tie by the logprobs of ``expected``. Servers report logprobs before or after applying
-    ``penalties``; it is a near tie if it is one in either case."""
-    if answer.text == expected.text:
-        return "", False
-    at = first_difference(answer.token_texts, expected.token_texts)
-    if at is None:
-        return f"the text is {answer.text[:60]!r}, expected {expected.text[:60]!r}", False
-    if at >= min(len(answer.tokens), len(expected.tokens)):
-        return f"one text ends after {at} tokens", False
-    written, wanted = answer.token_texts[at], expected.token_texts[at]
-    _, logprob, listed = expected.tokens[at]
-    # A lower bound if the written token is not among the likeliest ones.
-    gap = logprob - listed.get(written, min(listed.values())) if listed else math.inf
-    smallest_gap = gap
-    if penalties is not None:
-        before = expected.token_texts[:at]
-        penalty_gap = _penalty(before, wanted, penalties) - _penalty(before, written, penalties)
-        smallest_gap = min(abs(gap), abs(gap - penalty_gap))
-    what = f"token {at} is {written!r}, expected {wanted!r}, which is {gap:.2f} nats likelier"
-    return what, smallest_gap <= TIE
+        """Yields where two greedy answers to one request differ first, unless that is a near tie by
+        the logprobs of ``expected``. Servers report logprobs before or after applying
+        ``penalties``; it is a near tie if it is one in either case."""
+        if answer.text == expected.text:
+            return
+        at = first_difference(answer.token_texts, expected.token_texts)
+        if at is None:
+            yield f"the text is {answer.text[:60]!r}, expected {expected.text[:60]!r}"
+            return
+        if at >= min(len(answer.tokens), len(expected.tokens)):
+            yield f"one text ends after {at} tokens"
+            return
+        written, wanted = answer.token_texts[at], expected.token_texts[at]
+        _, logprob, listed = expected.tokens[at]
+        # A lower bound if the written token is not among the likeliest ones.
+        gap = logprob - listed.get(written, min(listed.values())) if listed else math.inf
+        before, smallest_gap = expected.token_texts[:at], gap
+        if penalties is not None:
+            penalty_gap = _penalty(before, wanted, penalties) - _penalty(before, written, penalties)
+            smallest_gap = min(abs(gap), abs(gap - penalty_gap))
+        self.ties += (tie := smallest_gap <= TIE)
+        if not tie:
+            difference = f"token {at} is {written!r}, expected {wanted!r}"
+            yield f"{difference}, which is {gap:.2f} nats likelier"
 
 
 def _penalty(before: Sequence[str], token: str, penalties: Mapping[str, float]) -> float:

@@ -23,6 +23,7 @@ from paceline.lab.certify.draws import DraftRecorder
 from paceline.lab.certify.effort import Effort
 from paceline.llm import LLM
 
+Prompts = Sequence[tuple[str, Sequence[int]]]  # names and token ids
 Expected = tuple[Start, TokenIds]  # a request, and plain decoding's output for it
 _MIN_NEIGHBOURS = 3  # other requests in a mixed batch
 _TEXT_SHARE = 0.025  # of the remaining budget: what one text at one setting may take
@@ -45,7 +46,7 @@ class TextCertifier:
     def __init__(
         self,
         llm: LLM,
-        prompts: Sequence[tuple[str, Sequence[int]]],
+        prompts: Prompts,
         params: SamplingParams | None = None,
         effort: Effort | None = None,
         *,
@@ -231,11 +232,8 @@ def _draft_lengths(llm: LLM) -> tuple[tuple[int, ...], bool]:
     return tuple(sorted({1, length})), False
 
 
-def _fitting_prompts(
-    llm: LLM, prompts: Sequence[tuple[str, Sequence[int]]], effort: Effort
-) -> list[tuple[str, tuple[int, ...]]]:
-    """The prompts that fit into the context. Raises PromptError if one of the first
-    ``num_prompts`` does not: they are always used."""
+def _fitting_prompts(llm: LLM, prompts: Prompts, effort: Effort) -> list[tuple[str, TokenIds]]:
+    """The prompts that fit. Raises PromptError if one of the first ``num_prompts`` does not."""
     if not prompts:
         raise PromptError("no prompt was given")
     limit = llm.max_model_len

@@ -84,9 +84,8 @@ def check_values(files: ModelFiles) -> Iterator[Finding]:
 
 
 def _is_initial(values: torch.Tensor, inputs: int, files: ModelFiles) -> bool:
-    """Whether the values have the standard deviation of initial weights: the config's
-    ``initializer_range``, that divided by sqrt(2 layers) (GPT-2), or 1 / sqrt(3 inputs)
-    (``torch.nn.Linear``)."""
+    """Whether the standard deviation is that of initial weights: ``initializer_range``, by sqrt(2
+    layers) less (GPT-2), or 1 / sqrt(3 inputs) (``torch.nn.Linear``)."""
     spread, config = float(files.config.get("initializer_range") or 0.02), files.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
     usual = spread, spread / math.sqrt(2 * layers), (3 * inputs) ** -0.5
@@ -177,7 +176,10 @@ def check_chat(model: Model) -> Iterator[Finding]:
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         yield finding("chat-template-refuses", why=reason)
         return
-    yield from _check_markers(tokenizer, whole)
+    markers = dict.fromkeys(_MARKER.findall(whole))
+    if unknown := [marker for marker in markers if marker not in tokenizer.get_added_vocab()]:
+        pieces = len(tokenizer.encode(unknown[0], add_special_tokens=False))
+        yield finding("chat-template-foreign", marks=", ".join(unknown), pieces=pieces)
     before, parts, after = whole.partition(answer)
     if not parts:
         return
@@ -193,14 +195,6 @@ def check_chat(model: Model) -> Iterator[Finding]:
         token = tokenizer.convert_ids_to_tokens(written[0])
         listed = ", ".join(_named(tokenizer, ids) for ids in ends) or "none"
         yield finding("turn-end-ignored", token=token, id=written[0], ends=listed)
-
-
-def _check_markers(tokenizer: PreTrainedTokenizerFast, text: str) -> Iterator[Finding]:
-    markers = dict.fromkeys(_MARKER.findall(text))
-    unknown = [marker for marker in markers if marker not in tokenizer.get_added_vocab()]
-    if unknown:
-        pieces = len(tokenizer.encode(unknown[0], add_special_tokens=False))
-        yield finding("chat-template-foreign", marks=", ".join(unknown), pieces=pieces)
 
 
 def check_ends(model: Model) -> Iterator[Finding]:
@@ -241,8 +235,7 @@ def _named(tokenizer: PreTrainedTokenizerFast, ids: set[int]) -> str:
 
 
 def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Finding]:
-    """Compare the tokenizers of a target and a draft as the engine does. ``method``: the draft
-    spec's ``vocab`` option."""
+    """Compare two tokenizers as the engine does. ``method``: the draft spec's ``vocab`` option."""
     tokenizer, other = target.tokenizer, draft.tokenizer or target.tokenizer
     if tokenizer is None or other is None:
         return

@@ -14,15 +14,7 @@ from paceline.draft.heads.checkpoint import Checkpoint, is_speculators, weights_
 from paceline.draft.heads.mtp import mtp_names
 from paceline.drafters import Auto, DraftModel, DraftSpec, parse_draft
 from paceline.errors import ModelLoadError
-from paceline.lab.doctor import machine
-from paceline.lab.doctor.contents import (
-    check_chat,
-    check_ends,
-    check_files,
-    check_values,
-    check_weights,
-    compare,
-)
+from paceline.lab.doctor import contents, machine
 from paceline.lab.doctor.findings import (
     ERROR,
     NOTE,
@@ -102,10 +94,12 @@ def _check_model(
     files: ModelFiles, about: str, setting: Setting
 ) -> tuple[Model | None, list[Finding]]:
     model, findings = describe(files, about)
-    findings += check_files(files)
+    findings += contents.check_files(files)
     if model is not None:
-        findings += [*check_weights(model), *machine.check_precision(model, setting)]
-        findings += [*check_chat(model), *check_ends(model)] if about == "target" else []
+        findings += [*contents.check_weights(model), *machine.check_precision(model, setting)]
+        findings += (
+            [*contents.check_chat(model), *contents.check_ends(model)] if about == "target" else []
+        )
         if recurrent := model.recurrent_layers:
             values: Any = {"kinds": ", ".join(sorted({*recurrent})), "layers": model.num_layers}
             values["size"] = machine.size(model.state_bytes(setting.loaded))
@@ -146,8 +140,7 @@ def check_drafts(
 
 
 def compose_auto(target: Model, setting: Setting, free: int) -> Composition:
-    """The drafters that "auto" stands for, without those that do not load. ``free``: bytes of
-    memory left by the target."""
+    """The drafters that "auto" stands for and that load. ``free``: bytes left by the target."""
     refused = "" if setting.kernels else "which do not run it here"
     bits, weights = machine.held_bits(target, setting), machine.weight_bytes(target, setting)
     rounded = machine.rounded_bytes(target, "int4", setting)
@@ -183,7 +176,7 @@ def _check_draft(
     model, findings = _check_model(files, "draft", setting)
     yield from findings
     if model is not None:
-        yield from (*compare(target, model, spec.vocab), *_context(target, model))
+        yield from (*contents.compare(target, model, spec.vocab), *_context(target, model))
         yield from _size(target, model)
         yield Needs.of_model(model, setting, setting.dtype)
 
@@ -205,7 +198,7 @@ def _without_files(spec: DraftSpec, target: Model, setting: Setting) -> _Checked
 
 def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Setting) -> _Checked:
     """Check a head with the code that loads heads, without its weights."""
-    yield from check_files(files)
+    yield from contents.check_files(files)
     if not files.whole:
         return
     tensors = {
@@ -229,7 +222,7 @@ def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Sett
     names = (target.name, base_model) if isinstance(base_model, str) and base_model else ()
     if len({name.rstrip("/").rpartition("/")[2] for name in names}) > 1:
         yield finding("head-base-differs", base=base_model, target=target.name)
-    yield from check_values(files)
+    yield from contents.check_values(files)
 
 
 def _context(target: Model, draft: Model) -> Iterator[Finding]:

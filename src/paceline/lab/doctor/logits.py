@@ -10,6 +10,7 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +39,6 @@ _LAYER_NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number", "idx"}
 _NAMES = {REFERENCE: "torch", NATIVE: "the native kernels"}
 
 
-class _NotComparedError(Exception):
-    """The reason why the logits of a checkpoint cannot be compared."""
-
-
 class _Sequence(NamedTuple):
     """Token ids and their consecutive positions."""
 
@@ -52,14 +49,11 @@ class _Sequence(NamedTuple):
 def check_logits(target: str, *, device: str = "auto", backend: str = "auto") -> Finding:
     """Compare the engine's logits with transformers' on some layers of a model. The finding is an
     error if they differ or the model is refused, and a note if they cannot be compared. Arguments:
-    see ``LLM``. Raises ModelLoadError if there is no such model, ConfigError for an unusable
-    device."""
+    see ``LLM``. Raises ModelLoadError (no such model) and ConfigError (an unusable device)."""
     resolved, files = resolve_device(device), read_files(target)
     limit_threads()
     try:
         compared = _compared_with_transformers(files, resolved, backend)
-    except _NotComparedError as reason:
-        compared = finding("logits-unchecked", why=reason)
     except (ModelLoadError, UnsupportedModelError) as error:
         compared = refusal("architecture-refused", error)
     return replace(compared, about="target")
@@ -67,22 +61,23 @@ def check_logits(target: str, *, device: str = "auto", backend: str = "auto") ->
 
 def _compared_with_transformers(files: ModelFiles, device: torch.device, backend: str) -> Finding:
     start, name = time.monotonic(), files.name
+    unchecked = partial(finding, "logits-unchecked")
     if files.remote:
-        raise _NotComparedError("the weights are not on this machine")
+        return unchecked(why="the weights are not on this machine")
     config = read_config(name, str(files.folder))
     check_architecture(config)
     options = quantization_of(config)
     if options is not None and files.gguf is None:
         method = options.get("quant_method")
-        raise _NotComparedError(f"single layers of a {method} checkpoint cannot be loaded")
+        return unchecked(why=f"single layers of a {method} checkpoint cannot be loaded")
     try:
         config, layers, needed = _some_layers(config)
     except Exception as error:  # the code of an architecture may raise anything
-        raise _NotComparedError(f"the config gives no model ({first_line(error)})") from None
+        return unchecked(why=f"the config gives no model ({first_line(error)})")
     free = free_memory(device)
     if needed > free:
         takes = f"{layers} layers, embedding and head take {size(needed)} in float32"
-        raise _NotComparedError(f"{takes}, but {size(free)} of memory are free")
+        return unchecked(why=f"{takes}, but {size(free)} of memory are free")
     with stage(f"comparing {name} with transformers", total=3) as progress:
         module = load_module(name, "float32", device, "eager", config=config)
         progress.advance(1, "transformers' logits")
@@ -90,8 +85,7 @@ def _compared_with_transformers(files: ModelFiles, device: torch.device, backend
         try:
             expected = [_library_logits(module, *sequence, device) for sequence in sequences]
         except Exception as error:  # a model's own code may raise anything
-            problem = f"the forward of transformers fails ({first_line(error)})"
-            raise _NotComparedError(problem) from None
+            return unchecked(why=f"the forward of transformers fails ({first_line(error)})")
         progress.advance(1, f"on {_NAMES[REFERENCE]}")
         reference = CausalModel.from_module(module, name, REFERENCE)
         errors = {REFERENCE: _largest_error(reference, sequences, expected)}
@@ -122,9 +116,8 @@ def _verdict(
 
 
 def _some_layers(config: Any) -> tuple[Any, int, int]:
-    """The config of the first layers, their number, and the bytes of memory that the comparison
-    needs. All layers are used if a config with fewer layers would change them, as in models whose
-    last layers share keys."""
+    """The config of the first layers, their number, and the bytes that the comparison needs: of all
+    layers if fewer in the config would change them, as in models whose last layers share keys."""
     whole = skeleton_of(config)
     kinds = [_kind(layer) for _, layer in decoder_layers(whole)]
     layers = max(min(2, len(kinds)), *(kinds.index(kind) + 1 for kind in kinds))

@@ -31,6 +31,7 @@ from paceline.model.quantised.weights import BITS
 
 _SHARE = 4  # the cache takes at most a quarter of the free memory by default
 _LARGE = 1 << 30  # bytes of weights above which decoding on a CPU is slow
+_BITS = "num_bits", "bits", "w_bit"  # names of an option in configurations of quantised weights
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def held_bits(model: Model, setting: Setting) -> int:
     if asked in BITS:
         return BITS[asked]
     if options is not None and stays_quantised(options, setting.device):
-        return int(_of_weights(options, "num_bits", "bits", "w_bit") or 8)
+        return int(_of_weights(options, *_BITS) or 8)
     kept = [] if file is None else _kept_types(file, setting, asked)
     if kept:
         return int(next(letter for letter in kept[0] if letter.isdecimal()))
@@ -165,8 +166,14 @@ def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
         values: Any = {"kept": ", ".join(kept), "dtype": _name(setting.loaded)}
         code = "gguf-kept" if kept else "gguf-dequantised"
         yield finding(code, file=described, stored=stored, unpacked=unpacked, **values)
-    if model.quantisation is not None:
-        yield _quantised(model, model.quantisation, setting)
+    if (options := model.quantisation) is not None:
+        how, bits = str(options.get("quant_method") or "unknown"), _of_weights(options, *_BITS)
+        if bits is not None:
+            group = _of_weights(options, "group_size", "q_group_size")
+            how += f", {bits} bits" + (f" in groups of {group}" if (group or -1) > 0 else "")
+        how += f", {size(model.files.stored_bytes)}"
+        code = "quantised-kept" if stays_quantised(options, setting.device) else "quantised"
+        yield finding(code, how=how, library=library_of(options))
         if asked is not None:
             yield finding("quantised-twice", name=model.name, asked=asked)
     elif asked is not None and setting.device.type != "cpu":
@@ -177,17 +184,6 @@ def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
     elif asked is not None:
         before, after = size(_unrounded_bytes(model, setting)), size(weight_bytes(model, setting))
         yield finding("quantised-when-loaded", asked=asked, before=before, after=after)
-
-
-def _quantised(model: Model, options: Mapping[str, Any], setting: Setting) -> Finding:
-    parts = [str(options.get("quant_method") or "unknown")]
-    bits = _of_weights(options, "num_bits", "bits", "w_bit")
-    group = _of_weights(options, "group_size", "q_group_size")
-    if bits is not None:
-        parts.append(f"{bits} bits" + (f" in groups of {group}" if (group or -1) > 0 else ""))
-    parts.append(size(model.files.stored_bytes))
-    code = "quantised-kept" if stays_quantised(options, setting.device) else "quantised"
-    return finding(code, how=", ".join(parts), library=library_of(options))
 
 
 def _of_weights(options: Mapping[str, Any], *names: str) -> Any:

@@ -209,8 +209,7 @@ class Model(TargetShape):
 
 
 def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]]:
-    """The model of a folder, and findings about it. If it is refused, the model is None and the
-    last finding gives the reason."""
+    """The model of a folder, and findings; None for a refused one, with the reason at the end."""
     findings: list[Finding] = []
     foreign = bool(files.config.get("auto_map"))
     try:

@@ -47,9 +47,8 @@ class Export:
 
     ``length``: draft depth; the maximum if the length is ``adaptive``. ``batch``: sequences decoded
     together. ``out``: folder for converted heads, None to write none. ``version``: the version of
-    the engine whose option names were checked. ``command`` starts the engine after the command
-    lines ``steps``; ``config``: its configuration; ``files``: texts by file name; ``head``: folder
-    of the converted head."""
+    the engine whose options were checked. ``command`` starts it after the command lines ``steps``;
+    ``config``: its configuration; ``files``: texts by name; ``head``: folder of a converted one."""
 
     engine: str
     version: str
@@ -136,9 +135,8 @@ class Export:
         return self._write_head(save)
 
     def write_block(self, draft: DFlash | DSpark, *layouts: str) -> tuple[str, int]:
-        """The folder of a block drafter in the first of ``layouts`` that can represent it, see
-        ``write_eagle``, and its maximum draft length. Raises ConfigError for a head that the engine
-        cannot run."""
+        """The folder (see ``write_eagle``) of a block drafter in the first of ``layouts`` that can
+        represent it, and its longest draft. Raises ConfigError if the engine cannot run it."""
         head = load_block(draft.path, shape_of(self.target)[0], draft.kind, draft.feature_layers)
         config, fits = head.config, [n for n in layouts if n in layouts_of(head.config)]
         problems = {
@@ -200,8 +198,7 @@ def _absolute(name: str) -> str:
 def note_missing_features(
     export: Export, trees: bool, rules: tuple[str, ...], parallel: bool
 ) -> None:
-    """Note features that most engines lack: adaptive length, trees, other rules, one-pass
-    drafts."""
+    """Note features that engines lack: adaptive length, trees, other rules, one-pass drafts."""
     _, nodes, width = export.tree()
     if export.adaptive:
         cost = "it also drafts where nothing is accepted, so measure it at your load"
@@ -223,8 +220,7 @@ def note_missing_features(
 
 
 def outputs_of(inputs: Sequence[int]) -> list[int]:
-    """The layers whose outputs are the inputs of the given layers. Raises ConfigError for layer 0,
-    whose input is the embedding."""
+    """The layers whose outputs these read. Raises ConfigError for 0, which reads the embedding."""
     if min(inputs) < 1:
         raise ConfigError(
             "the head reads the target's embedding (layer 0), which engines that number layers by "

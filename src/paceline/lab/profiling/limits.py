@@ -76,8 +76,7 @@ class Work:
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators called within ``phase("step")``: each is added to the innermost phase,
-    or to "other"."""
+    """Counts the operators called within ``phase("step")``, by innermost phase, else as "other"."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -200,8 +199,7 @@ def _product_seconds(
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Time of one call, averaged over ``times`` in a row: the best of several rounds, because noise
-    only adds time."""
+    """Time of one call of ``times`` in a row: the best of several rounds, as noise only adds."""
 
     def repeat(_: int) -> None:
         for _ in range(times):
@@ -220,8 +218,7 @@ class Phase:
 
     ``seconds`` is the sum of ``kernels`` (in matrix products and attention; on CUDA in any kernel),
     ``launches`` (in calling them, and in all other operators) and ``python`` (between operators).
-    ``share``: of the step. ``bandwidth`` and ``peak_flops``: the machine's peak bytes/s and FLOP/s.
-    """
+    ``share``: of the step. ``bandwidth``, ``peak_flops``: the machine's peak bytes/s and FLOP/s."""
 
     name: str
     seconds: float
@@ -255,9 +252,8 @@ class Phase:
 
     @property
     def bound(self) -> str:
-        """The limit that bounds the phase. Memory or compute, whichever is nearer to its peak, if
-        that is saturated or kernels take most of the time; otherwise launches or Python, whichever
-        takes longer."""
+        """The limit that bounds the phase: memory or compute, whichever is nearer to its peak, if
+        that is saturated or kernels take most of the time; else launches or Python, the longer."""
         if self.saturated or self.kernels > self.launches + self.python:
             return MEMORY if self.of_read_bandwidth >= self.of_peak_flops else COMPUTE
         return LAUNCH if self.launches >= self.python else PYTHON

@@ -13,16 +13,7 @@ import torch
 
 from paceline.engine.driver import StepTotals
 from paceline.kernels.library import active_threads
-from paceline.lab.profiling import steady
-from paceline.lab.profiling.limits import (
-    MachineSpeeds,
-    Phase,
-    Work,
-    WorkCounter,
-    measure_machine,
-    rate,
-    read_bandwidth,
-)
+from paceline.lab.profiling import limits, steady
 from paceline.lab.report.document import (
     NOTES,
     Column,
@@ -55,7 +46,7 @@ class RunProfile:
     ``active_threads``: threads of the last forward."""
 
     name: str
-    phases: tuple[Phase, ...]
+    phases: tuple[limits.Phase, ...]
     sums: StepTotals
     working_set_bytes: float
     drafters: Counter[str]
@@ -116,7 +107,7 @@ class RunProfile:
 class ProfileResult:
     """What is known until now: runs are added when they are complete."""
 
-    machine: MachineSpeeds | None = None
+    machine: limits.MachineSpeeds | None = None
     runs: list[RunProfile] = field(default_factory=list)
 
 
@@ -137,13 +128,13 @@ def profile_all(
     """Fill ``result``: count the work, measure the machine, time ``steps`` steady steps a round in
     turn, then profile; the last engine's trace goes to ``trace_file``. ``advance(what)`` is called
     before each piece. Raises ConfigError if there is no room for a steady state."""
-    counters = [WorkCounter() for _ in engines]
+    counters = [limits.WorkCounter() for _ in engines]
     for (name, llm), counter in zip(engines, counters, strict=True):
         advance(f"{name}: counting")
         steady.run(llm, prompts, steps, counter.phase)
     advance("measuring the machine")
     target = engines[0][1].target
-    result.machine = measure_machine(target.device, target.dtype)
+    result.machine = limits.measure_machine(target.device, target.dtype)
     timed: list[list[steady.Stretch]] = [[] for _ in engines]
     for number in range(rounds):
         for (name, llm), stretches in zip(engines, timed, strict=True):
@@ -160,16 +151,16 @@ def _assemble(
     name: str,
     llm: LLM,
     stretches: Sequence[steady.Stretch],
-    counter: WorkCounter,
+    counter: limits.WorkCounter,
     slow: steady.Stretch,
     shares: dict[str, steady.Share],
-    machine: MachineSpeeds,
+    machine: limits.MachineSpeeds,
 ) -> RunProfile:
     """``slow`` and ``shares``: of the steps under the profiler."""
     works = {phase: work.per_step(counter.steps) for phase, work in counter.phases.items()}
     weights = {key: size for work in works.values() for key, (_, size) in work.weights.items()}
     working_set = sum(weights.values()) + sum(work.cache_bytes for work in works.values())
-    bandwidth = read_bandwidth(llm.target.device, max(1, int(working_set)))
+    bandwidth = limits.read_bandwidth(llm.target.device, max(1, int(working_set)))
     seconds = {
         phase: statistics.median(stretch.sums.mean_seconds(phase) for stretch in stretches)
         for phase in slow.sums.seconds
@@ -179,8 +170,8 @@ def _assemble(
     for phase, taken in seconds.items():
         share = shares.get(phase, steady.Share())
         parts = share.split(taken, machine.product_seconds, slow.sums.steps)
-        limits = taken / step, bandwidth, machine.peak_flops
-        phases.append(Phase(phase, taken, *parts, works.get(phase, Work()), *limits))
+        work, peaks = works.get(phase, limits.Work()), (bandwidth, machine.peak_flops)
+        phases.append(limits.Phase(phase, taken, *parts, work, taken / step, *peaks))
     busy = statistics.median(stretch.busy for stretch in stretches)
     native = llm.target.backend.name == NATIVE
     threads = active_threads() if native else torch.get_num_threads()
@@ -234,7 +225,7 @@ _LIMITS = (
 )
 _MACHINE = (
     *map(Column, ("device", "dtype", "threads")),
-    Column("read_bandwidth", "read bandwidth", shown=rate),
+    Column("read_bandwidth", "read bandwidth", shown=limits.rate),
     Column("peak_flops", "products, GFLOP/s", shown=_giga),
     Column("product_seconds", "smallest product, µs", shown=lambda s: f"{1e6 * s:.2f}"),
 )
@@ -281,7 +272,7 @@ def report_of(result: ProfileResult, setting: str) -> Report:
 
 
 def _limits(run: RunProfile) -> list[Table]:
-    read = rate(run.phases[0].bandwidth), size(run.working_set_bytes)
+    read = limits.rate(run.phases[0].bandwidth), size(run.working_set_bytes)
     times, moves = _NOTES["times"].format(run), _NOTES["moves"].format(*read)
     return [
         table_of(run.phases, (_NAME, *_TIMES), times, "Whose time it is, a step"),

@@ -55,8 +55,7 @@ def run(
 ) -> Stretch:
     """Decode ``steps`` steady steps, or as many as fit into the context; every call decodes the
     same. The context manager ``around("step")`` is entered around every step, ``around(phase)``
-    around its phases, and ``inside`` once around all steps. Raises ConfigError if fewer than
-    ``FEWEST`` steps fit."""
+    around its phases, and ``inside`` once around all. Raises ConfigError if too few steps fit."""
     most = (WARM_UP + steps) * _TOKENS_A_STEP
     rooms = [llm.max_model_len - len(ids) for ids in prompts]
     params = [SamplingParams(max_tokens=min(most, room), ignore_eos=True) for room in rooms]
@@ -150,8 +149,7 @@ class Share:
 
 
 def check_path(path: str | Path) -> None:
-    """Check the path of a trace before measuring. Raises ConfigError on another suffix, or if the
-    file exists and is no trace of ours."""
+    """Raises ConfigError before measuring: another suffix, or a file that is no trace of ours."""
     if not str(path).endswith((".json", ".json.gz")):
         raise ConfigError(f"trace {str(path)!r}: end its name in .json or .json.gz")
     check_writable(path, "the trace", is_trace)

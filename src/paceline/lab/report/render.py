@@ -21,8 +21,7 @@ _GAP = 2  # characters between columns
 
 
 def check_path(path: str | Path) -> None:
-    """Check the path of a report before measuring. Raises ConfigError on another suffix, or if the
-    file exists and is no report of ours."""
+    """Raises ConfigError before measuring: another suffix, or a file that is no report of ours."""
     if Path(path).suffix not in (".md", ".html"):
         raise ConfigError(f"report {str(path)!r}: end its name in .md or .html")
     check_writable(path, "the report", is_signed)
@@ -57,9 +56,8 @@ def print_report(report: Report, console: Console, details: bool = True) -> None
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table below its title and above its note. A table that is wider than the console is
-    printed in parts, which all have the columns that identify a row. Words that fit on a line are
-    not broken."""
+    """Print a table below its title and above its note. One wider than the console is printed in
+    parts, all with the columns that identify a row. Words that fit on a line are not broken."""
     columns, rows = range(len(table.columns)), table.rows
     keys = next((n for n in columns if len({tuple(row[:n]) for row in rows}) == len(rows)), 1) or 1
     part, parts = [*columns[:keys]], list[list[int]]()

@@ -134,8 +134,7 @@ def affordable(
 
 @dataclass(frozen=True)
 class Confirmation:
-    """A finalist in all rounds: tokens per second by round (``rates``), and divided by those of
-    plain decoding in the same round (``ratios``)."""
+    """A finalist's tokens per second by round (``rates``), and by plain decoding's (``ratios``)."""
 
     finalist: Finalist
     run: TimedRun

@@ -12,18 +12,9 @@ from typing import Any
 
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
+from paceline.lab.bench import runner
 from paceline.lab.bench.engines import PLAIN, EngineFactory, Paceline
 from paceline.lab.bench.prompts import BenchPrompt, fit, interleave, tokens_needed
-from paceline.lab.bench.runner import (
-    BenchJob,
-    BenchRequest,
-    JobResult,
-    Length,
-    Method,
-    merged,
-    take_turns,
-    warm_up,
-)
 from paceline.lab.budget import Budget, Spending
 from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.candidates import DrafterCandidate, default_candidate
@@ -65,7 +56,7 @@ class TuningOutcome:
     trials: list[DrafterTrial] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     finalists: list[Finalist] = field(default_factory=list)
-    job_results: list[JobResult] = field(default_factory=list)
+    job_results: list[runner.JobResult] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=list)
     size: int = 0
     completed: Spending | None = None
@@ -116,56 +107,51 @@ def tune(
     """Measure, and fill ``outcome``. ``llm`` must be idle; engines that share its target use the
     costs measured here. ``advance(description)`` is called before each task. Raises DataError if no
     prompt leaves room for answers, and what loading a requested candidate raises."""
-    run = _Tuning(llm, outcome, advance, budget or Budget(), _encoded(llm, outcome, prompts))
+    # One of each category in turn, so that any part of them has all.
+    ordered = interleave(prompts, lambda prompt: prompt.category)
+    fitting, left_out = fit(ordered, llm, outcome.options.max_tokens)
+    outcome.prompt_count = len(fitting)
+    outcome.left_out += [(name, "too long for the model") for name in left_out]
+    run = _Tuning(llm, outcome, advance, budget or Budget(), [tokens for _, tokens in fitting])
     advance("loading drafters")
     default = next((candidate for candidate in candidates if candidate.default), None)
-    ordered = interleave([c for c in candidates if not c.default], lambda c: c.family)
-    for requested in {c.spec.partition(",")[0]: c for c in ordered if c.requested}.values():
+    tried = interleave([c for c in candidates if not c.default], lambda c: c.family)
+    for requested in {c.spec.partition(",")[0]: c for c in tried if c.requested}.values():
         run.open(requested, 0).close()  # fail early, before minutes of measuring
     try:
         if default is not None:
             default = run.resolve_default(default)
         run.measure_target()
         run.measure_plain()
-        run.try_all(ordered)
+        run.try_all(tried)
         run.confirm(default)
     finally:
-        done, rounds = len(ordered) - len(outcome.not_tried), f"rounds of {outcome.size} prompts"
+        done, rounds = len(tried) - len(outcome.not_tried), f"rounds of {outcome.size} prompts"
         # More than wanted if rounds were added so that all prompts are used equally often.
         done_rounds = len(outcome.job_results)
         outcome.completed = Spending(
             run.budget.seconds,
             run.budget.spent,
             {"drafters": done, rounds: done_rounds},
-            {"drafters": len(ordered), rounds: max(outcome.options.rounds, done_rounds)},
+            {"drafters": len(tried), rounds: max(outcome.options.rounds, done_rounds)},
             tuple(outcome.not_tried),
         )
 
 
-def _encoded(llm: LLM, outcome: TuningOutcome, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
-    """The prompts that leave room for the answers, one of each category in turn, so that any part
-    of them has all."""
-    ordered = interleave(prompts, lambda prompt: prompt.category)
-    fitting, left_out = fit(ordered, llm, outcome.options.max_tokens)
-    outcome.prompt_count = len(fitting)
-    outcome.left_out += [(name, "too long for the model") for name in left_out]
-    return [tokens for _, tokens in fitting]
-
-
 def rounds_of(
     prompts: Sequence[list[int]], count: int, size: int, concurrency: int, params: SamplingParams
-) -> tuple[list[BenchJob], int]:
+) -> tuple[list[runner.BenchJob], int]:
     """Jobs for ``count`` rounds of ``size`` prompts (at least ``concurrency``), and how often to
     repeat all of them. The jobs have different prompts, as far as there are enough, because some
     drafters learn from earlier requests."""
     size = min(max(size, concurrency), max(concurrency, len(prompts)))
     different = min(count, max(1, len(prompts) // size))
     requests = [
-        BenchRequest(tuple(ids), params) for ids in islice(cycle(prompts), different * size)
+        runner.BenchRequest(tuple(ids), params) for ids in islice(cycle(prompts), different * size)
     ]
     rounds = [tuple(requests[index * size : (index + 1) * size]) for index in range(different)]
     jobs = [
-        BenchJob("confirming", concurrency, params.temperature, index, requests_of_round)
+        runner.BenchJob("confirming", concurrency, params.temperature, index, requests_of_round)
         for index, requests_of_round in enumerate(rounds)
     ]
     return jobs, -(-count // different)
@@ -193,12 +179,11 @@ class _Tuning:
         )
 
     def open(
-        self, drafter: DrafterCandidate | Finalist, length: Length, batch: int | None = None
+        self, drafter: DrafterCandidate | Finalist, length: runner.Length, batch: int | None = None
     ) -> Paceline:
-        """An engine with batch size ``batch``, by default the concurrency. Raises what loading the
-        drafter raises."""
+        """An engine with this batch size (None: the concurrency). Raises what loading raises."""
         key = drafter.key if isinstance(drafter, Finalist) else drafter.spec
-        method = Method(key, None if drafter.spec == "none" else drafter.spec, length)
+        method = runner.Method(key, None if drafter.spec == "none" else drafter.spec, length)
         clients = self.outcome.options.concurrency
         engine = self.factory.create(method, clients, max_batch_size=batch or clients)
         assert isinstance(engine, Paceline)
@@ -208,7 +193,7 @@ class _Tuning:
     def plain(self) -> Paceline:
         return self.open(Finalist(PLAIN, "none", 0), 0, self.outcome.batch)
 
-    def load(self, candidate: DrafterCandidate, length: Length) -> Paceline | None:
+    def load(self, candidate: DrafterCandidate, length: runner.Length) -> Paceline | None:
         """An engine with the batch size of the tuned one. A candidate that fails to load is left
         out (None), unless it was requested: then PacelineError is raised."""
         try:
@@ -220,8 +205,7 @@ class _Tuning:
             return None
 
     def resolve_default(self, default: DrafterCandidate) -> DrafterCandidate | None:
-        """The drafters that the default draft stands for with this target; None if they do not
-        load."""
+        """The drafters that the default draft stands for with this target, if they load."""
         engine = self.load(default, 0)
         if engine is None:
             return None
@@ -230,8 +214,7 @@ class _Tuning:
         return default if spec == default.spec else default_candidate(spec)
 
     def measure_target(self) -> None:
-        """Measure the target's forwards for each batch size that fits into the budget. All engines
-        use these costs."""
+        """Measure the target's forwards, at batch sizes that fit, whose costs all engines use."""
         budget, batch = self.budget.part(_TARGET_SHARE), self.outcome.batch
 
         def begin(size: int) -> AbstractContextManager[Any] | None:
@@ -254,7 +237,7 @@ class _Tuning:
     def measure_plain(self) -> None:
         """Measure how long a request takes without drafts, after a warm-up."""
         self.advance("measuring plain decoding")
-        warm_up(self.jobs[:1], [self.plain])
+        runner.warm_up(self.jobs[:1], [self.plain])
         requests = self.jobs[0].requests
         self.request_seconds = self.plain.run(requests).seconds / len(requests)
 
@@ -272,18 +255,23 @@ class _Tuning:
             with self.budget.task("candidate"):
                 self._try(candidate, jobs)
 
-    def _try(self, candidate: DrafterCandidate, jobs: Sequence[BenchJob]) -> None:
+    def _try(self, candidate: DrafterCandidate, jobs: Sequence[runner.BenchJob]) -> None:
         engine = self.load(candidate, "auto")
         if engine is None:
             return
-        record = list[JobResult]()
+        record = list[runner.JobResult]()
         try:
-            warm_up(jobs[:1], [engine])
-            take_turns(jobs, [self.plain, engine], 1, record)
-            passes = _pass_costs(engine.llm)
+            runner.warm_up(jobs[:1], [engine])
+            runner.take_turns(jobs, [self.plain, engine], 1, record)
+            cost = getattr(engine.llm.engine.controller, "cost", None)
+            measured = {} if cost is None else cost.drafters  # at start-up
+            curves = {str(k): v.seconds for k, v in measured.items() if not v.model_free}
+            passes = {k: PassCosts(curve.tokens, curve.seconds) for k, curve in curves.items()}
         finally:
             engine.close()
-        plain, run = (merged([r.runs[name] for r in record]) for name in (PLAIN, engine.name))
+        plain, run = (
+            runner.merged([r.runs[name] for r in record]) for name in (PLAIN, engine.name)
+        )
         if run.counts.drafted:
             self.outcome.trials.append(DrafterTrial(candidate, run, plain, passes))
         else:
@@ -300,16 +288,7 @@ class _Tuning:
             self.prompts, options.rounds, outcome.size, options.concurrency, self.params
         )
         engines = [self.plain, *(self.open(one, one.length) for one in outcome.finalists[1:])]
-        warm_up(jobs[:1], engines[1:])
-        take_turns(jobs, engines, repeats, outcome.job_results, self.advance, self.budget)
+        runner.warm_up(jobs[:1], engines[1:])
+        runner.take_turns(jobs, engines, repeats, outcome.job_results, self.advance, self.budget)
         for engine in engines:
             engine.close()
-
-
-def _pass_costs(llm: LLM) -> dict[str, PassCosts]:
-    """The costs of a drafter's forward passes, as the engine measured them at start-up; none if its
-    controller has no cost model."""
-    cost = getattr(llm.engine.controller, "cost", None)
-    measured = {} if cost is None else cost.drafters
-    curves = {str(name): costs.seconds for name, costs in measured.items() if not costs.model_free}
-    return {name: PassCosts(curve.tokens, curve.seconds) for name, curve in curves.items()}

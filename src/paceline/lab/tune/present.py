@@ -23,15 +23,7 @@ from paceline.lab.report.document import (
 from paceline.lab.tune.finalists import MAX_TIMING_SPREAD, Confirmation, DrafterTrial
 from paceline.lab.tune.plan import TuningOutcome
 from paceline.llm import LLM
-from paceline.settings.tuned import (
-    VERSION,
-    DraftChoice,
-    EngineChoice,
-    MachineIdentity,
-    Measured,
-    ModelIdentity,
-    TunedSettings,
-)
+from paceline.settings import tuned
 
 _NOTES = NOTES["tune"]
 _MAX_LENGTH = 8  # of adaptive drafts
@@ -146,18 +138,18 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
     }
 
 
-def tuned_settings(outcome: TuningOutcome, llm: LLM) -> TunedSettings:
+def tuned_settings(outcome: TuningOutcome, llm: LLM) -> tuned.TunedSettings:
     """The settings of a confirmed outcome; ``llm`` has the target loaded."""
     chosen, costs = outcome.chosen, outcome.costs
     assert chosen is not None and costs is not None
     finalist, options, run = chosen.finalist, outcome.options, chosen.run
     passes = {name: one for trial in finalist.trials for name, one in trial.passes.items()}
-    return TunedSettings(
-        version=VERSION,
-        model=ModelIdentity.of(llm.target),
-        draft=DraftChoice(finalist.spec, finalist.length, _MAX_LENGTH),
-        engine=EngineChoice(outcome.batch, "auto"),
-        measured=Measured(
+    return tuned.TunedSettings(
+        version=tuned.VERSION,
+        model=tuned.ModelIdentity.of(llm.target),
+        draft=tuned.DraftChoice(finalist.spec, finalist.length, _MAX_LENGTH),
+        engine=tuned.EngineChoice(outcome.batch, "auto"),
+        measured=tuned.Measured(
             concurrency=options.concurrency,
             temperature=options.temperature,
             prompts=options.source,
@@ -170,5 +162,5 @@ def tuned_settings(outcome: TuningOutcome, llm: LLM) -> TunedSettings:
             why=(decision(outcome),),
         ),
         costs=replace(costs, passes=passes),
-        machine=MachineIdentity.of(llm.target),
+        machine=tuned.MachineIdentity.of(llm.target),
     )
