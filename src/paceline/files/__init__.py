@@ -2,8 +2,7 @@
 
 A new file is written under another name in the same folder, synchronised to the disk and renamed
 over the old one, which therefore survives a full disk, a crash or a power failure. Only files that
-Paceline wrote are replaced (ownership.py).
-"""
+Paceline wrote are replaced (ownership.py)."""
 
 from __future__ import annotations
 
@@ -23,21 +22,8 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from paceline.errors import ConfigError, PacelineError, WriteError
-from paceline.files.ownership import (
-    MANIFEST,
-    Proof,
-    check_file,
-    check_folder,
-    check_names,
-    claim,
-    clear_killed,
-    is_claimed,
-    manifest_text,
-    names_aside,
-    read_manifest,
-    remove,
-    write_manifest,
-)
+from paceline.files import ownership
+from paceline.files.ownership import Proof
 
 _ADVICE = (
     ({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, "make room there or choose another place"),
@@ -89,9 +75,9 @@ def atomic_write(
     an existing file, and only then it is replaced; None replaces any file. ``durable`` False: no
     fsync, for files that can be made again. ``previous``: where to move the old file, if ``proof``
     accepts a file there. Raises WriteError."""
-    check_file(path, what, proof)
+    ownership.check_file(path, what, proof)
     if previous is not None:
-        check_file(previous, what, proof)
+        ownership.check_file(previous, what, proof)
     aside = _Aside(Path(path))
     with write_errors(what, path), aside:
         with aside.open(durable) as sink:
@@ -103,16 +89,16 @@ def atomic_write(
 def write_cached(file: Path, folder: Path, what: str) -> Iterator[IO[bytes]]:
     """Write a file that can be made again, in a cache folder; see ``atomic_write``."""
     with write_errors(what, file):
-        claim(folder)
+        ownership.claim(folder)
         file.parent.mkdir(exist_ok=True)
-    with atomic_write(file, what, lambda path: is_claimed(folder), durable=False) as sink:
+    with atomic_write(file, what, lambda path: ownership.is_claimed(folder), durable=False) as sink:
         yield sink
 
 
 def replace_files(contents: Mapping[Path, bytes], what: str, proof: Proof | None) -> None:
     """Write several files, all or none. Arguments and errors as of ``atomic_write``."""
     for path in contents:
-        check_file(path, what, proof)
+        ownership.check_file(path, what, proof)
     with ExitStack() as stack:
         asides = [stack.enter_context(_Aside(path)) for path in contents]
         for aside, (path, content) in zip(asides, contents.items(), strict=True):
@@ -141,11 +127,11 @@ def replace_in(
     also if an old file does not match the manifest; ``damaged`` as in ``check_folder``."""
     with write_errors(what, folder):
         folder.mkdir(parents=True, exist_ok=True)
-    check_names(folder, list(contents), what, damaged)
+    ownership.check_names(folder, list(contents), what, damaged)
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    listed = manifest_text({**read_manifest(folder), **digests})
+    listed = ownership.manifest_text({**ownership.read_manifest(folder), **digests})
     files = {folder / name: content for name, content in contents.items()}
-    replace_files({**files, folder / MANIFEST: listed.encode("utf-8")}, what, None)
+    replace_files({**files, folder / ownership.MANIFEST: listed.encode("utf-8")}, what, None)
 
 
 def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
@@ -188,17 +174,17 @@ def atomic_folder(path: str | Path, what: str, damaged: bool = False) -> Iterato
     """A new folder to fill, which becomes ``path`` if the block ends without error. It replaces a
     folder that matches its manifest; ``damaged`` as in ``check_folder``. Raises WriteError."""
     aside = _Aside(path)
-    clear_killed(aside.path)
-    check_folder(path, what, damaged)
+    ownership.clear_killed(aside.path)
+    ownership.check_folder(path, what, damaged)
     with write_errors(what, path), aside:
         aside.partial.mkdir(parents=True)
         yield aside.partial
-        write_manifest(aside.partial)
+        ownership.write_manifest(aside.partial)
         for file in aside.partial.rglob("*"):
             if file.is_file():
                 with file.open("rb") as stream:
                     os.fsync(stream.fileno())
-        check_folder(path, what, damaged)  # the block may have taken hours
+        ownership.check_folder(path, what, damaged)  # the block may have taken hours
         aside.put(keep=aside.old)
 
 
@@ -232,9 +218,9 @@ def check_writable(path: str | Path, what: str, proof: Proof | None = None) -> N
     if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe or a device
         return
     if proof is None:
-        check_folder(shown, what)
+        ownership.check_folder(shown, what)
     else:
-        check_file(shown, what, proof)
+        ownership.check_file(shown, what, proof)
     with write_errors(what, shown), TemporaryFile(dir=next(p for p in path.parents if p.exists())):
         pass
 
@@ -251,7 +237,7 @@ class LongRecord:
         self._key_file = path.with_name(f"{path.name}.partial.key")
 
     def __enter__(self) -> LongRecord:
-        check_file(self._path, self._what, lambda _: False)
+        ownership.check_file(self._path, self._what, lambda _: False)
         with write_errors(self._what, self._path):
             size = self.partial.stat().st_size if self.partial.exists() else 0
             stored = self._key_file.read_text("utf-8") if self._key_file.is_file() else ""
@@ -294,7 +280,7 @@ class LongRecord:
         with self._file:
             if kind is None:
                 # Another process may have made the file since the block began.
-                check_file(self._path, self._what, lambda _: False)
+                ownership.check_file(self._path, self._what, lambda _: False)
                 with write_errors(self._what, self._path, self._left):
                     os.fsync(self._file.fileno())
                     os.replace(self.partial, self._path)
@@ -313,7 +299,7 @@ class _Aside:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(os.path.realpath(path))  # a link stays a link
-        self.partial, self.old = names_aside(self.path)
+        self.partial, self.old = ownership.names_aside(self.path)
         # A pipe or a device is written directly and must not be replaced.
         self._direct = self.path.exists() and not self.path.is_file() and not self.path.is_dir()
 
@@ -321,9 +307,9 @@ class _Aside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        remove(self.partial)
+        ownership.remove(self.partial)
         if self.path.exists():
-            remove(self.old)
+            ownership.remove(self.old)
 
     @contextmanager
     def open(self, durable: bool) -> Iterator[IO[bytes]]:
@@ -347,7 +333,12 @@ class _Aside:
             if keep is not None and keep.exists():
                 os.replace(keep, self.path)
             raise
-        _sync_folder(self.path.parent)
+        with suppress(OSError):  # where the file system supports it, the rename as well
+            descriptor = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def take_back(self) -> None:
         """Undo ``put(self.old)``."""
@@ -356,13 +347,3 @@ class _Aside:
                 os.replace(self.old, self.path)
             elif not self._direct:
                 self.path.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Synchronise a rename to the disk, where the file system supports it."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

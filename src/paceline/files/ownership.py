@@ -3,8 +3,7 @@ first logs the names of the others.
 
 A folder that is written as a whole has a manifest, ``.paceline.json``, with the SHA-256 of every
 file in it. A report ends with a comment that holds the SHA-256 of its text. Other formats are
-recognised by their content.
-"""
+recognised by their content."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ places where it can be set.
 A table is a frozen dataclass whose fields are made by ``setting``. The options of the commands
 (cli/options.py), the flags and the file of a server (server/config.py) and the configurations of
 trainings (train/configs.py) come from such tables. ``EngineSettings`` is that of the engine.
-Nothing here imports torch, so that ``--help`` is fast.
-"""
+Nothing here imports torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ class Key:
     ``panel``: its heading in ``--help`` and, in lower case, its section in a file. ``kind``: a
     notation that its type does not imply: size, length ... ``low``, ``high``: bounds, included.
     ``shown``: the default in words; "" shows none. ``flags`` replace ``--name``. ``except_in``:
-    where it cannot be set: "command", "server", "LLM", "with_draft".
-    """
+    where it cannot be set: "command", "server", "LLM", "with_draft"."""
 
     help: str
     panel: str = ""
@@ -255,8 +253,7 @@ class EngineSettings(LoadSettings):
 
     They are keywords of ``LLM`` and ``LLM.with_draft``, options of the commands, and flags and
     file keys of a server. A setting that is None is open: it takes the value of tuned settings
-    (``paceline tune``) or the default of ``EngineOptions`` (build.py).
-    """
+    (``paceline tune``) or the default of ``EngineOptions`` (build.py)."""
 
     draft_length: int | str | None = _model(
         None,

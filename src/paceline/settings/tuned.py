@@ -5,8 +5,7 @@ machine.
 acceptance rule from it and, on the machine it was made on, the measured costs as well. Everything
 is checked on reading, so that a damaged or foreign file gives one clear error. Two models count as
 the same if their sizes, their configuration and a few logits agree, whatever their paths and the
-memory layout of their weights.
-"""
+memory layout of their weights."""
 
 from __future__ import annotations
 
@@ -107,6 +106,7 @@ def _probe(target: CausalModel) -> tuple[float, ...]:
 
 
 VERSION = 1
+_NUMBERS = re.compile(r"\[\s+([-+.\deE,\s]+?),?\s+\]")  # an array in TOML
 _WHAT = "tuned settings"
 _HEADER = (
     "# Tuned settings by `paceline tune`. Use them with LLM(model, config=FILE) or --config FILE.\n"
@@ -269,7 +269,9 @@ class TunedSettings(_Table, frozen=True):
         """Write the file, replacing only a file of tuned settings. Raises WriteError."""
         import tomli_w
 
-        text = _HEADER + _compact(tomli_w.dumps(_plain(to_builtins(self))))
+        # tomli-w gives every number of an array a line of its own.
+        text = tomli_w.dumps(_plain(to_builtins(self)))
+        text = _HEADER + _NUMBERS.sub(lambda array: f"[{' '.join(array[1].split())}]", text)
         with write_errors(f"the {_WHAT}", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text, f"the {_WHAT}", is_tuned)
@@ -320,12 +322,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _compact(text: str) -> str:
-    """Put each array of numbers on one line; tomli-w gives every number a line of its own."""
-    return re.sub(
-        r"\[\s+([-+.\deE,\s]+?),?\s+\]",
-        lambda match: "[" + ", ".join(re.split(r",\s*", match[1])) + "]",
-        text,
-    )

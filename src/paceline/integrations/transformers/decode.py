@@ -2,8 +2,7 @@
 
 It runs an engine over the caller's model: a copy of its modules that shares the tensors (on a CPU,
 linear weights are copied into another layout). The engine is reused by later calls until the
-weights or the draft change.
-"""
+weights or the draft change."""
 
 from __future__ import annotations
 
@@ -186,8 +185,7 @@ def generate(
 
     Returns token ids ``[batch, length]`` including the prompts, or a SpeculativeOutput if the
     configuration asks for a dict. Raises ConfigError for options that are not supported, and
-    whatever a stopping criterion, logits processor or streamer raises.
-    """
+    whatever a stopping criterion, logits processor or streamer raises."""
     caller = _caller_arguments()
     streamer = caller.get("streamer") if streamer is None else streamer
     _refuse_other_modes(caller, synced_gpus)
@@ -297,8 +295,11 @@ def _decode(engine: Engine, rows: list[SequenceState], pad: int | None, streamer
     with Drive(engine, rows) as drive:
         for step in drive:
             for commit in step.commits:
-                if commit.error is not None:
-                    raise _cause(rows, commit.seq_id) or PacelineError(commit.error)
+                if commit.error is not None:  # perhaps raised by one of the caller's own functions
+                    row = next(row for row in rows if row.seq_id == commit.seq_id)
+                    callbacks = row.stops, *row.params.logits_processors
+                    errors = (getattr(callback, "error", None) for callback in callbacks)
+                    raise next(filter(None, errors), PacelineError(commit.error))
             if streamer is not None:
                 columns = _columns(rows, pad, streamed, drive.running.values())
                 streamed += len(columns)
@@ -306,14 +307,6 @@ def _decode(engine: Engine, rows: list[SequenceState], pad: int | None, streamer
                     streamer.put(torch.tensor(tokens))
     if streamer is not None:
         streamer.end()
-
-
-def _cause(rows: list[SequenceState], seq_id: int) -> Exception | None:
-    """The exception that one of the caller's own functions raised for a row."""
-    row = next(row for row in rows if row.seq_id == seq_id)
-    callbacks = row.stops, *row.params.logits_processors
-    errors = (getattr(callback, "error", None) for callback in callbacks)
-    return next((error for error in errors if error is not None), None)
 
 
 def _pad_token(config: Any) -> int | None:

@@ -1,8 +1,7 @@
 """Translates a call of transformers' ``generate`` to sampling parameters, or refuses it.
 
 At this point transformers has converted its configuration to lists of logits processors and
-stopping criteria.
-"""
+stopping criteria."""
 
 from __future__ import annotations
 
@@ -55,7 +54,13 @@ def read_terms(
     config: Any, processors: Sequence[Any], criteria: Sequence[Any], length: int
 ) -> Terms:
     """Translate the lists of a call with prompts padded to ``length``. Raises ConfigError."""
-    _check_config(config)
+    for name, instead in _UNKNOWN_OPTIONS.items():
+        value = getattr(config, name, None)
+        if value not in (None, False, *_HARMLESS.get(name, ())):
+            raise refuse(f"{name}={value!r}", instead)
+    mode = str(getattr(config.get_generation_mode(), "value", "")).replace("_", " ")
+    if mode not in ("greedy search", "sample"):
+        raise refuse(mode, "use greedy decoding or sampling (num_beams=1)")
     stop_ids, max_length, other_criteria = _read_criteria(criteria)
     max_tokens = min(max_length, config.max_length) - length
     if max_tokens < 1:
@@ -72,16 +77,6 @@ def read_terms(
     values["min_tokens"] = min(values.get("min_tokens", 0), max_tokens)
     params = SamplingParams(max_tokens=max_tokens, **values)
     return Terms(params, frozenset(stop_ids), kept_processors, other_criteria)
-
-
-def _check_config(config: Any) -> None:
-    for name, instead in _UNKNOWN_OPTIONS.items():
-        value = getattr(config, name, None)
-        if value not in (None, False, *_HARMLESS.get(name, ())):
-            raise refuse(f"{name}={value!r}", instead)
-    mode = str(getattr(config.get_generation_mode(), "value", "")).replace("_", " ")
-    if mode not in ("greedy search", "sample"):
-        raise refuse(mode, "use greedy decoding or sampling (num_beams=1)")
 
 
 def _read_criteria(criteria: Sequence[Any]) -> tuple[set[int], int, list[Any]]:
