@@ -178,11 +178,11 @@ build/native/dpbf16.o: INSTRUCTIONS += -mavx512bf16 -DPACELINE_DPBF16
 
 build/native/quantised_%.o: $(wildcard $(KERNELS)/*)
 	@mkdir -p $(@D)
-	$(CXX) $(SANITIZE) $(INSTRUCTIONS) -c $(KERNELS)/quantised.cpp -o $@
+	$(CXX) $(SANITIZE) $(INSTRUCTIONS) -DPACELINE_TABLE=$* -c $(KERNELS)/quantised.cpp -o $@
 
 build/native/%.o: $(wildcard $(KERNELS)/*)
 	@mkdir -p $(@D)
-	$(CXX) $(SANITIZE) $(INSTRUCTIONS) -c $(KERNELS)/kernels.cpp -o $@
+	$(CXX) $(SANITIZE) $(INSTRUCTIONS) -DPACELINE_TABLE=$* -c $(KERNELS)/kernels.cpp -o $@
 
 native-check: $(CHECKED)  ## the native kernels under the address and undefined-behaviour sanitizers
 	$(CXX) $(SANITIZE) -DPACELINE_PARTIAL=4096 $(addprefix $(KERNELS)/,api.cpp forward.cpp attention_plan.cpp experts.cpp grow.cpp sampling.cpp medusa.cpp amx_trial.cpp) \

@@ -51,33 +51,40 @@ _FREE_BYTES = 8 << 20  # on the disk before a build; the library has less than 2
 # Compilation units: (object, source, options). Every source is compiled for the baseline
 # instruction set of the machine ...
 _COMMON = tuple((file.stem, file.name, ()) for file in sorted(SOURCES.glob("*.cpp")))
-# ... and the kernels also for each further instruction set.
+
+
+# ... and the kernels also for each further instruction set, whose table they are.
+def _table(source: str, name: str, *options: str) -> tuple[str, str, tuple[str, ...]]:
+    return f"{source}_{name}", f"{source}.cpp", (*options, f"-DPACELINE_TABLE={name}")
+
+
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DPACELINE_AVX512")
 _AVX2 = ("-mavx2", "-mfma", "-DPACELINE_AVX2")
 _VNNI = (*_AVX512, "-mavx512vnni", "-mf16c")
 # Some compilers do not know these (_OPTIONAL).
 _AMX = ("-mamx-tile", "-mamx-bf16", "-mamx-int8", "-mavx512bf16", "-DPACELINE_AMX")
 _X86 = (
-    ("avx512", "kernels.cpp", _AVX512),
-    ("amx", "kernels.cpp", (*_AVX512, *_AMX)),
-    ("dpbf16", "kernels.cpp", (*_AVX512, "-mavx512bf16", "-DPACELINE_DPBF16")),
-    ("avx2", "kernels.cpp", _AVX2),
-    ("quantised_amx", "quantised.cpp", (*_VNNI, *_AMX)),
-    ("quantised_vnni", "quantised.cpp", _VNNI),
-    ("quantised_avx2", "quantised.cpp", (*_AVX2, "-mf16c")),
+    _table("kernels", "avx512", *_AVX512),
+    _table("kernels", "amx", *_AVX512, *_AMX),
+    _table("kernels", "dpbf16", *_AVX512, "-mavx512bf16", "-DPACELINE_DPBF16"),
+    _table("kernels", "avx2", *_AVX2),
+    _table("quantised", "amx", *_VNNI, *_AMX),
+    _table("quantised", "vnni", *_VNNI),
+    _table("quantised", "avx2", *_AVX2, "-mf16c"),
 )
 # If GCC schedules before it allocates registers, it spills the sums of a register tile.
 _NEON = ("-DPACELINE_NEON", "-fno-schedule-insns")
 _I8MM = (*_NEON, "-DPACELINE_I8MM", "-march=armv8.2-a+i8mm+bf16")
 _ARM = (
-    ("neon", "kernels.cpp", _NEON),
-    ("i8mm", "kernels.cpp", _I8MM),
-    ("quantised_neon", "quantised.cpp", _NEON),
-    ("quantised_dotprod", "quantised.cpp", (*_NEON, "-march=armv8.2-a+dotprod")),
-    ("quantised_i8mm", "quantised.cpp", _I8MM),
+    _table("kernels", "neon", *_NEON),
+    _table("kernels", "i8mm", *_I8MM),
+    _table("quantised", "neon", *_NEON),
+    _table("quantised", "dotprod", *_NEON, "-march=armv8.2-a+dotprod"),
+    _table("quantised", "i8mm", *_I8MM),
 )
 _UNITS = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
-_OPTIONAL = {"amx", "quantised_amx", "dpbf16", "i8mm", "quantised_i8mm", "quantised_dotprod"}
+_OPTIONAL = {"kernels_amx", "quantised_amx", "kernels_dpbf16"}
+_OPTIONAL |= {"kernels_i8mm", "quantised_i8mm", "quantised_dotprod"}
 
 
 class NativeUnavailableError(PacelineError):

@@ -6,7 +6,6 @@
 #include <random>
 #include <vector>
 
-#include "amx_trial.h"
 #include "kernels.h"
 #if defined(__aarch64__)
 #include <sys/auxv.h>
@@ -187,7 +186,7 @@ int main() {
   std::vector<Table> all = tables();
 #if defined(__x86_64__)
   std::vector<float> memory(TRIAL_FLOATS);
-  if (!same_gemms(kernels_amx, quantised_amx, kernels_avx512, quantised_vnni, memory))
+  if (!same_gemms(kernels_amx, quantised_amx, kernels_avx512, quantised_vnni, memory.data()))
     return puts("the trial finds a difference"), 1;
 #endif
   for (const Form& form : FORMS)

@@ -1,5 +1,5 @@
 // Tries AMX's tile instructions in a child process: some systems list them, but kill a process that uses them.
-#include "amx_trial.h"
+#include "kernels.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -13,9 +13,9 @@
 constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // arch_prctl(): permission to use tiles
 
 bool same_gemms(const Kernels& amx, const QuantisedKernels& quantised_amx, const Kernels& plain,
-                const QuantisedKernels& quantised_plain, std::vector<float>& memory) {
+                const QuantisedKernels& quantised_plain, float* memory) {
   constexpr long rows = 37, inputs = 128, outputs = 64;
-  float* free = memory.data();
+  float* free = memory;
   auto floats = [&](long count) { return (free += round_up(count, 16)) - round_up(count, 16); };
   float *x = floats(rows * inputs), *a = floats(rows * outputs), *b = floats(rows * outputs), *scales = floats(rows * inputs / GROUP);
   uint16_t* w = reinterpret_cast<uint16_t*>(floats(outputs * inputs / 2));
@@ -49,7 +49,7 @@ bool amx_works(const Kernels& amx, const QuantisedKernels& quantised_amx, const 
   if (pipe(ends)) return false;
   pid_t child = fork();
   if (child == 0) {
-    char same = same_gemms(amx, quantised_amx, plain, quantised_plain, memory) ? 1 : 0;
+    char same = same_gemms(amx, quantised_amx, plain, quantised_plain, memory.data()) ? 1 : 0;
     _exit(write(ends[1], &same, 1) == 1 ? 0 : 1);
   }
   close(ends[1]);

@@ -5,7 +5,6 @@
 #include <new>
 #include <stdexcept>
 
-#include "amx_trial.h"
 #include "forward.h"
 #include "sampling.h"
 #if defined(__aarch64__) && defined(__APPLE__)
@@ -308,27 +307,21 @@ int pl_verify(const pl_verification* verdicts, int64_t count, int64_t threads) {
   for (int64_t n = 0; n < count; n++) any_block |= verdicts[n].q != nullptr;
   // Block verification of a draft uses all threads, which is better where there are fewer drafts than threads. That
   // must not happen within a parallel region, even of one thread: threads of an inner one are made anew each time, 3.5 ms.
-  if (count == 1 || (count < threads && any_block))
-    return status_of([&](const Kernels& k) {
-      for (int64_t n = 0; n < count; n++) verify_draft(k, verdicts[n]);
-    });
-  std::atomic<bool> lacks_memory{false};  // an exception must not leave a parallel region
-  int failed = status_of([&](const Kernels& k) {
+  std::atomic<int> failed{0};  // an exception must not leave a parallel region
+  const Kernels& k = kernels();
+  auto verify = [&](int64_t n) {
+    if (int status = status_of([&](const Kernels&) { verify_draft(k, verdicts[n]); })) failed = status;
+  };
+  if (count == 1 || (count < threads && any_block)) {
+    for (int64_t n = 0; n < count; n++) verify(n);
+  } else {
 #pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(threads))
-    for (int64_t n = 0; n < count; n++) {
-      try {
-        verify_draft(k, verdicts[n]);
-      } catch (const std::bad_alloc&) {
-        lacks_memory = true;
-      }
-    }
-  });
-  return failed ? failed : int{lacks_memory};
+    for (int64_t n = 0; n < count; n++) verify(n);
+  }
+  return failed;
 }
 
 int pl_medusa_logits(const pl_medusa* heads, const void* x, int64_t rows, int64_t count, void* logits, int64_t threads) {
-  return status_of([&](const Kernels& k) {
-    medusa_logits(k, quantised_of(&k), *heads, x, rows, count, logits, threads);
-  });
+  return status_of([&](const Kernels& k) { medusa_logits(k, quantised_of(&k), *heads, x, rows, count, logits, threads); });
 }
 }

@@ -82,6 +82,16 @@ void merge_partials(const Attention& a, const PartialResults& p, long row) {
   for (long head = 0; head < heads; head++) write_output(a, all.sums + head * width, all.l[head], row, head);
 }
 
+// How a panel of keys is read, see gemm.h: bf16 numbers stay pairs, int8 become floats.
+template <class Number>
+struct KeyPanel {
+  typedef F32Panel<false> Panel;
+};
+template <>
+struct KeyPanel<uint16_t> {
+  typedef Bf16Panel<false> Panel;
+};
+
 // The two products without tile instructions. A panel of 32 keys is transposed, used and overwritten by the next one;
 // values are read where they lie.
 template <class Number>
@@ -106,7 +116,9 @@ struct VectorProducts {
   // of which there is only one here.
   void pack_keys(long, long at, long count, long due) {
     kv.transpose_keys(at, count, due, [&](F32x16 lanes, long i, long half) {
-      store_key_lanes(kv.keys, lanes, panel + i * PANEL + half * (Keys::VECTOR / 16));
+      float* to = reinterpret_cast<float*>(panel + i * PANEL + half * (Keys::VECTOR / 16));
+      if (!kv.INT8) return store(to, lanes);
+      for (int k = 0; k < 4; k++) store(to + k * PANEL, int8_of(lanes, k));
     });
   }
 

@@ -31,29 +31,6 @@ void gemm(const Gemm& g, long part, long parts, float* scratch) {
 
 }  // namespace
 
-#if defined(PACELINE_AMX)
-#define TABLE kernels_amx
-#define NAME "amx"
-#elif defined(PACELINE_DPBF16)
-#define TABLE kernels_dpbf16
-#define NAME "dpbf16"
-#elif defined(PACELINE_I8MM)
-#define TABLE kernels_i8mm
-#define NAME "i8mm"
-#elif defined(PACELINE_NEON)
-#define TABLE kernels_neon
-#define NAME "neon"
-#elif defined(PACELINE_AVX512)
-#define TABLE kernels_avx512
-#define NAME "avx512"
-#elif defined(PACELINE_AVX2)
-#define TABLE kernels_avx2
-#define NAME "avx2"
-#else
-#define TABLE kernels_portable
-#define NAME "portable"
-#endif
-
-extern const Kernels TABLE = {NAME, gemm, attend, merge_partials, embed, rms_norm, add_rms_norm, add_silu, add_scaled, choose_experts,
+extern const Kernels PACELINE_NAME(kernels_) = {PACELINE_QUOTED, gemm, attend, merge_partials, embed, rms_norm, add_rms_norm, add_silu, add_scaled, choose_experts,
                               rope_and_write_kv, load_row, store_row, top_k, argmax, residual_weights, gumbel_candidates, collect_at_least,
                               round_weight_rows, recurrent_steps};

@@ -6,6 +6,16 @@
 #pragma once
 #include "paceline_native.h"
 
+// The names of the tables that a compilation fills: PACELINE_TABLE behind `prefix`, and as text.
+#if !defined(PACELINE_TABLE)
+#define PACELINE_TABLE portable
+#endif
+#define PACELINE_JOIN(prefix, name) prefix##name
+#define PACELINE_EXPAND(macro, ...) macro(__VA_ARGS__)
+#define PACELINE_NAME(prefix) PACELINE_EXPAND(PACELINE_JOIN, prefix, PACELINE_TABLE)
+#define PACELINE_TEXT(name) #name
+#define PACELINE_QUOTED PACELINE_EXPAND(PACELINE_TEXT, PACELINE_TABLE)
+
 constexpr long PANEL = 32;       // outputs of a packed weight that are interleaved
 constexpr long STRIPE = 32;      // inputs that are summed from zero before their sum is added to the total
 constexpr long KEY_BLOCK = 256;  // keys of one block of attention; blocks begin at multiples of 256 positions
@@ -238,6 +248,15 @@ inline long attention_scratch(const pl_model& m) {
   long width = round_up(m.head_dim, STRIPE), panels = (KEY_BLOCK + PANEL) * width;
   return heads * (3 * width + KEY_BLOCK * 3 / 2) + 4 * round_up(heads, 16) + panels;
 }
+
+// Whether GEMMs with and without tiles give the same bits: with bf16 weights, and with 8-bit weights and int16 or
+// int8 activations (amx_trial.cpp). `memory` has TRIAL_FLOATS.
+constexpr long TRIAL_FLOATS = 40000;
+bool same_gemms(const Kernels& amx, const QuantisedKernels& quantised_amx, const Kernels& plain,
+                const QuantisedKernels& quantised_plain, float* memory);
+// Whether the AMX kernels run here and give the bits of the plain ones, tried in a child process.
+bool amx_works(const Kernels& amx, const QuantisedKernels& quantised_amx, const Kernels& plain,
+               const QuantisedKernels& quantised_plain);
 
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_neon;
 extern __attribute__((weak)) const Kernels kernels_amx, kernels_dpbf16, kernels_i8mm;  // not every compiler can

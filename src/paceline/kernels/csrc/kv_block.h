@@ -11,24 +11,6 @@ inline F32x16 int8_of(F32x16 lanes, int k) {
   return each([=](Floats a) { return __builtin_convertvector((Ints)((Words)a << (24 - 8 * k)) >> 24, Floats); }, lanes);
 }
 
-// Stores 16 lanes of 4 bytes, one lane of each of 16 keys, as rows of a panel: bf16 numbers stay pairs, int8 become
-// floats.
-inline void store_key_lanes(const float*, F32x16 lanes, float* to) { store(to, lanes); }
-inline void store_key_lanes(const uint16_t*, F32x16 lanes, uint16_t* to) { store(reinterpret_cast<float*>(to), lanes); }
-inline void store_key_lanes(const int8_t*, F32x16 lanes, float* to) {
-  for (int k = 0; k < 4; k++) store(to + k * PANEL, int8_of(lanes, k));
-}
-
-// The format of such a panel, see gemm.h.
-template <class Number>
-struct KeyPanel {
-  typedef F32Panel<false> Panel;
-};
-template <>
-struct KeyPanel<uint16_t> {
-  typedef Bf16Panel<false> Panel;
-};
-
 // A panel of values that stay in the cache: [width / 16][STRIPE] pointers, each to 16 numbers.
 template <class Cached>
 struct ValuePointers : F32Panel<false> {
@@ -37,18 +19,6 @@ struct ValuePointers : F32Panel<false> {
   static F32x16 load_weights(const Weight* w, int i, int odd) { return load(w[VECTOR * i + odd]); }
   static void prefetch(const Weight*, int) {}
 };
-
-inline bool all_finite(const uint16_t* x, long count) {
-  uint16_t bad = 0;
-  for (long i = 0; i < count; i++) bad |= (x[i] & 0x7f80) == 0x7f80;
-  return !bad;
-}
-inline bool all_finite(const float* x, long count) {
-  uint32_t bad = 0;
-  for (long i = 0; i < count; i++) bad |= !(x[i] - x[i] == 0);
-  return !bad;
-}
-inline bool all_finite(const int8_t*, long) { return true; }  // a scale that is not finite only meets exponentials of its row
 
 // `Number`: the type of the cache, float, uint16_t (bf16) or int8_t.
 template <class Number>
@@ -122,10 +92,12 @@ struct KvBlock {
   // Numbers i .. i + 16 of value j.
   F32x16 value(long j, long i) const { return i < d ? load_partial(values + slots[j] * stride + i, d - i) : zero(); }
 
+  // Of an int8 cache all are: a scale that is not finite only meets exponentials of its row.
   bool finite_values(long at, long count) const {
-    bool all = true;
-    for (long j = at; j < at + count; j++) all = all && all_finite(values + slots[j] * stride, d);
-    return all;
+    F32x16 nan = zero();  // 0, or NaN if a value is not finite
+    for (long j = at; j < at + count && !INT8; j++)
+      for (long i = 0; i < d; i += 16) nan = fma(value(j, i), zero(), nan);
+    return reduce_sum(nan) == 0;
   }
 };
 

@@ -161,20 +161,4 @@ void quantise_row(const float* x, const QuantisedRows& rows, long row) {
 
 }  // namespace
 
-#if defined(PACELINE_AMX)
-#define TABLE quantised_amx
-#elif defined(PACELINE_AVX512)
-#define TABLE quantised_vnni
-#elif defined(PACELINE_AVX2)
-#define TABLE quantised_avx2
-#elif defined(PACELINE_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
-#define TABLE quantised_i8mm
-#elif defined(PACELINE_NEON) && defined(__ARM_FEATURE_DOTPROD)
-#define TABLE quantised_dotprod
-#elif defined(PACELINE_NEON)
-#define TABLE quantised_neon
-#else
-#define TABLE quantised_portable
-#endif
-
-extern const QuantisedKernels TABLE = {quantise_row, quantised_gemm};
+extern const QuantisedKernels PACELINE_NAME(quantised_) = {quantise_row, quantised_gemm};

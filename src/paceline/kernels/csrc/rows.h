@@ -152,26 +152,32 @@ void rope_and_write_kv(const pl_model& m, const pl_layer& layer, const float* ro
   write_kv(m, k + m.kv_heads * d, value, int8_kv);
 }
 
-// Insertion into a short sorted list; 64 logits at a time are skipped if none of them is larger than its last.
-template <class T>
-float top_k_of(const T* x, long width, long count, float inverse_temperature, int32_t* ids, float* values) {
-  for (long n = 0; n < count; n++) ids[n] = 0, values[n] = -__builtin_inff();
-  for (long i = 0; i < width; i += 64) {
-    long left = width - i < 64 ? width - i : 64;
+// f(column, logit) for all logits of a row, but not for those of a chunk that are all less than `least`, which f may raise.
+template <class T, class F>
+inline void scan_logits(const T* x, long width, const float& least, const F& f) {
+  for (long i = 0; i < width; i += LOGIT_CHUNK) {
+    long left = width - i < LOGIT_CHUNK ? width - i : LOGIT_CHUNK;
     F32x16 all = load_partial(x + i, left);
     for (long j = 16; j < left; j += 16) all = max(all, load_partial(x + i + j, left - j));
-    if (reduce_max(all) <= values[count - 1]) continue;  // the zeros behind the end of a row can only fail to skip
+    if (reduce_max(all) < least) continue;  // the zeros behind the end of a row can only fail to skip
     for (long j = 0; j < left; j += 16) {
       float lane[16];
       store(lane, load_partial(x + i + j, left - j));
-      for (long l = 0; l < 16 && j + l < left; l++) {
-        if (!(lane[l] > values[count - 1])) continue;
-        long n = count - 1;
-        for (; n > 0 && values[n - 1] < lane[l]; n--) ids[n] = ids[n - 1], values[n] = values[n - 1];
-        ids[n] = static_cast<int32_t>(i + j + l), values[n] = lane[l];
-      }
+      for (long l = 0; l < 16 && j + l < left; l++) f(i + j + l, lane[l]);
     }
   }
+}
+
+// Insertion into a short sorted list.
+template <class T>
+float top_k_of(const T* x, long width, long count, float inverse_temperature, int32_t* ids, float* values) {
+  for (long n = 0; n < count; n++) ids[n] = 0, values[n] = -__builtin_inff();
+  scan_logits(x, width, values[count - 1], [=](long column, float logit) {
+    if (!(logit > values[count - 1])) return;
+    long n = count - 1;
+    for (; n > 0 && values[n - 1] < logit; n--) ids[n] = ids[n - 1], values[n] = values[n - 1];
+    ids[n] = static_cast<int32_t>(column), values[n] = logit;
+  });
   if (inverse_temperature == 0) return 1.0f;
   F32x16 total = zero(), best = set1(values[0]), by = set1(inverse_temperature);
   long whole = width / 16 * 16;

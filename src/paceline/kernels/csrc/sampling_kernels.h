@@ -3,14 +3,14 @@
 #pragma once
 #include "kernels.h"
 #include "noise.h"
-#include "vec.h"
+#include "rows.h"
 
 namespace {
 
-// The weights e^(inverse_temperature * (logit - largest)) of the first `left` of 16 logits; zero below the cutoff and behind them.
-template <class T>
-inline F32x16 weights(const T* x, long left, const Distribution& p) {
-  F32x16 logits = load_partial(x, left);
+// The weights e^(inverse_temperature * (logit - largest)) of 16 logits from column i on, of which the row has `left`; zero below
+// the cutoff and behind them.
+inline F32x16 weights(int64_t dtype, const void* x, long i, long left, const Distribution& p) {
+  F32x16 logits = with_dtype(dtype, x, [=](auto* row) { return load_partial(row + i, left); });
   F32x16 w = zero_where_less(logits, p.cutoff, exp((logits - set1(p.largest)) * set1(p.inverse_temperature)));
   if (left >= 16) return w;
   float lanes[16];
@@ -18,11 +18,10 @@ inline F32x16 weights(const T* x, long left, const Distribution& p) {
   return load_partial(lanes, left);
 }
 
-template <class T>
-float residual_weights_of(const T* x, long width, const Distribution& p, float scale, const float* q, float* y) {
+float residual_weights(int64_t dtype, const void* x, long width, const Distribution& p, float scale, const float* q, float* y) {
   F32x16 total = zero();
   for (long i = 0; i < width; i += 16) {
-    F32x16 w = weights(x + i, width - i, p) * set1(scale);
+    F32x16 w = weights(dtype, x, i, width - i, p) * set1(scale);
     if (q) w = max(w - load_partial(q + i, width - i), zero());
     if (y) store_partial(y + i, width - i, w);
     total = total + w;
@@ -30,17 +29,11 @@ float residual_weights_of(const T* x, long width, const Distribution& p, float s
   return reduce_sum(total);
 }
 
-float residual_weights(int64_t dtype, const void* x, long width, const Distribution& p, float scale, const float* q, float* y) {
-  if (dtype == PL_BFLOAT16) return residual_weights_of(static_cast<const uint16_t*>(x), width, p, scale, q, y);
-  return residual_weights_of(static_cast<const float*>(x), width, p, scale, q, y);
-}
-
 // The exponential noise E = -log(1 - u) of uniform bits u is at least u. So a token of weight w whose
 // u * e^best exceeds w cannot win, and only those that pass this test need the exact noise. The noise
 // of the others, for the sum of w / E, is a Pade approximant of -log(1 - u).
-template <class T>
-long gumbel_candidates_of(const T* x, long width, const Distribution& p, float best, uint64_t key, const int64_t* ids,
-                          int64_t first_id, int32_t* candidates, float* rest) {
+long gumbel_candidates(int64_t dtype, const void* x, long width, const Distribution& p, float best, uint64_t key,
+                       const int64_t* ids, int64_t first_id, int32_t* candidates, float* rest) {
   float uniform[LOGIT_CHUNK], quotients[LOGIT_CHUNK], margin[LOGIT_CHUNK];
   for (long j = 0; j < width; j++) {
     uint64_t bits = random_bits(key, ids ? ids[j] : first_id + j);
@@ -51,7 +44,7 @@ long gumbel_candidates_of(const T* x, long width, const Distribution& p, float b
   store(lanes, exp(set1(best)));
   float bar = lanes[0];
   for (long i = 0; i < width; i += 16) {
-    F32x16 w = weights(x + i, width - i, p), u = load_partial(uniform + i, width - i);
+    F32x16 w = weights(dtype, x, i, width - i, p), u = load_partial(uniform + i, width - i);
     F32x16 m = w * set1(1.001f) - u * set1(bar);
     store(margin + i, m);
     largest_margin = max(m, largest_margin);
@@ -72,37 +65,16 @@ long gumbel_candidates_of(const T* x, long width, const Distribution& p, float b
   return count;
 }
 
-long gumbel_candidates(int64_t dtype, const void* x, long width, const Distribution& p, float best, uint64_t key,
-                       const int64_t* ids, int64_t first_id, int32_t* candidates, float* rest) {
-  if (dtype == PL_BFLOAT16)
-    return gumbel_candidates_of(static_cast<const uint16_t*>(x), width, p, best, key, ids, first_id, candidates, rest);
-  return gumbel_candidates_of(static_cast<const float*>(x), width, p, best, key, ids, first_id, candidates, rest);
-}
-
-template <class T>
-long collect_at_least_of(const T* x, long width, float least, float* y) {
-  long count = 0;
-  for (long i = 0; i < width; i += LOGIT_CHUNK) {
-    long left = width - i < LOGIT_CHUNK ? width - i : LOGIT_CHUNK;
-    F32x16 most = set1(-__builtin_inff());
-    for (long j = 0; j < left; j += 16) most = max(load_partial(x + i + j, left - j), most);
-    if (!(reduce_max(most) >= least) && left == LOGIT_CHUNK) continue;
-    for (long j = 0; j < left; j += 16) {
-      float lanes[16];
-      store(lanes, load_partial(x + i + j, left - j));
-      for (long l = 0; l < 16 && j + l < left; l++)
-        if (lanes[l] >= least) {
-          if (y) y[count] = lanes[l];
-          count++;
-        }
-    }
-  }
-  return count;
-}
-
 long collect_at_least(int64_t dtype, const void* x, long width, float least, float* y) {
-  if (dtype == PL_BFLOAT16) return collect_at_least_of(static_cast<const uint16_t*>(x), width, least, y);
-  return collect_at_least_of(static_cast<const float*>(x), width, least, y);
+  long count = 0;
+  with_dtype(dtype, x, [&](auto* row) {
+    scan_logits(row, width, least, [&](long, float logit) {
+      if (!(logit >= least)) return;
+      if (y) y[count] = logit;
+      count++;
+    });
+  });
+  return count;
 }
 
 }  // namespace
