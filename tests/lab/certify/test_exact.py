@@ -109,7 +109,7 @@ def test_an_error_of_torch_is_detected_beside_correct_kernels() -> None:
 
         def _decide(self, scores, rows, spans):
             decisions = super()._decide(scores, rows, spans)
-            return replace(decisions, accepted=torch.ones_like(decisions.accepted))
+            return decisions._replace(accepted=torch.ones_like(decisions.accepted))
 
     assert min(distances(Late(), STEPS["chain"])) > 0.01
 
