@@ -114,11 +114,11 @@ def test_a_head_draws_trees_by_measured_prices(
 ) -> None:
     curve = CostCurve((1, 33), (1.0, price))
     head = head_of(monkeypatch, curve)
-    assert (head.max_nodes(8), head._least) == (16, chance)
+    assert (head.max_nodes(8), head._min_node_prob) == (16, chance)
     head = head_of(monkeypatch, curve, draft=f"{EAGLE3},nodes=10")
-    assert (head.max_nodes(8), head._least) == (10, chance)
+    assert (head.max_nodes(8), head._min_node_prob) == (10, chance)
     head = head_of(monkeypatch, curve, draft_length=8)
-    assert (head.max_nodes(8), head._least) == (16, 0.02), "nothing is measured then"
+    assert (head.max_nodes(8), head._min_node_prob) == (16, 0.02), "nothing is measured then"
 
 
 def test_what_is_looked_up_may_be_as_long_as_prices_are_known() -> None:

@@ -150,7 +150,7 @@ def receipt(root: Path) -> Made:
     file.write_text(json.dumps([llm.generate(["Once"], params)[0].receipt]), encoding="utf-8")
 
     def read() -> None:
-        with suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
+        with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
             (content,) = json.loads(file.read_bytes())  # one that somebody wrote, with a valid seal
             content.pop("seal")
             content |= {f"{name}_sha256": _hash(content[name]) for name in ("prompt", "tokens")}

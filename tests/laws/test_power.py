@@ -25,7 +25,7 @@ PLAIN = SamplingParams(temperature=1.0)
 class Credulous(Verifier):
     """Accepts the first branch of every tree."""
 
-    def _path(self, span, judged):
+    def _path(self, span, tokens, choices, accepted):
         path, parents = [], span.tree.parents
         while (last := path[-1] if path else -1) in parents:
             path.append(parents.index(last))

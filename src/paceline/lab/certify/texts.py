@@ -23,7 +23,7 @@ from paceline.lab.certify.draws import DraftRecorder
 from paceline.lab.certify.effort import Effort
 from paceline.llm import LLM
 
-Prompts = Sequence[tuple[str, Sequence[int]]]  # names and token ids
+NamedPrompts = Sequence[tuple[str, Sequence[int]]]  # names and token ids
 Expected = tuple[Start, TokenIds]  # a request, and plain decoding's output for it
 _MIN_NEIGHBOURS = 3  # other requests in a mixed batch
 _TEXT_SHARE = 0.025  # of the remaining budget: what one text at one setting may take
@@ -46,7 +46,7 @@ class TextCertifier:
     def __init__(
         self,
         llm: LLM,
-        prompts: Prompts,
+        prompts: NamedPrompts,
         params: SamplingParams | None = None,
         effort: Effort | None = None,
         *,
@@ -232,7 +232,7 @@ def _draft_lengths(llm: LLM) -> tuple[tuple[int, ...], bool]:
     return tuple(sorted({1, length})), False
 
 
-def _fitting_prompts(llm: LLM, prompts: Prompts, effort: Effort) -> list[tuple[str, TokenIds]]:
+def _fitting_prompts(llm: LLM, prompts: NamedPrompts, effort: Effort) -> list[tuple[str, TokenIds]]:
     """The prompts that fit. Raises PromptError if one of the first ``num_prompts`` does not."""
     if not prompts:
         raise PromptError("no prompt was given")
