@@ -128,7 +128,7 @@ template <class Panel>
   RowTiles tiles(rows, Panel::ROWS);
   for (long t = 0; t < tiles.tiles; t++) {
     long from = tiles.from(t);
-    with_rows<Panel::ROWS>(tiles.from(t + 1) - from, [&](auto count) {
+    with_rows<Panel::ROWS>(tiles.from(t + 1) - from, [=](auto count) {  // by value: & made 6 rows of float32 19 % slower (GCC 12)
       constexpr int R = decltype(count)::rows, W = R <= MAX_WIDE_ROWS ? 2 : 1;
       for (int i = 0; i < PANEL / 16; i += W)
         register_tile<Panel, R, W>(w + Panel::VECTOR * i, x + from * ldx, ldx, c + from * ldc + 16 * i, ldc);

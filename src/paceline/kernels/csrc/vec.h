@@ -164,7 +164,7 @@ static inline F32x16 load(const uint16_t* p) { return map([=](int i) { return wi
 static inline F32x16 load(const int8_t* p) { return map([=](int i) { return widen(p + LANES * i); }); }
 static inline void store(float* p, F32x16 x) { store_each(p, [](Floats a) { return a; }, x); }
 static inline F32x16 set1(float x) { return map([=](int) { return x - Floats{}; }); }
-static inline F32x16 zero() { static const F32x16 x{}; return x; }
+static inline F32x16 zero() { static const F32x16 x{}; return x; }  // not of a lambda: GCC 12 then keeps sums on the stack
 static inline F32x16 operator+(F32x16 x, F32x16 y) { return each([](Floats a, Floats b) { return a + b; }, x, y); }
 static inline F32x16 operator-(F32x16 x, F32x16 y) { return each([](Floats a, Floats b) { return a - b; }, x, y); }
 static inline F32x16 operator*(F32x16 x, F32x16 y) { return each([](Floats a, Floats b) { return a * b; }, x, y); }
