@@ -158,7 +158,8 @@ def test_a_hiccup_counts_little_and_a_slow_half_counts_half() -> None:
     assert lab._mean([1.0] * 6 + [1.4] * 5) == pytest.approx((6 + 7) / 11)
 
 
-def test_the_toy_is_measured() -> None:
+def test_the_toy_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "_SECONDS", 0.5)
     result = run("paceline/tiny")
     assert result.exit_code == 0, result.output
     for words in ("keeps the text", "plain", "auto", "8 bits", "4 bits", "draft auto:"):

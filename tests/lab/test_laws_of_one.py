@@ -120,6 +120,7 @@ def test_planted_bugs_are_named(
     assert words in broken(kind, law)
 
 
+@pytest.mark.slow  # 200 answers for each way
 def test_a_wrong_q_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """No single tree shows the error, only the distribution."""
     monkeypatch.setattr("paceline.lab.laws._WAYS", {})

@@ -67,6 +67,7 @@ async def connect(server: Running) -> tuple[asyncio.StreamReader, asyncio.Stream
     return await asyncio.open_connection(host, int(port))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 def test_two_thousand_connections(crowded: Running) -> None:
     """All open at once and each in the middle of a request; then each is answered or told to come

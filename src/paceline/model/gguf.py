@@ -136,7 +136,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 @lru_cache(maxsize=4)  # reading a vocabulary takes seconds, and model and tokenizer both need it
 def _read(path: Path, modified: int, size: int) -> GgufFile:
-    from gguf import GGUFReader, dequantize
+    from gguf import GGUFReader, GGUFValueType, dequantize
 
     class Reader(GGUFReader):
         """As GGUFReader, which goes on past the end of the file where a length in it is damaged."""
@@ -146,6 +146,11 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
             if len(numbers) < count:
                 raise ValueError("the file ends before this value")
             return numbers
+
+        def _get_field_parts(self, at: Any, kind: Any) -> Any:
+            if kind == GGUFValueType.ARRAY and self._get(at + 4, "u8")[0] > len(self.data) - at:
+                raise ValueError("the file ends before this array")
+            return super()._get_field_parts(at, kind)
 
     try:
         with stage(f"reading the header of {path.name}"):

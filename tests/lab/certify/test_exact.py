@@ -131,7 +131,7 @@ def sampled(parents: tuple[int, ...], draw: Draw, vocab: int = 50) -> TokenTree:
     return TokenTree(torch.arange(len(parents)), parents, draw, q)
 
 
-@pytest.mark.parametrize("rule", ["auto", "coupled"])
+@pytest.mark.parametrize("rule", ["auto", pytest.param("coupled", marks=pytest.mark.slow)])
 def test_large_trees_are_truncated(rule: str) -> None:
     wide = (-1,) * 4 + (0,) * 4 + (1,) * 4
     for tree in (

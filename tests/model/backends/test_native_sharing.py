@@ -163,6 +163,7 @@ print(sorted(taken))
 """
 
 
+@pytest.mark.slow  # a process that decodes until a thread has left
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux pins threads")
 def test_fewer_threads_where_processors_are_taken() -> None:
     """Two threads with one processor between them: the second waits outside, texts stay."""
