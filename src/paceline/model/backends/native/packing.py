@@ -42,6 +42,7 @@ from paceline.model.quantised.weights import (
     plain_linear,
 )
 
+_PACK, _UNPACK = 0, 1  # directions of pl_copy_dense
 _PANEL = 32  # outputs that are interleaved
 _TRIM_BYTES = 64 << 20  # packed bytes after which freed memory is given back to the system
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -76,7 +77,7 @@ class PackedMatrix:
             else:
                 weight, kind = linear.weight.detach().contiguous(), DTYPES[dtype]
                 shape, data = (linear.out_features, packed.inputs), packed.data.data_ptr()
-                library().pl_copy_dense(0, kind, part, weight.data_ptr(), *shape, first, data)
+                library().pl_copy_dense(_PACK, kind, part, weight.data_ptr(), *shape, first, data)
         return packed
 
     @classmethod
@@ -141,7 +142,7 @@ class PackedMatrix:
             return self.quantised(part, first, rows).dense(self.dtype)
         out = torch.empty(rows, self.inputs, dtype=self.dtype)
         code, data = DTYPES[self.dtype], self.data.data_ptr()
-        library().pl_copy_dense(1, code, part, out.data_ptr(), rows, self.inputs, first, data)
+        library().pl_copy_dense(_UNPACK, code, part, out.data_ptr(), rows, self.inputs, first, data)
         return out
 
     def multiply(self, x: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
