@@ -109,7 +109,8 @@ def test_a_training_s_options_are_its_configuration(name: str) -> None:
         assert own[field].required or told == default
     settled = {
         "eagle3": {"version", "feature_weight", "token_weight"},
-        "eagle": {"version", "feature_layers", "draft_vocab_size", "parallel"},
+        "eagle": {"version", "feature_layers", "draft_vocab_size"}
+        | {"parallel", "layers", "own_embedding"},
     }
     assert {item.name for item in fields(table)} - set(said) == settled.get(name, set())
 

@@ -108,7 +108,7 @@ def test_names_with_underscores_as_in_python() -> None:
 
 
 def test_layers_of_a_head_that_is_trained_are_no_other_option() -> None:
-    assert "no such option" in paceline("train", "eagle3", "--layers", "2").stderr.lower()
+    assert "no such option" in paceline("train", "eagle", "--layers", "2").stderr.lower()
 
 
 def test_what_stands_behind_two_dashes_is_no_option() -> None:

@@ -144,10 +144,15 @@ def test_the_head_learns_the_targets_distribution(learnt: training_runs.Learnt) 
     assert history[-1]["acceptance"]["toy"]["mean_accepted_length"] == pytest.approx(after)
 
 
-def test_a_head_starts_as_the_last_layer(config: EagleTrainConfig, tmp_path: Path) -> None:
-    own = replace(config, init="target", held_out=2)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_head_starts_as_the_last_layers(
+    config: EagleTrainConfig, tmp_path: Path, layers: int
+) -> None:
+    own = replace(config, init="target", held_out=2, layers=layers)
     trainer = EagleTrainer(own, tmp_path, device="cpu")
-    head, last = trainer.head, trainer.target.base_model.layers[-1]
+    head, last = trainer.head, trainer.target.base_model.layers[-layers]
+    if layers > 1:
+        assert training_runs.same_weights(head.layers["1"], trainer.target.base_model.layers[-1])
     assert torch.equal(head.midlayer.mlp.up_proj.weight, last.mlp.up_proj.weight)
     width = head.config.hidden_size
     assert torch.equal(
@@ -160,11 +165,13 @@ def test_a_head_starts_as_the_last_layer(config: EagleTrainConfig, tmp_path: Pat
 
 
 @pytest.mark.slow  # it learns
+@pytest.mark.parametrize("layers", [1, 2])
 def test_a_head_learns_to_draft_in_one_pass(
-    config: EagleTrainConfig, corpus: str, tmp_path: Path
+    config: EagleTrainConfig, tmp_path: Path, layers: int
 ) -> None:
     """What later rows draft is right far more often than by chance, and as the engine drafts; a
     head without such rows gets them."""
+    config = replace(config, layers=layers, own_embedding=layers > 1)
     trainer = EagleTrainer(replace(config, parallel=True), tmp_path, device="cpu")
     before = total(trainer.measure().values())
     trainer.run(lambda _: None, eval_every=60)
@@ -192,6 +199,25 @@ def test_a_head_that_drafts_by_levels_goes_on_in_one_pass(
     assert torch.equal(trainer.head.fc.weight, finished.head.fc.weight)
     trainer.train_step()
     assert trainer.head.config.mask_token is not None
+
+
+def test_a_head_goes_on_with_its_own_embedding(
+    finished: EagleTrainer, config: EagleTrainConfig, tmp_path: Path
+) -> None:
+    """It starts as the target's, is trained, and drafts in training as in the engine."""
+    start = replace(config, own_embedding=True, init=str(finished.out / "head"), steps=4)
+    trainer = train(start, tmp_path)
+    embedding, theirs = trainer.head.embed_tokens, trainer.target.get_input_embeddings()
+    assert embedding is not None and not torch.equal(embedding.weight, theirs.weight)
+    torch.nn.init.normal_(embedding.weight)
+    trainer.write_result()
+    again = replace(start, own_embedding=False, init=str(tmp_path / "head"))
+    loaded = EagleTrainer(again, tmp_path / "again", device="cpu")
+    assert loaded.head.embed_tokens is not None
+    llm = LLM(config.model, f"eagle3:{tmp_path / 'head'},nodes=0", dtype="float32", draft_length=4)
+    assert training_runs.check_held_out(loaded, llm).mean_accepted_length < 1.5
+    with pytest.raises(ConfigError, match="has 1 layers, but this run 2; give the same --layers"):
+        EagleTrainer(replace(again, layers=2), tmp_path / "other", device="cpu")
 
 
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)])  # it learns
@@ -303,16 +329,19 @@ def test_padding_at_the_end_changes_nothing(finished: EagleTrainer) -> None:
         )
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize(("version", "layers"), [(1, 1), (3, 1), (3, 3)])
 def test_the_loss_is_that_of_single_drafts(
-    config: EagleTrainConfig, tmp_path: Path, version: int
+    config: EagleTrainConfig, tmp_path: Path, version: int, layers: int
 ) -> None:
     """The unrolled loss against cross-entropies of one draft after the other, written out."""
     own = replace(config, argmax_weight=0.0, step_decay=0.5, feature_weight=0.0, token_weight=1.0)
     if version == 1:
         own = replace(own, version=1, feature_layers=(), draft_vocab_size=0)
+    own = replace(own, layers=layers, own_embedding=layers > 1)
     trainer = EagleTrainer(own, tmp_path, device="cpu")
     head = trainer.head
+    if head.embed_tokens is not None:  # it differs from the target's, as after some steps
+        torch.nn.init.normal_(head.embed_tokens.weight)
     ids = torch.from_numpy(trainer.documents.streams[0].ids[:14].astype("int64"))[None]
     loss_mask = torch.ones_like(ids, dtype=torch.bool)
     loss_mask[0, :5] = False
@@ -334,22 +363,21 @@ def test_the_loss_is_that_of_single_drafts(
 
 def chain_logits(trainer: EagleTrainer, seen: TargetOutputs, t: int) -> list[torch.Tensor]:
     """Logits of three steps from position t, the text's own tokens standing in for drafted ones."""
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
+    rows: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def attend(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, layer: int, scaling: float
     ) -> torch.Tensor:
-        fresh = not keys
-        keys.append(key)
-        values.append(value)
-        k, v = torch.cat(keys, 2), torch.cat(values, 2)
+        fresh = layer not in rows
+        rows.setdefault(layer, []).append((key, value))
+        k, v = (torch.cat(parts, 2) for parts in zip(*rows[layer], strict=True))
         out = F.scaled_dot_product_attention(
             query, k, v, is_causal=fresh, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2)
 
-    head, embed = trainer.head, trainer.target.get_input_embeddings()
+    head = trainer.head
+    embed = head.embed_tokens or trainer.target.get_input_embeddings()
     embeds, fused = embed(seen.ids[0]), head.fuse(seen.features[0])
     hidden = head(embeds[1 : t + 2], fused[: t + 1], torch.arange(t + 1), attend)[-1:]
     found = [head.logits(hidden)[0]]

@@ -39,8 +39,7 @@ class BlockTrainer(HeadTrainer):
         config = self.config
         extended = config.kind == "dspark"
         return BlockConfig(
-            **self.layer_config(config.ffn_size),
-            layers=config.layers,
+            **self.layer_config(config),
             block_size=config.block_size,
             mask_token=self.mask_token,
             from_anchor=extended,

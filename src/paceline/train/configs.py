@@ -134,9 +134,26 @@ class HeadConfig(TrainConfig):
     )
 
 
+@dataclass(frozen=True)
+class LayersConfig(HeadConfig):
+    """Options that heads of decoder layers share."""
+
+    layers: int = _head(1, "Decoder layers.", low=1)
+    feature_layers: tuple[int, ...] = _head(
+        (),
+        "Target layers whose inputs are read; default: 2, half of them, all but 3.",
+        kind="numbers",
+        metavar="N,N,N",
+    )
+    heads: int = _head(0, "Attention heads; 0: the target's.", low=0)
+    kv_heads: int = _head(0, "Key and value heads; 0: the target's.", low=0)
+    head_dim: int = _head(0, "Width of a head; 0: the target's.", low=0)
+    ffn_size: int = _head(0, "Width of the feed-forward part; 0: the target's.", low=0)
+
+
 @forgiving("EagleTrainConfig")
 @dataclass(frozen=True)
-class EagleTrainConfig(HeadConfig):
+class EagleTrainConfig(LayersConfig):
     """Train an EAGLE-3 head: features of three target layers, unrolled drafting steps."""
 
     trainer = "paceline.train.eagle:EagleTrainer"
@@ -153,21 +170,14 @@ class EagleTrainConfig(HeadConfig):
     parallel: bool = _head(
         False, "Draft in one pass: later steps read a mask token and a learnt feature (P-EAGLE)."
     )
+    own_embedding: bool = _head(
+        False, "Train an embedding of the head's own; it starts as the target's."
+    )
     feature_weight: float = 1.0  # this and the next one are used by version 1 only
     token_weight: float = 0.1
-    feature_layers: tuple[int, ...] = _head(
-        (),
-        "Target layers whose inputs are read; default: 2, half of them, all but 3.",
-        kind="numbers",
-        metavar="N,N,N",
-    )
     draft_vocab_size: int = _head(
         16000, "Size of the draft vocabulary, the most frequent tokens; 0 is all.", low=0
     )
-    heads: int = _head(0, "Attention heads; 0: the target's.", low=0)
-    kv_heads: int = _head(0, "Key and value heads; 0: the target's.", low=0)
-    head_dim: int = _head(0, "Width of a head; 0: the target's.", low=0)
-    ffn_size: int = _head(0, "Width of the feed-forward part; 0: the target's.", low=0)
 
 
 @forgiving("Eagle1TrainConfig")
@@ -185,23 +195,23 @@ class Eagle1TrainConfig(EagleTrainConfig):
     feature_weight: float = _head(1.0, "Weight of the feature loss.", low=0)
     token_weight: float = _head(0.1, "Weight of the token loss.", low=0)
     parallel: bool = False
+    layers: int = 1
+    own_embedding: bool = False
     feature_layers: tuple[int, ...] = ()  # always the last one; the head drafts all tokens
     draft_vocab_size: int = 16000
 
 
 @forgiving("DFlashTrainConfig")
 @dataclass(frozen=True)
-class DFlashTrainConfig(HeadConfig):
+class DFlashTrainConfig(LayersConfig):
     """Train a DFlash head: a few layers that draft a block of tokens in one pass."""
 
     trainer = "paceline.train.block:BlockTrainer"
     kind: str = "dflash"
     block_size: int = _head(8, "Rows of a block; the first is the last committed token.", low=2)
-    layers: int = _head(1, "Layers.", low=1)
     causal: bool = _head(False, "Causal attention within a block, as in JetSpec; needed for trees.")
-    ffn_size: int = _head(0, "Width of the feed-forward part; 0: the target's.", low=0)
     feature_layers: tuple[int, ...] = changed(
-        EagleTrainConfig,
+        LayersConfig,
         "feature_layers",
         (),
         help="Target layers whose inputs are read; default: the third, the middle, all but 3.",

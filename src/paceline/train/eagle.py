@@ -57,12 +57,14 @@ class EagleTrainer(HeadTrainer):
     def head_config(self) -> EagleConfig:
         config, vocab = self.config, self.vocab_size
         count = vocab if config.version == 1 else min(config.draft_vocab_size or vocab, vocab)
-        sizes = self.layer_config(config.ffn_size, config.heads)
-        for name in ("kv_heads", "head_dim"):
-            sizes[name] = getattr(config, name) or sizes[name]
-        sizes["target_hidden_size"] = self.shape.hidden_size
-        mask = self.mask_token if config.parallel else None
-        return EagleConfig(version=config.version, draft_vocab_size=count, mask_token=mask, **sizes)
+        return EagleConfig(
+            **self.layer_config(config),
+            version=config.version,
+            target_hidden_size=self.shape.hidden_size,
+            draft_vocab_size=count,
+            mask_token=self.mask_token if config.parallel else None,
+            has_embedding=config.own_embedding,
+        )
 
     def new_head(self) -> EagleHead:
         shape: EagleConfig = self.head_shape
@@ -77,42 +79,60 @@ class EagleTrainer(HeadTrainer):
                     f"{self.config.init} reads the layers {head.config.feature_layers} of its "
                     f"target, but this run {self.feature_layers}; give the same --feature-layers"
                 )
-            if head.config.layers > 1:
+            if head.config.layers != shape.layers:
                 raise ConfigError(
-                    f"{self.config.init} has {head.config.layers} layers, but only heads with one "
-                    "layer can be trained; leave --init out"
+                    f"{self.config.init} has {head.config.layers} layers, but this run "
+                    f"{shape.layers}; give the same --layers"
                 )
-            if shape.mask_token is not None and head.config.mask_token is None:
-                parallel = replace(head.config, mask_token=shape.mask_token)
-                head, weights = EagleHead(parallel, head.draft_ids), head.state_dict()
+            mask = head.config.mask_token
+            extended = replace(
+                head.config,
+                mask_token=shape.mask_token if mask is None else mask,
+                has_embedding=head.config.has_embedding or shape.has_embedding,
+            )
+            if extended != head.config:
+                weights, known = head.state_dict(), head.draft_ids
+                head = self._with_embedding(EagleHead(extended, known, target_head))
                 head.load_state_dict(weights, strict=False)
             return head.float()
         if shape.version == 1:
             return EagleHead(shape, target_head=target_head)
         ids = self.frequent_tokens(shape.columns)
-        head = EagleHead(shape, ids)
+        head = self._with_embedding(EagleHead(shape, ids))
         with torch.no_grad():  # start with the rows of the target's lm_head
             head.lm_head.weight.copy_(target_head.weight[ids])
             if self.config.init == _FROM_TARGET:
                 self._start_from_target(head)
         return head
 
+    def _with_embedding(self, head: EagleHead) -> EagleHead:
+        """The head; an embedding of its own starts as the target's."""
+        if head.embed_tokens is not None:
+            tokens = torch.arange(self.vocab_size, device=self.device)
+            with torch.no_grad():
+                head.embed_tokens.weight.copy_(self.target.get_input_embeddings()(tokens))
+        return head
+
     def _start_from_target(self, head: EagleHead) -> None:
-        """Copy the target's last layer, whose input is close to the last feature; weights that read
-        the embedding and other features start small. Raises ConfigError if the shapes differ."""
+        """Copy the target's last layers. The first one's input is close to the last feature;
+        weights that read the embedding and other features start small. Raises ConfigError if the
+        shapes differ."""
         base, width = self.target.base_model, head.config.hidden_size
+        first, layers = head.midlayer, head.decoder
         try:
-            initial = dict(base.layers[-1].named_parameters())
-            initial["hidden_norm.weight"] = initial["input_layernorm.weight"]
-            initial["input_layernorm.weight"] = base.layers[0].input_layernorm.weight
-            for name, weight in head.midlayer.named_parameters():
-                columns = initial[name].shape[-1]
-                weight[..., -columns:].copy_(initial[name])
-                weight[..., :-columns].mul_(_SMALL)
+            for copied, layer in zip(base.layers[-len(layers) :], layers, strict=True):
+                initial = dict(copied.named_parameters())
+                if layer is first:
+                    initial["hidden_norm.weight"] = initial["input_layernorm.weight"]
+                    initial["input_layernorm.weight"] = base.layers[0].input_layernorm.weight
+                for name, weight in layer.named_parameters():
+                    columns = initial[name].shape[-1]
+                    weight[..., -columns:].copy_(initial[name])
+                    weight[..., :-columns].mul_(_SMALL)
             head.norm.weight.copy_(base.norm.weight)
-        except (AttributeError, KeyError, RuntimeError):
+        except (AttributeError, KeyError, RuntimeError, ValueError):
             raise ConfigError(
-                "the head cannot start from the target's last layer, whose weights have other "
+                "the head cannot start from the target's last layers, whose weights have other "
                 "names or shapes; leave --init target out"
             ) from None
         head.fc.weight.mul_(_SMALL)[:, -width:].add_(torch.eye(width))
@@ -158,9 +178,8 @@ class EagleTrainer(HeadTrainer):
         head, (windows, width) = self.head, target_out.ids.shape
         then, kept = starts.strided(stride, self.step) if stride > 1 else (starts, slice(None))
         attend = DraftAttention(starts, then)
-        with torch.no_grad():
-            embeds = self.target.get_input_embeddings()(target_out.ids)
-        embeds = F.pad(embeds[:, 1:], (0, 0, 0, 1)).flatten(0, 1)  # of the next tokens
+        embed = head.embed_tokens or self.target.get_input_embeddings()
+        embeds = F.pad(embed(target_out.ids[:, 1:]), (0, 0, 0, 1)).flatten(0, 1)  # the next tokens'
         positions = torch.arange(width, device=target_out.ids.device).repeat(windows)
         fused = head.fuse(target_out.features.flatten(0, 1))
         hidden = head(embeds, fused, positions, attend, starts.flat)
@@ -169,8 +188,7 @@ class EagleTrainer(HeadTrainer):
         for j in count(1):
             words = embeds[then.index_ahead(j)]
             if mask is not None:  # since no row attends to a later one, this equals a single pass
-                with torch.no_grad():
-                    words = self.target.get_input_embeddings()(torch.full_like(then.flat, mask))
+                words = embed(torch.full_like(then.flat, mask))
                 hidden = head.fuse(head.mask_hidden).expand(len(words), -1)
             hidden = head(words, hidden, then.position + j, attend)
             yield then, hidden

@@ -19,7 +19,7 @@ from paceline.core.stages import stage
 from paceline.model.loading import load_module, load_tokenizer, resolve_dtype
 from paceline.train import acceptance
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText
-from paceline.train.configs import HeadConfig
+from paceline.train.configs import HeadConfig, LayersConfig
 from paceline.train.data import Windows
 from paceline.train.losses import teacher_probs
 from paceline.train.reading import FeatureCache, NativeReader, TargetOutputs
@@ -92,18 +92,21 @@ class HeadTrainer(Trainer):
     def write_head(self, folder: Path) -> None:
         """Write the configuration and weights of the head in their published format."""
 
-    def layer_config(self, ffn_size: int, heads: int = 0) -> dict[str, Any]:
+    def layer_config(self, config: LayersConfig) -> dict[str, Any]:
         """The configuration that a head of decoder layers shares with the target. Sizes of 0 are
         the target's; with ``heads`` there are as many key and value heads."""
         shape, rope = self.shape, getattr(self.shape, "rope_parameters", None) or {}
-        kv_heads = heads or getattr(shape, "num_key_value_heads", None)
-        heads = heads or shape.num_attention_heads
+        heads = config.heads or shape.num_attention_heads
+        kv_heads = config.heads or getattr(shape, "num_key_value_heads", None) or heads
+        width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+        ffn_size = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
         return {
+            "layers": config.layers,
             "hidden_size": shape.hidden_size,
             "heads": heads,
-            "kv_heads": kv_heads or heads,
-            "head_dim": getattr(shape, "head_dim", None) or shape.hidden_size // heads,
-            "ffn_size": ffn_size or getattr(shape, "intermediate_size", 4 * shape.hidden_size),
+            "kv_heads": config.kv_heads or kv_heads,
+            "head_dim": config.head_dim or width,
+            "ffn_size": config.ffn_size or ffn_size,
             "vocab_size": self.vocab_size,
             "target_layers": self.num_layers,
             "feature_layers": self.feature_layers,

@@ -63,8 +63,9 @@ class DraftAttention:
     to its start, and to its own rows (with ``causal`` not to later ones).
 
     ``context`` has the keys and values of the tokens for each layer, ``[1, kv_heads, B * W, d]``.
-    Without it, the first call provides them: its queries are those of ``starts`` and attend only to
-    the tokens; later queries, of the drafts ``then``, also attend to their rows of earlier calls.
+    Without it, a layer's first call provides them: its queries are those of ``starts``, or of all
+    tokens, and attend only to the tokens. Later queries, of the drafts ``then``, also attend to
+    their rows of earlier calls.
 
     On a CPU, matrix products and a softmax in the head's dtype are several times as fast as torch's
     fused attention."""
@@ -78,7 +79,7 @@ class DraftAttention:
         causal: bool = False,
     ) -> None:
         self._starts, self._then = starts, then or starts
-        self._context, self._size, self._causal = list(context), size, causal
+        self._context, self._size, self._causal = dict(enumerate(context)), size, causal
         self._drafted: dict[int, list[torch.Tensor]] = {}  # keys and values of drafts, by layer
 
     def __call__(
@@ -91,17 +92,22 @@ class DraftAttention:
         scaling: float,
     ) -> torch.Tensor:
         """Attention for ``N * size`` rows, with the signature of ``Attend``."""
-        starts, size, width = self._starts, self._size, query.shape[-1]
+        starts, size, width = self._then, self._size, query.shape[-1]
+        if layer not in self._context:
+            starts = self._starts
+            if query.shape[2] > len(starts.flat):  # a layer below the last one
+                starts = self._all_tokens
         windows, heads, kv_heads = starts.windows, query.shape[1], key.shape[1]
-        q = self._table(query[0] * scaling).view(windows, kv_heads, -1, starts.longest, size, width)
-        if self._context:  # [windows, kv_heads, R, rows so far, d]
-            tables = [self._table(key[0]), self._table(value[0])]
+        rows = self._table(starts, query[0] * scaling)
+        q = rows.view(windows, kv_heads, -1, starts.longest, size, width)
+        if layer in self._context:  # [windows, kv_heads, R, rows so far, d]
+            tables = [self._table(starts, key[0]), self._table(starts, value[0])]
             before = self._drafted.get(layer, [tables[0][..., :0, :]] * 2)
             drafted = [torch.cat(pair, 3) for pair in zip(before, tables, strict=True)]
             self._drafted[layer] = drafted
         else:
             drafted = [q[:, :, 0, :, :0]] * 2
-            self._context, self._starts = [(key, value)], self._then
+            self._context[layer] = key, value
         k, v = (
             part[0].reshape(kv_heads, windows, -1, width).transpose(0, 1)
             for part in self._context[layer]
@@ -120,12 +126,18 @@ class DraftAttention:
         chosen = weights[..., count:].transpose(2, 3).flatten(3, 4) @ drafted[1]
         out = out + chosen.view(of_drafts.shape).transpose(2, 3)
         out = out.view(windows, heads, starts.longest, size, width).permute(0, 2, 3, 1, 4)
-        rows: torch.Tensor = out.flatten(0, 1)[starts.padded]
-        return rows.flatten(0, 1)[None]
+        result: torch.Tensor = out.flatten(0, 1)[starts.padded]
+        return result.flatten(0, 1)[None]
 
-    def _table(self, rows: torch.Tensor) -> torch.Tensor:
+    @cached_property
+    def _all_tokens(self) -> DraftStarts:
+        """All positions: the queries of a layer below the last one, over the text."""
+        shape = self._starts.windows, self._starts.width
+        return DraftStarts(torch.ones(shape, dtype=torch.bool, device=self._starts.flat.device))
+
+    def _table(self, starts: DraftStarts, rows: torch.Tensor) -> torch.Tensor:
         """Rows ``[heads, N * size, d]`` as ``[windows, heads, R, size, d]``, padded with zeros."""
-        starts, (heads, _, width) = self._starts, rows.shape
+        heads, _, width = rows.shape
         table = rows.new_zeros(starts.windows * starts.longest, heads, self._size, width)
         drafts = rows.view(heads, -1, self._size, width).transpose(0, 1)
         table = table.index_copy(0, starts.padded, drafts)
