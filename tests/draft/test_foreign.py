@@ -117,6 +117,10 @@ def test_sglang(found: dict[str, Any], spec: str, length: int) -> None:
             {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": "x"},
             "'x' for prompt_lookup_max",
         ),
+        (
+            {"method": "ngram", "num_speculative_tokens": "9" * 5000},
+            r"'9{70,}\.\.\. for num_speculative_tokens",
+        ),
         ({"speculative_algorithm": "UNO"}, "UNO"),
         (
             {"method": "custom_class", "model": "other.Proposer", "num_speculative_tokens": 2},

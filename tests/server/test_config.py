@@ -131,6 +131,7 @@ def test_every_section_is_used() -> None:
         ('[security]\ncors_origin = "chat.example"', "is not an origin"),
         ('[security]\ncors_origin = "https://chat.example/"', "is not an origin"),
         ("[model", "is not valid TOML"),
+        (f"[server]\nport = {'9' * 5000}", "is not valid TOML"),  # Python reads 4,300 digits
     ],
 )
 def test_what_a_file_may_not_say(tmp_path: Path, text: str, message: str) -> None:

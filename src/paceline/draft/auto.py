@@ -25,6 +25,7 @@ from paceline.draft.selfspec import QuantizedDraft
 from paceline.draft.spec import DraftSpec, LoadContext, PreparedDraft
 from paceline.draft.suffix import Suffix
 from paceline.errors import ModelLoadError, PacelineError
+from paceline.files import user_path
 from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
 from paceline.model.copies import forget_copy, quantised_copy
@@ -214,7 +215,7 @@ def _folder(model: str) -> str | None:
     except ModelLoadError:
         return None
     if is_path(path):
-        return str(Path(path).expanduser())
+        return str(user_path(path))
     return _snapshot(_hub_cache() / f"models--{path.replace('/', '--')}")
 
 

@@ -43,7 +43,7 @@ from paceline.draft.base import (
 )
 from paceline.draft.spec import DraftInfo, DraftSpec, LoadContext, PreparedDraft, Target, option
 from paceline.errors import DataError, ModelLoadError, VocabularyMismatchError
-from paceline.files import replace_files
+from paceline.files import replace_files, user_path
 from paceline.model.tensorfile import as_bytes, read_table, verify
 from paceline.model.tokenizer import Tokenizer
 
@@ -76,13 +76,13 @@ class Datastore(DraftSpec):
     min_prob: float = option(0.2, above=0, most=1)
 
     def prepare(self, loading: LoadContext) -> PreparedDraft:
-        store = Store(Path(self.file).expanduser(), loading.target.vocab_size)
+        store = Store(user_path(self.file), loading.target.vocab_size)
         store.check_tokenizer(loading.tokenizer)
         device = loading.target.device
         return PreparedDraft(lambda context: DatastoreDrafter(device, self, store))
 
     def examine(self, target: Target, read: Any = None) -> DraftInfo:
-        store = Store(Path(self.file).expanduser(), target.vocab_size)
+        store = Store(user_path(self.file), target.vocab_size)
         size = f"{len(store.ids):,} tokens, {len(store.order):,} contexts"
         return self.report("draft-free", f"a datastore ({size}) needs no weights and no cache")
 
@@ -100,8 +100,9 @@ class Store:
                 raise DataError(f"{path} is not a datastore; {_AGAIN} or name another file")
             with path.open("rb") as stream:
                 self._content = mmap(stream.fileno(), 0, access=ACCESS_READ)
-        except OSError as error:
-            raise DataError(f"cannot read the datastore {path}: {error.strerror}") from None
+        except (OSError, ValueError) as error:  # ValueError: the path has a NUL
+            reason = getattr(error, "strerror", error)
+            raise DataError(f"cannot read the datastore {path}: {reason}") from None
         except ModelLoadError as error:
             raise DataError(f"{path} is not a datastore, or a damaged one: {error}") from None
         about, tokens, order = (table.entries.get(key) for key in ("about", "tokens", "order"))

@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from paceline.core.params import is_whole
+from paceline.core.params import is_whole, shown
 from paceline.errors import ConfigError
-from paceline.files import json_object
+from paceline.files import json_object, user_path
 
 _WITH_MODEL = {  # method of vLLM -> draft spec
     **{"eagle": "eagle:{},nodes=0", "eagle3": "eagle3:{},nodes=0"},
@@ -56,7 +55,7 @@ def _read(text: str) -> ForeignDraft:
     where = "the configuration" if path is None else f"the configuration {path}"
     try:
         if path is not None:
-            text = Path(path).expanduser().read_text(encoding="utf-8")
+            text = user_path(path).read_text(encoding="utf-8")
         parsed = json.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {where}: {error.strerror}") from None
@@ -89,10 +88,10 @@ def foreign_draft(config: Mapping[str, Any], where: str = "the configuration") -
 
 def _whole(values: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
     value = values.get(key, default)
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, str) and value.isdecimal() and len(value) < 20:
         value = int(value)
     if not is_whole(value) or value < 1:
-        has = f"lacks {key}" if value is None else f"has {value!r} for {key}"
+        has = f"lacks {key}" if value is None else f"has {shown(value)} for {key}"
         raise ConfigError(f"{where} {has}; it must be a whole number above 0")
     return value
 
@@ -106,7 +105,7 @@ def _model(values: Mapping[str, Any], key: str, where: str) -> str:
 
 def _head_config(model: str) -> Mapping[str, Any]:
     """The config.json in a local folder; {} if it cannot be read."""
-    return json_object(Path(model).expanduser() / "config.json")
+    return json_object(user_path(model) / "config.json")
 
 
 # -- vLLM --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Oliaro, Jia, Campos and Qiao 2024 (SuffixDecoding, arXiv 2411.04975); Snowflake'
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ class SuffixDrafter(IndexedDrafter):
         # Of each sequence: the end of its prompt and its output, and the memory they will enter.
         self._texts: dict[int, tuple[list[int], TextIndex]] = {}
         self.clear()
-        if self._file is not None and self._file.exists():
+        if self._file is not None and os.path.exists(self._file):
             self.load(self._file)
 
     def memory(self, adapter: Adapter | None = None) -> TextIndex:

@@ -37,11 +37,16 @@ _KEY = "Records of Paceline with the options\n"  # the first line of a key file
 _RUST = re.compile(r"\(os error (\d+)\)")
 
 
+def user_path(path: str | Path) -> Path:
+    """The path with ``~`` replaced by a home folder; as it is if there is no such user."""
+    return Path(os.path.expanduser(path))
+
+
 def cache_folder() -> Path:
     """``$PACELINE_CACHE``, else ``$XDG_CACHE_HOME/paceline``, else ``~/.cache/paceline``."""
     folder = os.environ.get("PACELINE_CACHE")
     if folder:
-        return Path(folder).expanduser().absolute()
+        return user_path(folder).absolute()
     shared = os.environ.get("XDG_CACHE_HOME")
     base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
     return base / "paceline"
@@ -142,7 +147,7 @@ def read_toml(path: str | Path, what: str, advice: str = "") -> dict[str, Any]:
         table: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror}{end}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers of more than 4,300 digits
         raise ConfigError(f"{what} {path} is not valid TOML: {error}{end}") from None
     return table
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.stages import stage
 from paceline.errors import ModelLoadError, UnsupportedModelError
+from paceline.files import user_path
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -45,7 +46,7 @@ _AS_GPT2 = {"gpt-2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "gra
 def gguf_file(name: str) -> Path | None:
     """The GGUF file that a model's name refers to: the file itself, or the only one in a folder
     without a config.json; None if there is none. Raises ModelLoadError if there are several."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         return path
     if not path.is_dir() or (path / "config.json").is_file():

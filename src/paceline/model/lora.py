@@ -15,6 +15,7 @@ from torch import nn
 
 from paceline.core.adapter import Adapter
 from paceline.errors import ConfigError, ModelLoadError
+from paceline.files import user_path
 from paceline.model.quantised.weights import LinearBase
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import check_finite, load_tensors, read_table
@@ -76,7 +77,7 @@ class Adapters:
 def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
     """Read an adapter for ``model``, in the model's dtype and on its device. Raises ModelLoadError
     if the folder holds no intact adapter, ConfigError if it cannot be served with this model."""
-    where, path = f"the adapter {name}", Path(folder).expanduser()
+    where, path = f"the adapter {name}", user_path(folder)
     config = _read_config(where, path)
     tensors = load_tensors(path / _WEIGHTS)
     check_finite(tensors, where)
@@ -100,7 +101,7 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
 
 def adapter_size(name: str, folder: str) -> tuple[int, int]:
     """An adapter's weights and highest rank, by its header. Raises ModelLoadError, ConfigError."""
-    path = Path(folder).expanduser()
+    path = user_path(folder)
     _read_config(f"the adapter {name}", path)
     shapes = {key: entry.shape for key, entry in read_table(path / _WEIGHTS).entries.items()}
     ranks = (shape[0] for key, shape in shapes.items() if key.endswith("lora_A.weight"))

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from paceline.core.keywords import did_you_mean
+from paceline.core.params import shown
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import FileStamp, cache_folder, json_object
@@ -99,6 +100,7 @@ MODEL_HELP = (
 )
 # The draft that commands, ``LLM`` and servers use if none is given (draft/auto.py).
 DEFAULT_DRAFT = "auto"
+_LONGEST_NAME = 4096  # bytes of a path
 
 
 def as_name(model: object) -> str:
@@ -144,6 +146,8 @@ def resolve(name: str) -> str:
     """The folder of a built-in or pulled model; other names and paths are returned unchanged.
     Raises NotPulledError for a model that ``paceline pull`` can fetch, ModelLoadError for an
     unknown name of ours."""
+    if len(name) > _LONGEST_NAME or "\0" in name:
+        raise ModelLoadError(f"{shown(name)} is no name of a model, nor a path")
     if not name.startswith(PREFIX) or Path(name).is_dir():
         return name
     entry = PULLABLE.get(name.removeprefix(PREFIX))

@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 from paceline.core.params import SamplingParams
 from paceline.drafters import DRAFTERS
 from paceline.engine.driver import DraftCounts, Drive, StepTotals, sequence
 from paceline.errors import ConfigError, PacelineError
+from paceline.files import user_path
 from paceline.lab.bench.runner import (
     BenchEngine,
     BenchRequest,
@@ -55,9 +55,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
         if draft is None:
             raise ConfigError(f"method {text!r}: no draft is named; add --draft, or name it here")
         body = draft
-    elif not (
-        body.partition(":")[0] in DRAFTERS or "/" in body or Path(body).expanduser().is_dir()
-    ):
+    elif not (body.partition(":")[0] in DRAFTERS or "/" in body or user_path(body).is_dir()):
         kinds = ", ".join(sorted(set(DRAFTERS) - {"none"}))
         raise ConfigError(
             f"there is no method {text!r}; use {PLAIN}, draft (the draft of --draft), "

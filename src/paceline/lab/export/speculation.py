@@ -20,7 +20,7 @@ from paceline.draft.heads.medusa_head import load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.drafters import DFlash, DraftModel, DraftSpec, DSpark, Eagle, Medusa, TreeSpec
 from paceline.errors import ConfigError
-from paceline.files import replace_in
+from paceline.files import replace_in, user_path
 from paceline.model.loading import read_config
 from paceline.model.names import resolve
 
@@ -191,7 +191,7 @@ class Export:
 def _absolute(name: str) -> str:
     """The absolute folder of a built-in or local model; hub names are returned unchanged."""
     path = resolve(name)
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     return str(folder.resolve()) if folder.exists() else path
 
 
