@@ -215,6 +215,26 @@ def test_a_drafter_that_always_fails_costs_speed_alone(
     assert later.seq.drafts, "a new request may try"
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_request_that_fails_with_nobody_beside_it_ends_alone(
+    random_pair: tuple[str, str], backend: str
+) -> None:
+    """Whether forwards still run is tried on another batch, outside the step's inference mode."""
+    llm = LLM(random_pair[0], "none", dtype="float32", max_batch_size=1, backend=backend)
+    right = llm.generate(PROMPTS[0], PARAMS[0])
+    requests = llm.prepare(PROMPTS[0], PARAMS[0]) + llm.prepare(PROMPTS[0], PARAMS[0])
+    first = requests[0].seq.seq_id
+
+    def takes_part(_: Fault, batch: Any, *__: Any) -> bool:
+        return any(span.seq_id == first for span in batch.spans)
+
+    Fault(llm.engine, "target", takes_part, RuntimeError("planted"))
+    llm.enqueue(requests)
+    finish(llm, requests)
+    assert [one.completion.finish_reason for one in requests] == ["error", "length"]  # type: ignore[union-attr]
+    assert requests[1].completion.token_ids == right[0].token_ids  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("calls", [1, 4])
 def test_when_every_forward_fails_all_requests_end_and_it_is_said(llm: LLM, calls: int) -> None:
     fault = Fault(llm.engine, "target", lambda own, *_: own.calls >= calls, RuntimeError("lost"))

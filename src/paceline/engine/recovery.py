@@ -192,7 +192,8 @@ def _target_runs(engine: SteppedEngine) -> bool:
         cache.admit(0, (0,))
         cache.reserve(0, 1)
         # ``tolist`` waits for the device, so errors of its kernels are raised here.
-        target(cache.batch_of([Span.of(0, 0, (0,))]), cache).logits.argmax(-1).tolist()
+        with torch.inference_mode():
+            target(cache.batch_of([Span.of(0, 0, (0,))]), cache).logits.argmax(-1).tolist()
     except Exception:
         return False
     return True
