@@ -1,7 +1,9 @@
 """Anything that happens to an engine, in any order: whatever ends has plain decoding's tokens, and
-nothing is lost or kept. The model is scripted (support/scripted_model.py); all else is real.
+nothing is lost or kept. The model is mostly scripted (support/scripted_model.py), now and then a
+tiny one of the kernels or of transformers; all else is real.
 
 EVENTS=1000000 python -m pytest -s tests/engine/test_events.py
+TARGETS=native limits them to one of the models (support/event_requests.py).
 """
 
 from __future__ import annotations
@@ -14,9 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -32,51 +31,29 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from paceline import LLM, EngineLostError, Grammar, SamplingParams
+from paceline import LLM, EngineLostError
 from paceline.control.controller import Controller, Decision
-from paceline.core.adapter import Adapter
 from paceline.core.memory import held_memory
 from paceline.engine.scheduler import SchedulerConfig
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.request.completion import Completion
 from paceline.request.request import Request
 from support.cache_invariants import check_cache, kept
+from support.event_requests import (
+    ASKED,
+    DRAFTS,
+    HEADS,
+    PROMPTS,
+    REAL_HEADS,
+    TARGETS,
+    alone,
+    folders,
+    params_of,
+    plain,
+)
 from support.faults import STAGES, Fault
-from support.random_heads import write_block, write_eagle
-from support.scripted_model import scripted, write_scripted
 
 EVENTS, PART, STEPS = int(os.environ.get("EVENTS", "1200")), 70_000, 60
-LONG = [5, 9, 301, 36, 309, 73, 248, 7, 12, 44, 19, 88, 3, 61, 200, 17] * 3
-PROMPTS: tuple[str | list[int], ...] = (
-    "Once upon a time there was a little",
-    "the cat the cat the cat the",
-    "a",
-    LONG,
-    LONG[:35],
-    [*LONG[:20], *range(40, 60)],
-)
-SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 3}
-ASKED: tuple[dict[str, Any], ...] = (
-    {"max_tokens": 1},
-    {"max_tokens": 7},
-    {"max_tokens": 40},
-    {"max_tokens": 40} | SEEDED,
-    {"max_tokens": 40, "ignore_eos": False, "stop": ("am", " and the"), "min_tokens": 5},
-    {"max_tokens": 30, "stop_token_ids": (73, 309), "min_tokens": 9} | SEEDED,
-    {"max_tokens": 12, "logprobs": 2, "prompt_logprobs": 1},
-    {"max_tokens": 30, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "top_k": 9} | SEEDED,
-    {"max_tokens": 20, "n": 3} | SEEDED,
-    {"max_tokens": 30, "draft_length": 2, "priority": -1},
-    {"max_tokens": 20, "drafter": "none", "priority": 1},
-    {"max_tokens": 30, "lora": "one"},
-    {"max_tokens": 30, "lora": "two", "prediction": (36, 309, 73, 248)} | SEEDED,
-    {"max_tokens": 20, "prediction": (36, 309, 73, 248, 309)},
-    {"max_tokens": 12, "grammar": Grammar("regex", "[a-z ]{4,40}")},
-)
-DRAFTS = ("none", "ngram", "suffix", "recycling", "lookahead", "early_exit", "layer_skip:nodes=5")
-DRAFTS += () if torch.cuda.is_available() else ("quantized:int8",)  # it is for processors
-DRAFTS += ("{draft}", "tree:{draft},nodes=6,width=3", "hybrid:suffix+ngram+model:{draft}", "auto")
-HEADS = ("eagle3:{eagle3},nodes=6,width=3", "dspark:{dspark}")
 SEAMS = STAGES | {
     "admit": lambda llm: (llm.engine.cache, "admit"),
     "commit": lambda llm: (llm.engine.cache, "commit"),
@@ -86,33 +63,12 @@ SEAMS = STAGES | {
     "forget": lambda llm: (llm.engine.drafter, "forget"),
     "states": lambda llm: (llm.engine.cache.states, "route"),
 }
-_FOLDER = TemporaryDirectory()
 _IDS = itertools.count(1 << 40)  # no other numbers are as large
 COUNTS: Counter[str] = Counter()
-
-
-@cache
-def folders() -> dict[str, str]:
-    root = Path(_FOLDER.name)
-    made = dict(zip(("target", "draft"), write_scripted(root), strict=True))
-    return made | {
-        "eagle3": write_eagle(root, made["target"], 3),
-        "dspark": write_block(root, made["target"], "dspark"),
-    }
-
-
-@cache
-def plain(recurrent: bool) -> LLM:
-    """The target, decoding plainly."""
-    llm = scripted(folders()["target"], recurrent)
-    llm.adapters._by_name |= {name: Adapter(name, "", {}) for name in ("one", "two")}
-    return llm
-
-
-@cache
-def alone(recurrent: bool, prompt: int, asked: int) -> list[Completion]:
-    params = SamplingParams(**{"ignore_eos": True} | ASKED[asked])
-    return plain(recurrent).generate(PROMPTS[prompt], params)
+# A step of transformers takes as long as a hundred of the scripted model.
+KINDS = os.environ.get(
+    "TARGETS", " ".join((*TARGETS[:2] * 9, *TARGETS[2:3] * 4, TARGETS[3]))
+).split()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -125,7 +81,7 @@ def loaded_once() -> Iterator[None]:
     costs: dict[Any, Any] = {}
 
     def loading(draft: Any, target: Any, *rest: Any) -> Any:
-        key = id(target), draft
+        key = id(target), draft, rest[1].max_batch_size
         if key not in drafts:
             drafts[key] = load(draft, target, *rest)
         return drafts[key]
@@ -164,19 +120,26 @@ class Events(RuleBasedStateMachine):
         self.llm: LLM | None = None
 
     @initialize(
-        recurrent=st.sampled_from([False, False, True]),
+        kind=st.sampled_from(KINDS),
         draft=st.sampled_from(DRAFTS * 2 + HEADS),
+        head=st.sampled_from(REAL_HEADS + ("",) * len(REAL_HEADS)),
         length=st.sampled_from([1, 3, "auto", "any", "any"]),
         chunk=st.sampled_from([3, 512]),
+        batch=st.sampled_from([2, 4, 4, 7]),
     )
-    def start(self, recurrent: bool, draft: str, length: int | str, chunk: int) -> None:
-        self.recurrent = recurrent
+    def start(
+        self, kind: str, draft: str, head: str, length: int | str, chunk: int, batch: int
+    ) -> None:
+        self.kind = kind
+        if head and kind in ("native", "reference"):
+            draft = head
         any_length: dict[str, Any] = {"controller": Anything(COUNTS.total())}
         how = any_length if length == "any" else {"draft_length": length}
-        self.llm = plain(recurrent).with_draft(draft.format(**folders()), max_batch_size=4, **how)
+        drafts = tuple(draft.format(**folders(kind)).split("|"))
+        self.llm = plain(kind).with_draft(drafts, max_batch_size=batch, **how)
         self.llm._ids = _IDS
         engine = self.llm.engine
-        engine.scheduler.config = SchedulerConfig(4, 2 * chunk + 1, chunk, 160)
+        engine.scheduler.config = SchedulerConfig(batch, 2 * chunk + 1, chunk, 160)
         pool = engine.cache.pool
         self.taken = pool.allocate(pool.available - 8)
         self.requests: list[tuple[Request, Completion, list[Any]]] = []
@@ -188,10 +151,10 @@ class Events(RuleBasedStateMachine):
     @rule(picks=st.lists(st.integers(0, len(PROMPTS) * len(ASKED) - 1), min_size=1, max_size=5))
     def add(self, picks: list[int]) -> None:
         for prompt, asked in (divmod(pick, len(ASKED)) for pick in picks):
-            params = SamplingParams(**{"ignore_eos": True} | ASKED[asked])
+            params = params_of(asked, self.llm.drafters[-1])
             requests = self.llm.prepare(PROMPTS[prompt], params)
             self.llm.enqueue(requests)
-            wanted = alone(self.recurrent, prompt, asked)
+            wanted = alone(self.kind, prompt, asked)
             self.requests += zip(requests, wanted, [[] for _ in wanted], strict=True)
             COUNTS["add"] += 1
 
@@ -315,16 +278,17 @@ class Events(RuleBasedStateMachine):
 
     @rule(
         draft=st.sampled_from(DRAFTS),
+        head=st.sampled_from(("", *REAL_HEADS)),
         length=st.sampled_from([3, "any"]),
         chance=st.integers(0, 9),
     )
-    def reload(self, draft: str, length: int | str, chance: int) -> None:
+    def reload(self, draft: str, head: str, length: int | str, chance: int) -> None:
         """All that runs is finished, and another engine takes over."""
         if chance < 9:
             return self.step(chance)
         self.teardown()
         self.llm.close()
-        self.start.__wrapped__(self, self.recurrent, draft, length, 3)
+        self.start.__wrapped__(self, self.kind, draft, head, length, 3, 4)
         COUNTS["reload"] += 1
 
     @invariant()
@@ -369,8 +333,14 @@ class Events(RuleBasedStateMachine):
         if done.finish_reason == "error":
             assert request.seq.seq_id in self.may_fail, done.error
         elif done.finish_reason != "abort":
-            for name in ("token_ids", "text", "finish_reason", "logprobs", "prompt_logprobs"):
+            for name in ("token_ids", "text", "finish_reason"):
                 assert getattr(done, name) == getattr(wanted, name), name
+            for name in ("logprobs", "prompt_logprobs"):
+                made, right = getattr(done, name), getattr(wanted, name)
+                if made is not None and not plain(self.kind).target.backend.batch_invariant:
+                    made, right = ([one and one.logprob for one in of] for of in (made, right))
+                    right = pytest.approx(right, abs=1e-4)
+                assert made == right, name
 
     def teardown(self) -> None:
         if self.llm is None:
