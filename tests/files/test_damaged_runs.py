@@ -185,3 +185,12 @@ def test_damaged_held_out_texts_are_written_again(tmp_path: Path, content: bytes
     file.write_bytes(content)
     assert load_held_out_texts(None, None, [], 1, 9, (), file) == []  # type: ignore[arg-type]
     assert json.loads(file.read_text())["texts"] == []
+
+
+def test_held_out_texts_that_somebody_changed_are_made_again(tmp_path: Path) -> None:
+    """They would be measured instead of the target's own."""
+    file = tmp_path / "held_out.json"
+    load_held_out_texts(None, None, [], 0, 9, (), file)  # type: ignore[arg-type]
+    texts = [{"source": 5, "prompt": 1, "token_ids": [1, 2]}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"texts": texts}))
+    assert load_held_out_texts(None, None, [], 0, 9, (), file) == []  # type: ignore[arg-type]

@@ -134,7 +134,7 @@ def digest_of(file: Path, advance: Callable[[int], object] = lambda size: None) 
 
 def read_manifest(folder: Path) -> dict[str, str]:
     """The manifest of a folder: SHA-256 by name, as ``a/b.json``; empty if it cannot be read."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         return {str(name): str(value) for name, value in listed.items()}
     return {}

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from paceline.core.sequence import Sums
 from paceline.core.stages import stage
 from paceline.files import replace_in
+from paceline.files.ownership import digest_of, read_manifest
 from paceline.train.configs import PromptSelection
 from paceline.train.prompts import load_file_prompts
 from paceline.train.records import Source
@@ -118,9 +119,9 @@ def load_held_out_texts(
     are generated once, and stored in the file ``cache`` for when the run is resumed."""
     names = [source.name for source in sources]
     key: dict[str, Any] = {"files": names, "count": count, "max_tokens": max_tokens}
-    with suppress(OSError, ValueError, KeyError, TypeError):  # no cache, or a damaged one
-        saved = json.loads(cache.read_text(encoding="utf-8"))
-        if saved["key"] == key:
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged
+        saved, digest = json.loads(cache.read_text(encoding="utf-8")), digest_of(cache)
+        if saved["key"] == key and read_manifest(cache.parent).get(cache.name, digest) == digest:
             return [HeldOutText(**text) for text in saved["texts"]]
     texts: list[HeldOutText] = []
     room = max_context(target, _MAX_PROMPT + max_tokens) - max_tokens if sources else 0
