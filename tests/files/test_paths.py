@@ -1,4 +1,4 @@
-"""Paths that a user may write: with the home of a user that there is not, and with strange bytes."""
+"""Paths that a user may write: of a user that there is not, with a NUL, of thousands of letters."""
 
 from __future__ import annotations
 
