@@ -230,7 +230,7 @@ class LLM:
             prepared = load_draft(draft, target, tokenizer, options)
         self.drafters, self.drafts = prepared.names, prepared.drafts
         self.setup_notes += prepared.notes
-        with stage("making the cache and measuring what steps cost"):
+        with stage("measuring what steps cost"):
             engine = build_engine(target, prepared, options, self._generator)
         ranks = self._ranks
         self.owner = EngineOwner(engine) if ranks is None else EngineOwner(engine, ranks.close)

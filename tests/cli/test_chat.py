@@ -13,9 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from paceline.cli.generate import _stream_markdown
 from support.command_lines import paceline
 
 BASE = ["--model", "paceline/tiny", "--draft", "ngram", "--max-tokens", "12"]
@@ -44,6 +47,19 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = json.loads((tmp_path / "it.json").read_text())
     assert [message["role"] for message in saved] == ["user", "assistant"] * 2
     assert len(list(tmp_path.glob("chat-*.json"))) == 1
+    done = paceline("chat", *BASE, input="/save it.json\n")  # another session wrote it
+    assert done.exit_code == 1 and "it.json exists already; name another file" in done.stderr
+    assert json.loads((tmp_path / "it.json").read_text()) == saved
+
+
+def test_paragraphs_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """They were printed as separate documents, without the empty line between them."""
+    pieces = ("One.\n", "\nTwo", ".\n\n```\nx\n\ny\n```\n\nThree.")
+    events = (SimpleNamespace(text=text, from_draft=(), completion=None) for text in pieces)
+    text = _stream_markdown(cast(Any, SimpleNamespace(stream=lambda *_: events)), [1], cast(Any, 0))
+    shown = "\n".join(line.strip() for line in capsys.readouterr().out.splitlines())
+    assert text == "".join(pieces) and "One.\n\nTwo.\n\n" in shown
+    assert re.search(r"x\n\ny\n+Three\.", shown)
 
 
 def test_without_drafts_nothing_is_said_of_them() -> None:

@@ -50,7 +50,7 @@ def test_look_ups_and_the_targets_own_form() -> None:
         ({"bits": 4}, "the target is held in 4 bits"),
         ({"refused": "layers stay on disk"}, "it takes the native kernels (layers stay on disk)"),
         ({"refused": "the device is cuda:0"}, "it takes the native kernels (the device is cuda:0)"),
-        ({"weight_bytes": 20 << 20}, "the target's 20 MiB lie in the processor's caches"),
+        ({"weight_bytes": 20 << 20}, "the target's 20 MiB fit the processor's caches"),
         ({"free_bytes": 200 << 20}, "it takes 160 MiB of 200 MiB that are free"),
         ({"free_bytes": -1 << 30}, "it takes 160 MiB of 0 MiB that are free"),
     ],

@@ -248,10 +248,7 @@ def profile(
         metavar="FILE.json[.gz]",
     ),
 ) -> int:
-    """Show what limits decoding: memory, compute or Python.
-
-    That is memory bandwidth, compute, kernel launches or Python.
-    """
+    """Show what limits decoding: memory, compute, launches or Python."""
     if not debugging():  # the profiler's library reports its starts and stops on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with stage("starting"):

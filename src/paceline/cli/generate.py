@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -113,6 +114,7 @@ def generate(
 
 
 Messages = list[dict[str, str]]
+_UNSET: dict[object, str] = {None: "default", (): "none"}  # how /set shows these values
 _QUOTES = '"""'
 _HELP = f"""\
 /set NAME VALUE   a sampling option, as in /set temperature 0.7; /set alone lists them
@@ -166,6 +168,7 @@ class _Session:
     opening: Messages
     lora: str | None
     messages: Messages = field(default_factory=list)
+    saved: set[str] = field(default_factory=set)  # files of this session, which /save replaces
 
     def __post_init__(self) -> None:
         self.llm = self.base
@@ -202,21 +205,19 @@ class _Session:
         """Change a sampling option. Raises ConfigError."""
         known = {entry.name: entry for entry in entries(SamplingOptions, "command")}
         name, _, value = words.partition(" ")
-        name = name.replace("-", "_")
         if not words:
-            info("  ".join(f"{name} {getattr(self.sampling, name)}" for name in known))
+            values = {name: getattr(self.sampling, name) for name in known}
+            info("  ".join(f"{name} {_UNSET.get(value, value)}" for name, value in values.items()))
             return
-        if name not in known:
+        entry = known.get(name.replace("-", "_"))
+        if entry is None:
             advice = did_you_mean(name, known, "/set lists all options")
             raise ConfigError(f"there is no option {name}; {advice}")
-        entry = known[name]
         try:
             parsed = msgspec.convert((value,) if entry.is_list else value, entry.type, strict=False)
         except msgspec.ValidationError:
-            raise ConfigError(
-                f"{value!r} is not a value of {name}; write /set {name} VALUE"
-            ) from None
-        changed = replace(self.sampling, **{name: parsed})
+            raise ConfigError(f"{value!r} is not a value of {name}; /set lists them") from None
+        changed = replace(self.sampling, **{entry.name: parsed})
         changed.params()
         self.sampling = changed
 
@@ -232,10 +233,13 @@ class _Session:
         info(f"drafting with {', '.join(other.drafts) or 'nothing'}")
 
     def save(self, path: str) -> None:
-        """Write the messages to a file. Raises WriteError."""
+        """Write the messages to a file. Raises ConfigError and WriteError."""
         file = path or time.strftime("chat-%Y%m%d-%H%M%S.json")
+        if Path(file).exists() and file not in self.saved:
+            raise ConfigError(f"{file} exists already; name another file")
         text = json.dumps(self.messages, indent=2, ensure_ascii=False)
         replace_text(file, f"{text}\n", "the conversation", None)
+        self.saved.add(file)
         info(f"wrote {file}")
 
     def clear(self, _: str) -> None:
@@ -253,11 +257,10 @@ def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str
         for event in events:
             text, completion = text + event.text, event.completion
             from_draft += event.from_draft
-            end = _end_of_complete_blocks(text, shown)
-            if end > shown:
-                console.print(Markdown(text[shown:end]))
-                shown = end
+            start_of_block, shown = shown, _end_of_complete_blocks(text, shown)
             live.update(Markdown(text[shown:]))
+            if shown > start_of_block:
+                console.print(Markdown(text[start_of_block:shown]), "")  # and an empty line
     events.close()  # type: ignore[attr-defined]
     console.print(Markdown(text[shown:]))
     if completion is None:

@@ -164,7 +164,7 @@ def compose(target: Circumstances) -> Composition:
         if share > (_MAX_MODEL_SHARE if isinstance(draft, DraftModel) else _MAX_HEAD_SHARE):
             left_out.append((str(draft), f"it has {share:.0%} of the target's bytes"))
         elif not problem:
-            left_out.append((str(draft), "the 4-bit form is right more often"))
+            left_out.append((str(draft), "the 4-bit copy is right more often"))
         else:
             taken.append((draft, where))
     if problem:
@@ -181,7 +181,7 @@ def _why_no_copy(target: Circumstances) -> str:
     if target.bits < 8:
         return f"the target is held in {target.bits} bits"
     if target.weight_bytes < _MIN_BYTES:
-        return f"the target's {target.weight_bytes / _MIB:,.0f} MiB lie in the processor's caches"
+        return f"the target's {target.weight_bytes / _MIB:,.0f} MiB fit the processor's caches"
     if target.copy_bytes * _MEMORY_PARTS > target.free_bytes:
         need, free = target.copy_bytes / _MIB, max(target.free_bytes, 0) / _MIB
         return f"it takes {need:,.0f} MiB of {free:,.0f} MiB that are free"

@@ -127,7 +127,7 @@ class Recommendation:
                 f"other programs took {1 - self.got:.0%} of the processors: close them, and repeat"
             )
         if best is None:
-            notes.append("nothing fits: use --offload disk, or a GGUF file of the model in 4 bits")
+            notes.append("nothing fits: use --offload disk, a smaller model, or a 4-bit GGUF file")
         return notes
 
     @property

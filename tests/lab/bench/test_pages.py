@@ -72,7 +72,7 @@ def test_one_client_two_categories() -> None:
     text = shown(measured)
     assert "model:quick@2" in text and "a/quick" not in text
     assert (
-        "use model:quick@2: 2.00x, 2.00 to 2.00, of plain decoding's speed. "
+        "use model:quick@2: 2.00x the speed of plain decoding (2.00 to 2.00). "
         "3 of 4 texts are the same." in text
     )
     assert "2.00x" in text
@@ -93,7 +93,7 @@ def test_a_draft_that_does_not_pay_is_not_advised() -> None:
     job_result = one_result(job())
     job_result.runs["model:a/quick@2"] = outcome(8.0, drafted=4, accepted=2)
     text = shown(replace(result(job()), rows=rows([job_result])))
-    assert "use no draft: the best, model:quick@2, reaches 0.50x, of plain" in text
+    assert "use no draft: the best, model:quick@2, reaches 0.50x the speed of plain" in text
 
 
 def test_a_gain_that_may_be_none_is_not_advised() -> None:
@@ -103,7 +103,8 @@ def test_a_gain_that_may_be_none_is_not_advised() -> None:
         for row in measured.rows
     ]
     text = shown(replace(measured, rows=unsure))
-    assert "undecided, give more --seconds: model:quick@2 reaches 2.00x, 0.93 to 2.40, of" in text
+    assert "undecided, give more --seconds: model:quick@2 reaches 2.00x the speed" in text
+    assert "plain decoding (0.93 to 2.40)" in text
 
 
 def test_sweeps_have_their_tables() -> None:

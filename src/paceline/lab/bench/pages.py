@@ -119,18 +119,20 @@ class _Pages:
             return
         best = max(rows, key=lambda row: row.speedup.median)
         low, high = best.interval or (best.speedup.low, best.speedup.high)
-        figures = f"{best.speedup.median:.2f}x"
+        figures = f"{best.speedup.median:.2f}x the speed of plain decoding"
         if best.interval or best.rounds > 1:
-            figures += f", {low:.2f} to {high:.2f}"
-        line = f"use {self.label[best.method]}: {figures}"
+            figures += f" ({low:.2f} to {high:.2f})"
+        spec = next(m.draft for m in self.result.methods if m.name == best.method)
+        name = f"--draft {spec}" if best.method == "draft" else self.label[best.method]
+        line = f"use {name}: {figures}"
         if best.speedup.median <= 1:
-            line = f"use no draft: the best, {self.label[best.method]}, reaches {figures}"
+            line = f"use no draft: the best, {name}, reaches {figures}"
         elif low < 1:
-            line = f"undecided, give more --seconds: {self.label[best.method]} reaches {figures}"
+            line = f"undecided, give more --seconds: {name} reaches {figures}"
         texts = self.result.texts.counts.get(best.method, {})
         identical, all_texts = texts.get(KINDS[0], 0), sum(texts.values())
         same = f" {identical} of {all_texts} texts are the same." if texts else ""
-        self.report.add("Verdict", Text(f"{line}, of plain decoding's speed.{same}"))
+        self.report.add("Verdict", Text(f"{line}.{same}"))
 
     def run(self) -> None:
         """Machine, settings and warnings."""
