@@ -15,8 +15,15 @@ import torch
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.controller import METHODS, Controller, FixedLength, LoggedController
 from paceline.control.cost import CostModel
-from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
-from paceline.draft.base import Drafter, LookupDrafter, NoDrafter, prefers_seeds
+from paceline.core.costs import CostCurve, TargetCosts
+from paceline.draft.base import (
+    Drafter,
+    DrafterTraits,
+    LookupDrafter,
+    NoDrafter,
+    costs_of,
+    with_members,
+)
 from paceline.draft.collapse import CollapseWatch, WatchedDrafter
 from paceline.draft.heads.features import MAX_PENDING_FEATURES
 from paceline.draft.hybrid import HybridDrafter, Router
@@ -260,7 +267,9 @@ def _fill_watch(watch: CollapseWatch, drafters: Mapping[str, Drafter]) -> None:
 def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | None:
     """A function that makes seeds for sampled requests without one; None if they keep none. Seeds
     are made under the coupled rule, and for drafters whose seeded drafts cost far less."""
-    cheaper = options.rule == "auto" and prefers_seeds(drafter)
+    cheaper = options.rule == "auto" and any(
+        DrafterTraits.of(member).prefers_seeds for member in with_members(drafter)
+    )
     if options.rule != "coupled" and not cheaper:
         return None
     seeds = seeded_generator(torch.device("cpu"), options.seed)
@@ -295,8 +304,7 @@ def adaptive_controller(
         origin: Origin | None = getattr(member, "origin", None)
         stated = origin.stated if origin and member.passes(1) else None
         prior = kind.acceptance or (() if stated is None else (stated,))
-        known = DrafterCosts.of(member, longest, seconds, _COSTLESS, prior)
-        cost.add(name, known)
+        cost.add(name, costs_of(member, longest, seconds, _COSTLESS, prior))
         if isinstance(member, LookupDrafter) and member.drafts_before_choice:
             lookups[name] = member
         return name

@@ -23,6 +23,7 @@ from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
+from paceline.draft.base import costs_of
 from paceline.model.measure import measure
 from support.simulated_time import REST, STEP, Guesser, Machine, always
 
@@ -124,7 +125,7 @@ def test_a_free_draft_is_tried_again_soon() -> None:
 
 def test_a_free_draft_may_be_twice_as_long() -> None:
     def longest(drafter: Guesser) -> int:
-        return DrafterCosts.of(drafter, 8, CostCurve((1,), (0.1,))).max_length
+        return costs_of(drafter, 8, CostCurve((1,), (0.1,))).max_length
 
     assert longest(Guesser("lookup", always(1.0))) == 16
     assert longest(Guesser("model", always(1.0), pass_seconds=0.1)) == 8

@@ -10,11 +10,11 @@ from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel
 from paceline.control.following import LookupFollower
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
-from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, LookupDraft, LookupDrafter, Proposal
+from paceline.draft.base import Drafter, LookupDraft, LookupDrafter, Proposal, costs_of
 from paceline.draft.hybrid import HybridDrafter
 from paceline.drafters import DraftModel, Eagle3, Hybrid, NGram, parse_draft
 from paceline.errors import ConfigError
@@ -224,7 +224,7 @@ def test_nothing_is_learnt_from_what_a_grammar_forces() -> None:
             return [5, 6, 9, 9], [-1, 0, 1, 2], 1, 2
 
     cost = CostModel(TargetCosts((1,), (CostCurve((1,), (1.0,)),)))
-    cost.add("half", DrafterCosts.of(Half(), 8, CostCurve((1,), (0.0,))))
+    cost.add("half", costs_of(Half(), 8, CostCurve((1,), (0.0,))))
     follower = LookupFollower({"half": Half()}, cost)
     before = cost.acceptance.of_all("half", 1).rates()
     for seq_id in range(1, 20):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import FrozenInstanceError, dataclass
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.core.batch import Slice
-from paceline.draft.base import Drafter, LookupDrafter
+from paceline.draft.base import Drafter, DrafterTraits, LookupDrafter
 from paceline.draft.ngram import NGram
 from paceline.draft.spec import DraftSpec, LoadContext, PreparedDraft, TreeSpec
 from paceline.drafters import (
@@ -30,6 +31,7 @@ from paceline.lab.tune.candidates import variants
 from support.every_drafter import WEIGHTS
 
 TARGET = "paceline/tiny"
+ROOT = Path(__file__).parents[2]
 CACHE = 128 << 20  # bytes: room for 200 short requests; whole contexts of them would fill 2.5 GB
 EXAMPLES = [example for record in DRAFTERS.values() for example in record.examples]
 FIRST = [record.examples[0] for record in DRAFTERS.values()]
@@ -268,3 +270,17 @@ def test_trees_have_a_shape_for_tune() -> None:
         if issubclass(record, TreeSpec) and record.argument_kind != "nothing":
             spec = parse_draft(f"{record.kind}:path,branching=3x1")
             assert list(spec.variants()) == ["3x1"]
+
+
+def test_the_page_lists_all_members_of_a_drafter() -> None:
+    """docs/drafters/your_own.md: the members of the Protocol, and the optional attributes."""
+    page = (ROOT / "docs/drafters/your_own.md").read_text()
+    rows = {
+        row.split("`")[1].partition("(")[0]: [cell.strip() for cell in row.split("|")]
+        for row in page.splitlines()
+        if row.startswith("| `")
+    }
+    members = {name for name in vars(Drafter) if not name.startswith("_")}
+    assert members <= rows.keys()
+    defaults = {name: f"`{value}`" for name, value in DrafterTraits._field_defaults.items()}
+    assert {name: rows[name][2] for name in defaults} == defaults

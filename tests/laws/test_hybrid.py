@@ -9,11 +9,11 @@ from test_mutations import CAUGHT, EXACT
 from paceline.control.adaptive import AdaptiveController
 from paceline.control.cost import CostModel
 from paceline.core.batch import Plan, Slice
-from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents
 from paceline.draft import hybrid
-from paceline.draft.base import LookupDrafter
+from paceline.draft.base import LookupDrafter, costs_of
 
 PARAMS = SamplingParams(temperature=1.0)
 
@@ -75,7 +75,7 @@ def chooser(kind: type, passes: int, useless: bool = False) -> Drafter:
             curve = CostCurve((1, 9), (1.0, 1.08))
             cost = CostModel(TargetCosts((1,), (curve,)))
             for member in (lookup, sampler):
-                cost.add(member.name, DrafterCosts.of(member, 2, CostCurve((1,), (0.01,))))
+                cost.add(member.name, costs_of(member, 2, CostCurve((1,), (0.01,))))
             control = AdaptiveController(cost, {"it": drafter.names}, {"lookup": lookup})
             cost.learn_plain(1, 1.0)  # a plain step has been seen
             for _ in range(20 * useless):

@@ -12,7 +12,7 @@ from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, chain_parents, children_of
-from paceline.draft.base import Drafter, LookupDrafter
+from paceline.draft.base import Drafter, LookupDrafter, costs_of
 from paceline.draft.hybrid import HybridDrafter
 
 STEP = 1.0  # seconds of a target step over one token
@@ -74,7 +74,7 @@ def costs() -> TargetCosts:
 
 def profile(drafter: Drafter, mistaken: float = 1.0) -> DrafterCosts:
     seconds = CostCurve((1,), (mistaken * getattr(drafter, "pass_seconds", 0.0),))
-    return DrafterCosts.of(drafter, LONGEST, seconds)
+    return costs_of(drafter, LONGEST, seconds)
 
 
 def controller_of(drafter: Drafter, mistaken: float = 1.0) -> AdaptiveController:

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 
 def _interpolate(points: Sequence[float], values: Sequence[float], point: float) -> float:
@@ -49,20 +48,13 @@ class TargetCosts:
         return max(_interpolate(self.batches[ends], values, batch), 1e-9)
 
 
-# Optional attributes of drafters that DrafterCosts copies.
-_FLAGS = ("needs_prefill", "sees_prompts", "stops_early", "shares_nodes", "max_forced_tokens")
-
-
 @dataclass(frozen=True)
 class DrafterCosts:
     """What the drafts of one drafter cost, by draft length. Entry 0 of a tuple is no draft.
 
     ``nodes``: most nodes of the tree. ``passes``: forwards of the drafter. ``seconds``: of one
-    pass, by number of sequences. ``needs_prefill``: the drafter must first run over the tokens it
-    has not seen; ``sees_prompts``: over prompts it runs during the target's prefill.
-    ``stops_early``: it stops a draft where it is unsure. ``shares_nodes``: sequences that decode in
-    one step share the node budget. ``max_forced_tokens``: how many tokens that a grammar forces it
-    adds to its drafts. ``prior``: expected acceptance rate by level."""
+    pass, by number of sequences. ``prior``: expected acceptance rate by level. The others are the
+    drafter's ``DrafterTraits`` (draft/base.py)."""
 
     nodes: tuple[float, ...]
     passes: tuple[int, ...]
@@ -73,23 +65,6 @@ class DrafterCosts:
     shares_nodes: bool = False
     max_forced_tokens: int = 0
     prior: tuple[float, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        drafter: Any,
-        max_length: int,
-        seconds: CostCurve,
-        model_free_factor: int = 2,
-        prior: tuple[float, ...] = (),
-    ) -> DrafterCosts:
-        """The costs of a ``Drafter``, with drafts of up to ``max_length`` levels, times
-        ``model_free_factor`` without forwards."""
-        lengths = range(1 + max_length * (1 if drafter.passes(1) else model_free_factor))
-        nodes = tuple(drafter.max_nodes(length) for length in lengths)
-        passes = tuple(drafter.passes(length) for length in lengths)
-        flags = {n: getattr(drafter, n, False) for n in _FLAGS}
-        return cls(nodes, passes, seconds, prior=prior, **flags)
 
     def for_batch(self, sequences: int) -> DrafterCosts:
         """The costs for each of ``sequences`` that decode in one step and share the nodes."""

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.costs import CostCurve, DrafterCosts
 from paceline.core.keywords import renamed
 from paceline.core.sequence import PerSequence, SequenceView
 from paceline.core.transfer import to_device
@@ -25,7 +26,8 @@ class Drafter(Protocol):
 
     In each step the engine calls ``propose``, verifies the trees, and calls ``observe`` with the
     result. Proposals change the speed, never the output, and an empty tree is valid. State is kept
-    by ``seq_id``; after ``forget`` the same id may come back with other tokens.
+    by ``seq_id``; after ``forget`` the same id may come back with other tokens. A drafter may also
+    have the attributes of ``DrafterTraits``.
     """
 
     @property
@@ -35,8 +37,7 @@ class Drafter(Protocol):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Target layers whose inputs ``observe`` reads; () for none. If ``observe`` reads no
-        logits, set the attribute ``reads_logits`` to False: greedy steps then compute none."""
+        """Target layers whose inputs ``observe`` reads; () for none."""
         ...
 
     def max_nodes(self, length: int) -> int:
@@ -64,6 +65,55 @@ class Drafter(Protocol):
     def forget(self, seq_id: int) -> None:
         """Drop all state of a sequence that has finished or was cancelled or preempted."""
         ...
+
+
+class DrafterTraits(NamedTuple):
+    """Optional attributes of a drafter, with what is assumed of one that lacks them.
+
+    ``reads_logits``: ``observe`` reads the target's logits; if no drafter does, greedy steps
+    compute none. ``needs_prefill``: the drafter must first run over the tokens that it has not
+    seen; ``sees_prompts``: over prompts it runs during the target's prefill. ``stops_early``: it
+    stops a draft where it is unsure. ``shares_nodes``: sequences that decode in one step share the
+    node budget. ``max_forced_tokens``: how many tokens that a grammar forces it can put before its
+    own drafts. ``prefers_seeds``: drafts for seeded requests are so much cheaper that every request
+    should get a seed.
+    """
+
+    reads_logits: bool = True
+    needs_prefill: bool = False
+    sees_prompts: bool = False
+    stops_early: bool = False
+    shares_nodes: bool = False
+    max_forced_tokens: int = 0
+    prefers_seeds: bool = False
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> DrafterTraits:
+        return cls._make(getattr(drafter, *item) for item in cls._field_defaults.items())
+
+
+def costs_of(
+    drafter: Drafter,
+    max_length: int,
+    seconds: CostCurve,
+    model_free_factor: int = 2,
+    prior: tuple[float, ...] = (),
+) -> DrafterCosts:
+    """What drafts of up to ``max_length`` levels cost, times ``model_free_factor`` without
+    forwards. ``seconds``: of one pass. ``prior``: expected acceptance rate by level."""
+    lengths = range(1 + max_length * (1 if drafter.passes(1) else model_free_factor))
+    traits = DrafterTraits.of(drafter)
+    return DrafterCosts(
+        tuple(map(drafter.max_nodes, lengths)),
+        tuple(map(drafter.passes, lengths)),
+        seconds,
+        needs_prefill=traits.needs_prefill,
+        sees_prompts=traits.sees_prompts,
+        stops_early=traits.stops_early,
+        shares_nodes=traits.shares_nodes,
+        max_forced_tokens=traits.max_forced_tokens,
+        prior=prior,
+    )
 
 
 def check_trees(drafter: Drafter, plan: Plan, trees: Sequence[TokenTree], vocab: int) -> None:
@@ -102,11 +152,6 @@ def with_members(drafter: Any) -> Iterator[Any]:
     yield drafter
     for member in getattr(drafter, "members", ()):
         yield from with_members(member)
-
-
-def prefers_seeds(drafter: Any) -> bool:
-    """Whether drafts for seeded requests are so much cheaper that every request should get one."""
-    return any(getattr(member, "prefers_seeds", False) for member in with_members(drafter))
 
 
 def runs_torch(drafter: Any) -> bool:
@@ -173,10 +218,11 @@ def forced_tokens(item: Slice) -> Sequence[int]:
     return () if constraint is None else (constraint.forced_tokens() or ())[: item.draft_length]
 
 
-def can_extend_forced(drafter: Any, forced: Sequence[int], item: Slice) -> bool:
+def can_extend_forced(drafter: Drafter, forced: Sequence[int], item: Slice) -> bool:
     """Whether the drafter's own draft would begin with these forced tokens and go past them."""
-    most = min(int(getattr(drafter, "max_forced_tokens", 0)), item.draft_length - 1)
-    return not forced or len(forced) <= most
+    if not forced:
+        return True
+    return len(forced) <= min(DrafterTraits.of(drafter).max_forced_tokens, item.draft_length - 1)
 
 
 def with_forced_prefix(

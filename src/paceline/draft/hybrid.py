@@ -16,7 +16,7 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, can_extend_forced, forced_tokens
+from paceline.draft.base import Drafter, DrafterTraits, can_extend_forced, forced_tokens
 from paceline.draft.origin import prepare
 from paceline.draft.spec import DraftSpec, LoadContext, NoDraft, PreparedDraft
 from paceline.errors import ConfigError
@@ -94,7 +94,7 @@ class _Joined:
     ) -> None:
         self.members, self.names = tuple(members), tuple(names)
         self.features = tuple(sorted({layer for m in members for layer in m.features}))
-        self.reads_logits = any(getattr(m, "reads_logits", True) for m in members)
+        self.reads_logits = any(DrafterTraits.of(member).reads_logits for member in members)
         self._empty = TokenTree.empty(device)
 
     def max_nodes(self, length: int) -> int:
@@ -125,7 +125,7 @@ class HybridDrafter(_Joined):
 
     def __init__(self, members: Sequence[Drafter], device: torch.device | str) -> None:
         super().__init__(members, [member.name for member in members], device)
-        self.max_forced_tokens = max(getattr(member, "max_forced_tokens", 0) for member in members)
+        self.max_forced_tokens = max(DrafterTraits.of(m).max_forced_tokens for m in members)
         self._known: set[int] = set()
 
     def propose(self, plan: Plan) -> list[TokenTree]:

@@ -22,7 +22,7 @@ from paceline.core.params import TokenLogprob
 from paceline.core.sampling import needs_logits
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
-from paceline.draft.base import Drafter, check_trees, runs_torch
+from paceline.draft.base import Drafter, DrafterTraits, check_trees, runs_torch
 from paceline.draft.collapse import CollapseWatch
 from paceline.draft.text_index import Predictions
 from paceline.engine.clock import PhaseClock
@@ -200,7 +200,7 @@ class Engine:
         drafts = zip(plan.slices, trees, strict=True)
         spans = [Span.of_request(item.seq, tree, item.scheduled) for item, tree in drafts]
         reads_logits = (
-            getattr(self.drafter, "reads_logits", True)
+            DrafterTraits.of(self.drafter).reads_logits
             or any(span.scored for span in spans)
             or needs_logits(span.seq for span in spans if span.wants_logits)
         )
