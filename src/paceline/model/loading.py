@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -217,7 +218,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [single]
     index = json_object(folder / "model.safetensors.index.json").get("weight_map")
     files = {folder / str(file) for file in index.values()} if isinstance(index, dict) else set()
-    return sorted(file for file in files if file.is_file())
+    return sorted(file for file in files if os.path.isfile(file))  # also if its name is too long
 
 
 def read_config(name: str, path: str) -> Any:

@@ -44,6 +44,9 @@ def test_an_invalid_index(copy: Copy) -> None:
     shard(folder)
     (folder.path / "model.safetensors.index.json").write_text("[]")
     assert "weights-damaged" in codes(examine(str(folder)))
+    long = {"weight_map": {"a": "9" * 5000}}
+    (folder.path / "model.safetensors.index.json").write_text(json.dumps(long))
+    assert "shards-absent" in codes(examine(str(folder)))
 
 
 def test_no_weights(copy: Copy) -> None:

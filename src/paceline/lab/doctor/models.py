@@ -4,6 +4,7 @@ Weights are mapped into memory, and only samples of them are read."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -88,7 +89,7 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
     folder = Path(path) if is_path(path) else _fetch(name)
     files = ModelFiles(name, folder, loading.check_folder(name, folder))
     for weight in _weights(files, tuple(weights)):
-        if not weight.is_file():
+        if not os.path.isfile(weight):
             files.absent.append(weight.name)
         elif weight.suffix != ".safetensors":
             files.pickled.append(weight.name)
