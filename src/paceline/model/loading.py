@@ -41,8 +41,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _VERIFIED_BYTES = 1 << 30  # checksums of more bytes take seconds; paceline doctor compares those
 _UNDECLARED_ATTENTION = {"biogpt", "stablelm"}  # they use the interface without declaring it
 _BOTH = {"hybrid", "hybrid_sliding"}  # layers with attention and a recurrence
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-_ATTENTION_LAYERS |= _BOTH
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"} | _BOTH
 _RECURRENT_LAYERS = {"conv", "linear_attention", "mamba"} | _BOTH
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from mmap import ACCESS_READ, mmap
@@ -120,13 +120,13 @@ def _digest(content: mmap, entry: Entry) -> str:
         return hashlib.sha256(part).hexdigest()
 
 
-def load_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Read a file's tensors to the CPU. Raises ModelLoadError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def load_tensors(file: Path, keys: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """Read a file's tensors, or those of ``keys``, to the CPU. Raises ModelLoadError."""
+    from safetensors import SafetensorError, safe_open
 
     try:
-        return load_file(file)
+        with safe_open(file, framework="pt") as opened:
+            return {key: opened.get_tensor(key) for key in keys or opened.keys()}
     except (OSError, SafetensorError) as error:
         raise _damaged(file, str(error)) from None
 

@@ -52,7 +52,7 @@ from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import AttentionStep
 from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
-from paceline.model.tensorfile import Entry, read_table
+from paceline.model.tensorfile import Entry, check_finite, load_tensors, read_table
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(mtp\.|mtp_)?layers\.(\d+)\.(.+)")
 _OUTSIDE_LAYER = re.compile(r"(?:model\.)?mtp\.(.+)")  # Qwen3-Next's weights around its layer
@@ -206,8 +206,6 @@ class MtpStep(EagleStep):
 def load_mtp(name: str, target: CausalModel) -> MtpHead:
     """Load the first MTP layer in the files of ``name``, on the target's device and in its dtype.
     Raises ModelLoadError, and UnsupportedModelError for a recurrent layer."""
-    from safetensors import safe_open
-
     weights = _found(name, target.num_layers)
     if packed := next((w for w in weights if w.entry.dtype not in _FLOATS), None):
         raise ModelLoadError(
@@ -216,8 +214,9 @@ def load_mtp(name: str, target: CausalModel) -> MtpHead:
         )
     tensors: dict[str, torch.Tensor] = {}
     for file in {weight.file for weight in weights}:
-        with safe_open(file, framework="pt") as opened:
-            tensors |= {w.name: opened.get_tensor(w.key) for w in weights if w.file == file}
+        names = {weight.key: weight.name for weight in weights if weight.file == file}
+        tensors |= {names[key]: tensor for key, tensor in load_tensors(file, names).items()}
+    check_finite(tensors, f"the MTP layer of {name} cannot be used")
     around = {part: tensors.pop(f"{part}.weight", None) for part in ("enorm", "hnorm", "eh_proj")}
     model = _one_layer(name, target, tensors)
     hidden_first = any(weight.key.endswith(_HIDDEN_FIRST) for weight in weights)
