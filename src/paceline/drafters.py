@@ -116,7 +116,9 @@ def parse_draft(text: str | None) -> DraftSpec:
         advice = did_you_mean(kind.lower(), DRAFTERS, f"use one of {', '.join(DRAFTERS)}")
         if kind.partition("+")[0] in DRAFTERS:
             advice = f"several at once are hybrid:{text}"
-        raise ConfigError(f"there is no drafter {kind!r} and no model folder {text!r}; {advice}")
+        raise ConfigError(
+            f"there is no drafter {kind!r:.80} and no model folder {text!r:.80}; {advice}"
+        )
     return DraftModel(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from paceline import LLM, PacelineError
 from paceline.draft.foreign import foreign_of
+from paceline.drafters import parse_draft
 from paceline.files import cache_folder, user_path
 from paceline.model.lora import adapter_size
 from paceline.model.tokenizer import load_tokenizer
@@ -18,6 +20,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "model": lambda path: LLM(path, "none"),
     "tokenizer": load_tokenizer,
     "draft": lambda path: LLM("paceline/tiny", path),
+    "drafter": lambda path: parse_draft(re.sub("[./~]", "", path)),
     "head": lambda path: LLM("paceline/tiny", f"eagle3:{path}"),
     "datastore": lambda path: LLM("paceline/tiny", f"datastore:{path}"),
     "adapter": lambda path: LLM("paceline/tiny", "none", lora={"a": path}),

@@ -45,7 +45,7 @@ PATHS = (
 
 @pytest.fixture(scope="module")
 def fuzzed(target: LLM) -> Iterator[Running]:
-    llm = target.with_draft("paceline/tiny-draft", draft_length=2, max_batch_size=8)
+    llm = target.with_draft("auto", max_batch_size=8)
     yield from serve(service_of(llm, deadline=20.0))
 
 

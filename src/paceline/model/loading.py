@@ -41,7 +41,8 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _VERIFIED_BYTES = 1 << 30  # checksums of more bytes take seconds; paceline doctor compares those
 _UNDECLARED_ATTENTION = {"biogpt", "stablelm"}  # they use the interface without declaring it
 _BOTH = {"hybrid", "hybrid_sliding"}  # layers with attention and a recurrence
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"} | _BOTH
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_ATTENTION_LAYERS |= _BOTH
 _RECURRENT_LAYERS = {"conv", "linear_attention", "mamba"} | _BOTH
 
 
@@ -55,10 +56,9 @@ def load_module(
     **placement: Any,
 ) -> Any:
     """Load a transformers module in eval mode that calls our attention function. ``attention``:
-    another attention function of transformers, for use outside the engine.
-    ``keep_quantised``: on a CPU, GGUF weights stay in 8 or 4 bits where possible. ``config``: in
-    place of the model's own, with fewer layers. ``placement``: options of ``from_pretrained`` that
-    say where the weights go."""
+    another attention function of transformers, for use outside the engine. ``keep_quantised``: on
+    a CPU, GGUF weights stay in 8 or 4 bits where possible. ``config``: in place of the model's own,
+    with fewer layers. ``placement``: where the weights go, as options of ``from_pretrained``."""
     target = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, target)
     attention = attention or ATTENTION

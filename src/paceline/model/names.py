@@ -221,7 +221,7 @@ def model_path(name: str) -> str:
 def is_path(path: str) -> bool:
     """Whether a name is a path, which need not exist; hub names have the form ``owner/name``."""
     written_as_path = path.startswith((".", "/", "~")) or path.endswith(SUFFIX) or "\\" in path
-    return written_as_path or path.count("/") > 1 or Path(path).exists()
+    return written_as_path or path.count("/") > 1 or os.path.exists(path)
 
 
 def check_hub_name(name: str) -> None:

@@ -176,7 +176,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
     file = folder / "model.safetensors"
     whole, tensors = file.read_bytes(), load_file(file)
     file.write_bytes(whole.replace(b'"format":"pt"', b'"format":  1 '))
-    with pytest.raises(ModelLoadError, match="is damaged: .*invalid type") as caught:
+    with pytest.raises(ModelLoadError, match=r"is damaged: .*invalid type") as caught:
         load_mtp(str(folder), target)
     assert "\n" not in str(caught.value)
     next(tensor for key, tensor in tensors.items() if "mlp" in key)[3, 2] = torch.nan
