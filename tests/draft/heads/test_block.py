@@ -14,7 +14,7 @@ from torch import nn
 from paceline import ConfigError, ModelLoadError, SamplingParams
 from paceline.build import EngineOptions, build_engine
 from paceline.core.sequence import SequenceState
-from paceline.draft.heads.block import MIN_LEVEL_PROB, BlockDrafter
+from paceline.draft.heads.block import BlockDrafter
 from paceline.draft.heads.block_head import (
     BlockConfig,
     BlockHead,
@@ -116,7 +116,7 @@ def drafts_of(
     def build(context: DraftContext) -> BlockDrafter:
         cache = context.new_cache(head.config.cache_shapes, torch.float32)
         most = replace(policy, levels=head.config.drafts)
-        levels = GrowthSettings("block", cache, most, context.generator, MIN_LEVEL_PROB)
+        levels = GrowthSettings("block", cache, most, context.generator, 0.3)
         return Recorder(target.backend.block(head, target), levels)
 
     given = {"draft_length": 8, "max_batch_size": batch, **options}
@@ -161,6 +161,17 @@ def test_chains_end_where_the_head_is_unsure() -> None:
         nn.init.constant_(head.confidence_head.proj.bias, bias)
         _, seen = drafts_of(head, Policy(), 3)
         assert {len(drafted) for _, drafted in seen[:9]} == {length}
+
+
+def test_verdicts_correct_a_head_that_is_too_sure() -> None:
+    """It gives each token a chance of 0.88, and hardly any is accepted."""
+    head = random_block(**DSPARK)
+    assert head.confidence_head is not None
+    nn.init.zeros_(head.confidence_head.proj.weight)
+    nn.init.constant_(head.confidence_head.proj.bias, 2.0)
+    _, seen = drafts_of(head, Policy(), 1)
+    later = [drafted for tokens, drafted in seen if tokens[: len(PROMPTS[2])] == PROMPTS[2]]
+    assert (len(seen[0][1]), len(later[0])) == (5, 1)
 
 
 def same(head: BlockHead, other: BlockHead) -> bool:

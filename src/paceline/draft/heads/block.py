@@ -6,9 +6,10 @@ block's logits without further passes.
 
 In DSpark each token's logits get a bias that depends on the token drafted before it
 (``BlockHead.bias``). Its confidence head predicts, before a token is sampled, how likely the token
-is accepted if all before it are. A chain ends where the product of these chances falls below
-``min_level_prob``; the controller learns the length of each chain. As the end does not depend on
-the tokens sampled there, the draft is lossless.
+is accepted if all before it are. Verdicts correct the product of these chances (calibration.py),
+for greedy and for sampled requests. A chain ends where it falls below ``min_level_prob``, by
+default the cost of verifying one more token; the controller learns the length of each chain. As the
+end does not depend on the tokens sampled there, the draft is lossless.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
+from itertools import islice
+from math import log
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from paceline.core.batch import Span
+from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import is_chain
 from paceline.draft.base import Drafter
@@ -40,14 +45,15 @@ class BlockSpec(HeadSpec):
 
     page = "block.md"
 
-    def prepare(self, loading: LoadContext, stop: float = 0.0) -> PreparedDraft:
+    def prepare(self, loading: LoadContext, stop: float | None = 0.0) -> PreparedDraft:
         target = loading.target
         head = load_block(self.path, target, self.kind, self.feature_layers)
         head = head.to(target.device, target.dtype).eval().requires_grad_(False)
         step, config = target.backend.block(head, target), head.config
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:
-            settings = self.growth_settings(context, cache, stop)
+            least = context.min_acceptance() if stop is None else stop
+            settings = self.growth_settings(context, cache, least)
             policy = replace(settings.policy, levels=config.drafts)
             return BlockDrafter(step, settings._replace(policy=policy))
 
@@ -74,22 +80,20 @@ class DFlash(BlockSpec):
     examples: ClassVar[tuple[str, ...]] = ("dflash:{dflash}", "dflash:{dflash},nodes=12")
 
 
-MIN_LEVEL_PROB = 0.3
-
-
 @dataclass(frozen=True)
 class DSpark(BlockSpec):
-    """A DSpark head (arXiv 2607.05147). ``stop``: a chain ends where the confidence head gives its
-    path a lower chance of acceptance than this; 0: chains have the full length."""
+    """A DSpark head (arXiv 2607.05147). ``stop``: a chain ends where its path has a lower chance of
+    acceptance than this, by the confidence head and what was accepted so far; None: the chance from
+    which verifying one more token pays; 0: chains have the full length."""
 
     kind = "dspark"
     weights = "dspark"
     examples: ClassVar[tuple[str, ...]] = ("dspark:{dspark}", "dspark:{dspark},nodes=12")
 
     _: KW_ONLY
-    stop: float = option(MIN_LEVEL_PROB, least=0)
+    stop: float | None = option(None, least=0)
 
-    def prepare(self, loading: LoadContext, stop: float = 0.0) -> PreparedDraft:
+    def prepare(self, loading: LoadContext, stop: float | None = None) -> PreparedDraft:
         return super().prepare(loading, self.stop)
 
 
@@ -170,10 +174,17 @@ class BlockDrafter(OnePassDrafter, FeatureDrafter):
         for tree, grown in zip(trees, all_grown, strict=True):
             block, tokens = self._pass_outputs[tree.item.seq.seq_id], grown.tree.tokens
             before = torch.cat((block.last, tokens[:-1]))
-            chances = self.head.confidence(block.outputs[: len(tokens)], before).float().sigmoid()
-            on_device.append((chances.cumprod(0) >= self.min_level_prob).sum())
-        lengths = torch.stack(on_device).tolist()  # a second wait for the device
-        return [_cut(g, max(1, length)) for g, length in zip(all_grown, lengths, strict=True)]
+            confidence = self.head.confidence(block.outputs[: len(tokens)], before)
+            on_device.append(F.logsigmoid(confidence.float()).cumsum(0))
+        scores = iter(torch.cat(on_device).tolist())  # a second wait for the device
+        return [
+            _cut(grown, tuple(islice(scores, len(grown.tree))), self._min_score(tree.item.seq))
+            for tree, grown in zip(trees, all_grown, strict=True)
+        ]
+
+    def _min_score(self, seq: SequenceView) -> float:
+        """The logarithm of the confidence from which a sequence's path has the least chance."""
+        return log(self.min_level_prob) / self._calibrations.of(seq.params).power
 
 
 @lru_cache(maxsize=16)
@@ -186,11 +197,11 @@ def _block_mask(
     return tuple(range(-1, size - 1)), mask
 
 
-def _cut(grown: GrownTree, length: int) -> GrownTree:
-    """The first ``length`` tokens of a chain."""
-    tree = grown.tree
+def _cut(grown: GrownTree, scores: tuple[float, ...], least: float) -> GrownTree:
+    """The first tokens of a chain whose paths have scores of ``least`` or more; at least one."""
+    tree, length = grown.tree, max(1, sum(score >= least for score in scores))
     tokens, parents = tree.tokens[:length], tree.parents[:length]
     q = None if tree.q is None else tree.q[:length]
     host_copy = None if tree.host_copy is None else tree.host_copy[:length]
     cut = replace(tree, tokens=tokens, parents=parents, q=q, host_copy=host_copy)
-    return GrownTree(cut, grown.slots[:length])
+    return GrownTree(cut, grown.slots[:length], scores[:length])
