@@ -99,13 +99,13 @@ def recommend(
 def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOptions) -> int:
     """Check a model and its draft; report problems and remedies.
 
-    Loads only a few of the model's layers, and compares their logits with transformers'.
+    Compares the logits of a few layers with transformers', and measures which layers a head reads.
 
     Exit status 1 if there is an error among the findings.
     """
     draft = engine.resolved_draft
     with stage(f"examining {engine.model}"):
-        from paceline.lab.doctor import Severity, check_logits, examine
+        from paceline.lab.doctor import Severity, check_layers, check_logits, examine
         from paceline.lab.doctor.findings import by_severity, record, report_of
 
         settings = explicit(vars(engine), "LLM")
@@ -116,6 +116,12 @@ def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOption
             findings.append(
                 check_logits(engine.model, device=engine.device, backend=engine.backend)
             )
+        whole = engine.offload is None and engine.tensor_parallel == 1
+        if draft is not None and whole and all(f.severity is not Severity.ERROR for f in findings):
+            loads = {
+                key: getattr(engine, key) for key in ("device", "dtype", "backend", "quantize")
+            }
+            findings += check_layers(engine.model, draft, **loads)
     examination = engine.model, draft, by_severity(findings)
     result = record(*examination)
     output.emit(result, report_of(*examination))

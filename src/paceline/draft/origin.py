@@ -4,7 +4,7 @@ weights, a measurement with other feature layers, and causes that texts and conf
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -88,35 +88,61 @@ class Origin:
         adapter, with recurrent layers, for a target in several processes, or once the drafter has
         turned out to be healthy.
         """
-        target, tokens = self.loading.target, list(seq.tokens[-_TEXT:])
-        usual = tuple(self._rebuilt().features)
-        unsupported = target.ranks is not None or seq.params.lora is not None or target.state_bytes
-        if not usual or len(tokens) <= _CONTEXT or unsupported:
+        if seq.params.lora is not None or len(seq.tokens) <= _CONTEXT:
             return [], ""
-        others = (-1, 1) if len(usual) > 1 else ()
-        possible = (s for s in others if self._errors(s, _ENOUGH_POSITIONS) > -_NOT_BETTER)
-        shifts = (0, *possible)
-        if len(shifts) == 1 and self._is_healthy():
+        choices = self.layer_choices
+        shifts = [s for s in choices if not s or self.errors(s, _ENOUGH_POSITIONS) > -_NOT_BETTER]
+        if not shifts or (len(shifts) == 1 and self._is_healthy()):
             return [], ""
+        measured = {shift: choices[shift] for shift in shifts}
+        outcomes = self.measure(seq.tokens, seq.generated, measured)
+        better = self.better_layers()
+        if better is None:
+            return outcomes, ""
+        spec, gain = better
+        return outcomes, (
+            f"it reads the inputs of layers {list(choices[0])}, but sampled drafts would be right "
+            f"{gain:.1%} more often from {list(spec.feature_layers)}: its layer numbers are one "
+            f"off; use --draft {spec}"
+        )
+
+    @cached_property
+    def layer_choices(self) -> dict[int, tuple[int, ...]]:
+        """The feature layers by shift: the drafter's own (0) and, if there are several, those one
+        before (-1) and one after (1), where they exist. Empty if nothing can be measured."""
+        target, usual = self.loading.target, tuple(self._rebuilt().features)
+        if not usual or target.ranks is not None or target.state_bytes:
+            return {}
+        shifts = (0, -1, 1) if len(usual) > 1 else (0,)
         choices = {shift: tuple(layer + shift for layer in usual) for shift in shifts}
-        layers = {s: n for s, n in choices.items() if min(n) >= 0 and max(n) <= target.num_layers}
+        return {s: n for s, n in choices.items() if min(n) >= 0 and max(n) <= target.num_layers}
+
+    def measure(
+        self, tokens: Sequence[int], generated: int, layers: Mapping[int, tuple[int, ...]]
+    ) -> list[bool]:
+        """Add to ``gains`` what the last positions of a text show with the features of ``layers``,
+        by shift, 0 among them. Returns whether the first drafted token is right at each position of
+        the ``generated`` tokens: the card speaks of the target's own text, not of prompts."""
+        tokens = list(tokens[-_TEXT:])
         out = self._forward(tokens, sorted({layer for ids in layers.values() for layer in ids}))
         drafts = {shift: self._first_tokens(ids, tokens, out) for shift, ids in layers.items()}
-        # The card speaks of the target's own text, so the prompt does not count.
-        outcomes = [right for right, _ in drafts[0]][-seq.generated :]
+        outcomes = [right for right, _ in drafts[0]][-generated:]
         self.gains.setdefault(0, []).extend(outcomes)
         for shift in layers.keys() - {0}:
-            gains = self.gains.setdefault(shift, [])
             pairs = zip(drafts[shift], drafts[0], strict=True)
-            gains += [shifted - unshifted for (_, shifted), (_, unshifted) in pairs]
-            if self._errors(shift, _MIN_POSITIONS) > _BETTER:
-                better = replace(self.spec, feature_layers=layers[shift])  # type: ignore[call-arg]
-                return outcomes, (
-                    f"it reads the inputs of layers {list(usual)}, but sampled drafts would be "
-                    f"right {fmean(gains):.1%} more often from {list(layers[shift])}: its layer "
-                    f"numbers are one off; use --draft {better}"
-                )
-        return outcomes, ""
+            gains = [shifted - unshifted for (_, shifted), (_, unshifted) in pairs]
+            self.gains.setdefault(shift, []).extend(gains)
+        return outcomes
+
+    def better_layers(self) -> tuple[Any, float] | None:
+        """The spec with the layers one before or one after, if it drafts better with these beyond
+        doubt, and by how much the probability of the right token rises."""
+        choices = self.layer_choices
+        for shift in self.gains.keys() & choices.keys() - {0}:
+            if self.errors(shift, _MIN_POSITIONS) > _BETTER:
+                spec: Any = self.spec
+                return replace(spec, feature_layers=choices[shift]), fmean(self.gains[shift])
+        return None
 
     def _is_healthy(self) -> bool:
         """Whether so many first tokens were right in the examined texts that it is not chance."""
@@ -125,7 +151,7 @@ class Origin:
         error = (share * (1 - share) / len(right)) ** 0.5
         return bool(share - _MARGIN * error > _HEALTHY * (self.stated or 1.0))
 
-    def _errors(self, shift: int, positions: int) -> float:
+    def errors(self, shift: int, positions: int = _MIN_POSITIONS) -> float:
         """The mean gain of shifted layers in standard errors; 0 with up to so many positions."""
         gains = self.gains.get(shift, ())
         if len(gains) <= positions:

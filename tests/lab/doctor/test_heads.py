@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from paceline.draft.heads.eagle_head import load_eagle, save_eagle
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
-from paceline.lab.doctor import Severity, examine
+from paceline.lab.doctor import Severity, check_layers, examine
 from support.doctor_folders import Copy, codes, only
 
 TARGET = "paceline/tiny"
@@ -32,6 +33,32 @@ def test_layers_one_off(copy: Copy, ids: list[int]) -> None:
 def test_layers_under_eagle_config(copy: Copy) -> None:
     folder = copy("tiny-eagle3").config(**{AUX: None, "eagle_config": {AUX: [1, 5, 8]}})
     assert "head-layers-shifted" in codes(examine(TARGET, f"eagle3:{folder}"))
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "found", "cure"),
+    [
+        ({}, "", "head-layers-right", ""),
+        ({AUX: [3, 7, 12]}, "", "head-layers-wrong", "feature_layers=2x6x11"),
+        ({AUX: [3, 7, 12]}, ",feature_layers=2x6x11", "head-layers-right", ""),
+        ({AUX: None, "eagle_config": {AUX: [1, 5, 10]}}, "", "head-layers-wrong", "=2x6x11"),
+    ],
+)
+def test_layers_are_told_by_measuring(
+    copy: Copy, config: dict[str, Any], options: str, found: str, cure: str
+) -> None:
+    folder = copy("tiny-eagle3").config(**config)
+    (finding,) = check_layers(TARGET, f"hybrid:ngram+eagle3:{folder}{options}")
+    assert (finding.code, finding.about) == (found, "draft") and "[2, 6, 11]" in finding.text
+    assert cure in finding.cure
+
+
+def test_layers_that_cannot_be_told_apart() -> None:
+    """The toy's block drafter has learnt little; heads of the last layer have no choice."""
+    (finding,) = check_layers(TARGET, "dflash:paceline/tiny-dflash")
+    assert finding.code == "head-layers-alike"
+    assert not check_layers(TARGET, "eagle:paceline/tiny-eagle")
+    assert not check_layers(TARGET, "ngram")
 
 
 def test_feature_layers_that_are_not_given(copy: Copy) -> None:
