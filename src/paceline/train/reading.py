@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 
 from paceline.core.batch import Span
@@ -20,7 +19,7 @@ from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.files import write_cached
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
-from paceline.model.tensorfile import as_bytes, verify
+from paceline.model.tensorfile import as_bytes, load_tensors, verify
 from paceline.train.data import Windows
 
 _BLOCK = 16  # tokens per cache block
@@ -128,9 +127,8 @@ class FeatureCache:
 
     def _read(self, file: Path) -> torch.Tensor | None:
         with suppress(ModelLoadError):  # a damaged file is computed again
-            if file.is_file():
-                verify(file)
-                return _decoded(**load_file(file))
+            if file.is_file() and verify(file):
+                return _decoded(**load_tensors(file))
         return None
 
     def _write(self, file: Path, values: torch.Tensor) -> torch.Tensor:

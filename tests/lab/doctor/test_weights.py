@@ -57,6 +57,14 @@ def test_no_weights(copy: Copy) -> None:
     assert codes(examine(str(folder)), "target") == {"weights-pickled"}
 
 
+def test_a_header_that_only_our_table_reads(copy: Copy) -> None:
+    folder = copy("tiny-draft")
+    content = folder.weights.read_bytes()
+    assert content.count(b'"format":"pt"') == 1
+    folder.weights.write_bytes(content.replace(b'"format":"pt"', b'"format":  1 '))
+    assert "weights-damaged" in codes(examine(str(folder)))
+
+
 @pytest.mark.parametrize("size", [4, 100, -1000])
 def test_a_truncated_file(copy: Copy, size: int) -> None:
     folder = copy("tiny-draft")

@@ -124,6 +124,7 @@ def test_another_content_at_the_same_place_is_another_form(
     [
         lambda content: content[:-100],
         lambda content: content.replace(b'"bits"', b'"bats"', 1),
+        lambda content: content.replace(b'"groups_per_scale": ', b'"groups_per_scale": 9', 1),
         lambda content: content[: len(copies._MAGIC)],
     ],
 )
@@ -255,5 +256,5 @@ def test_numbers_and_layout_are_those_of_this_version() -> None:
         made = round_to_nearest(weight, bits, group, zero)  # type: ignore[arg-type]
         packed = PackedMatrix.pack([QuantisedLinear(made, None)], torch.bfloat16)
         digests.append(hashlib.sha256(packed.data.numpy().data).hexdigest()[:16])
-    assert copies._MAGIC.endswith(b" 6\n")
+    assert copies._MAGIC.endswith(b" 7\n")
     assert digests == ["6c95fe762b97b829", "0c566f75e74d4f24"]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedTokenizerFast
 
 from paceline.draft.heads.mtp import mtp_name, mtp_names
@@ -29,7 +28,7 @@ from paceline.model.paged.cache import bytes_per_token
 from paceline.model.paged.states import bytes_per_state
 from paceline.model.quantised.convert import split_experts
 from paceline.model.target import UNLIMITED_POSITIONS
-from paceline.model.tensorfile import verify
+from paceline.model.tensorfile import load_tensors, verify
 from paceline.model.text_part import key_mapping
 from paceline.model.tokenizer import TOKENIZER_FILES
 
@@ -97,9 +96,7 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
             try:
                 verify(weight)
                 files.mapped.append(str(weight.resolve()))
-                with safe_open(weight, framework="pt") as opened:
-                    names = opened.keys()
-                    files.tensors.update({key: opened.get_tensor(key) for key in names})
+                files.tensors.update(load_tensors(weight))
             except ModelLoadError as error:
                 files.damaged.append(str(error).partition("; ")[0])  # kinds.md has the cure
     if is_path(path) or files.tensors or files.absent or files.damaged or files.pickled:

@@ -1,10 +1,10 @@
 """A copy of a model in 8 or 4 bits for the kernels: rounded matrix by matrix, or read from a file.
 
-    quantised/KEY.forms    in the cache folder: a header, then the packed matrices
+    quantised/KEY.forms    in the cache folder: a header and its checksum, the packed matrices
 
 KEY is a hash of the model's matrices and of what they are rounded to. The files can be deleted at
 any time. ``PACELINE_QUANTISED_CACHE`` bounds their total size ("off": no files are written); the
-least recently used are deleted first. They have no checksums: a wrong copy costs speed, not text.
+least recently used are deleted first. Matrices have no checksum: wrong ones cost speed, not text.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from paceline.model.quantised.weights import LinearBase, QuantisedLinear
 SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
 _OURS = b"Written by Paceline: quantised forms "
-_MAGIC = _OURS + b"6\n"  # raise the version when the layout or the rounding changes
+_MAGIC = _OURS + b"7\n"  # raise the version when the layout or the rounding changes
 _MAX_BYTES = 8 << 30
 _DISK_SHARE = 10  # at most this fraction (a tenth) of the disk
 
@@ -158,7 +159,10 @@ def read(file: Path, matrices: Sequence[_Matrix]) -> list[PackedMatrix] | None:
         with file.open("rb") as stream:
             if stream.readline() != _MAGIC:
                 raise ValueError("it does not begin as such a file")
-            forms: list[dict[str, Any]] = json.loads(stream.readline())
+            checksum, _, header = stream.readline().partition(b" ")
+            if checksum != _checksum(header):  # the kernels rely on it
+                raise ValueError("its header does not match its checksum")
+            forms: list[dict[str, Any]] = json.loads(header)
             stored = [
                 m.empty(PackedFormat(**form)) for form, m in zip(forms, matrices, strict=True)
             ]
@@ -174,6 +178,10 @@ def read(file: Path, matrices: Sequence[_Matrix]) -> list[PackedMatrix] | None:
     with suppress(OSError):
         os.utime(file)  # marks the file as used, for _evict
     return stored
+
+
+def _checksum(header: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(header)
 
 
 def write(file: Path, matrices: Sequence[PackedMatrix]) -> None:
@@ -192,7 +200,8 @@ def write(file: Path, matrices: Sequence[PackedMatrix]) -> None:
             stage(f"keeping it in {file.parent}"),
             atomic_write(file, "the quantised copy", _is_ours, durable=False) as stream,
         ):
-            stream.write(_MAGIC + json.dumps(forms).encode() + b"\n")
+            header = json.dumps(forms).encode() + b"\n"
+            stream.write(_MAGIC + _checksum(header) + b" " + header)
             for packed in matrices:
                 stream.write(packed.data.numpy().data)
     except (OSError, PacelineError) as error:
