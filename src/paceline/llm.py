@@ -182,6 +182,7 @@ class LLM:
         self.sampling_defaults = sampling_defaults(vars(options), generation, model)
         self.adapters = Adapters(target, lora)
         self._assemble(target, load_tokenizer(model), draft, options)
+        self._grammars = GrammarCompiler(self.tokenizer, self._width, self.end_tokens)
 
     def with_draft(
         self,
@@ -211,6 +212,7 @@ class LLM:
         options = EngineOptions(dtype=self._dtype, **given, controller=controller, known=known)
         other = LLM.__new__(LLM)
         other.sampling_defaults, other.adapters = self.sampling_defaults, self.adapters
+        other._grammars = self._grammars  # making its table of tokens takes long
         other._assemble(self.target, self.tokenizer, draft, options)
         return other
 
@@ -239,8 +241,6 @@ class LLM:
         eos = tokenizer.eos_token_id
         self.end_tokens = target.eos_token_ids | ({eos} if isinstance(eos, int) else set())
         self._width = max(len(self.tokenizer), 1)
-        self._ids: Iterator[int] = SEQUENCE_IDS
-        self._grammars = GrammarCompiler(tokenizer, self._width, self.end_tokens)
         self._encoding = threading.Lock()  # the tokenizer is not thread-safe
 
     @property
@@ -367,7 +367,7 @@ class LLM:
         stops, hidden = endings(params, self.end_tokens)
         for index in range(params.n):
             sample = list(tokens), len(tokens), params_of_sample(params, index)
-            seq = SequenceState(next(self._ids), *sample, stops, adapter=adapter)
+            seq = SequenceState(next(SEQUENCE_IDS), *sample, stops, adapter=adapter)
             seq.constraint = None if grammar is None else self._grammars.matcher(grammar)
             rest = self.tokenizer, streams, hidden, origin
             requests.append(Request(seq, prompt, number, index, *rest))

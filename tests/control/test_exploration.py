@@ -46,7 +46,7 @@ def test_a_member_that_must_read_first_is_charged_for_it() -> None:
     fresh = control.draft_options(request, "model", 1)
     control.observe([Commit(0, (1,), scheduled=400)], 1.0)  # it follows no prompt: still unread
     assert control.draft_options(request, "model", 1)[3] == fresh[3]
-    control.learner._read[0]["model"] = 400
+    control.learner.tokens_read(request)["model"] = 400
     known = control.draft_options(request, "model", 1)
     assert fresh[3].seconds - known[3].seconds == pytest.approx(fresh[3].reading)
     assert fresh[3].reading > 0 == known[3].reading

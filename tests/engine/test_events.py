@@ -95,6 +95,7 @@ def loaded_once() -> Iterator[None]:
     logging.disable()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm, "load_draft", loading)
+        patch.setattr(llm, "SEQUENCE_IDS", _IDS)
         patch.setattr(build, "measure_costs", measuring)
         yield
     logging.disable(logging.NOTSET)
@@ -137,7 +138,6 @@ class Events(RuleBasedStateMachine):
         how = any_length if length == "any" else {"draft_length": length}
         drafts = tuple(draft.format(**folders(kind)).split("|"))
         self.llm = plain(kind).with_draft(drafts, max_batch_size=batch, **how)
-        self.llm._ids = _IDS
         engine = self.llm.engine
         engine.scheduler.config = SchedulerConfig(batch, 2 * chunk + 1, chunk, 160)
         pool = engine.cache.pool

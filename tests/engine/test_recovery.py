@@ -141,7 +141,6 @@ def test_what_fails_for_one_request_ends_that_one(
         return seq.seq_id in ids
 
     Fault(*STAGES[stage](llm), takes_part, RuntimeError("planted"))
-    llm._ids = iter(range(1, 100))  # type: ignore[assignment]  # 0 is falsy, see above
     requests = prepared(llm)
     victim.append(requests[1])
     llm.enqueue(requests)

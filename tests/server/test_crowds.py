@@ -43,7 +43,7 @@ def settled(server: Running) -> None:
     wait_until(lambda: server.service.client.idle)
     llm = server.service.client.engine.llm
     assert llm.engine.cache.pool.available == llm.engine.cache.pool.total
-    assert not llm.owner.requests and not server.service.client._tickets
+    assert not llm.owner.requests
     assert server.service.client.ready
 
 

@@ -156,7 +156,7 @@ def test_storm(busy: Running, target: LLM) -> None:
     assert pool.available == pool.total, "blocks were lost"
     assert busy.service.client.alive
     assert not busy.service.client.engine.llm.owner.requests
-    assert not busy.service.client._tickets and not busy.service.client.engine.loop._jobs
+    assert busy.service.client.idle and not busy.service.client.engine.loop._jobs
     # One request, one text: under load, alone, with speculation and without.
     assert len(tally.texts) > 10
     for key, texts in list(tally.texts.items())[:12]:

@@ -17,6 +17,7 @@ import pytest
 from paceline import LLM
 from paceline.core.params import Grammar, SamplingParams
 from paceline.errors import CacheMemoryError, GrammarError
+from paceline.request.grammar import GrammarCompiler
 from paceline.server import wire
 from paceline.server.local import EngineThread
 from paceline.server.loop import EngineLoop
@@ -216,7 +217,7 @@ def test_what_takes_long_to_prepare_holds_up_no_other_request(
 
     llm = target.with_draft(max_batch_size=2)
     monkeypatch.setattr("paceline.request.receipt._hash_of_files", slowly)
-    monkeypatch.setattr(llm._grammars, "_compiled", slowly)
+    monkeypatch.setattr(GrammarCompiler, "matcher", slowly)
     monkeypatch.setattr(llm.adapters, "load", slowly)
     posted: queue.Queue[wire.WireMessage] = queue.Queue()
     loop = EngineLoop(llm, posted.put)
