@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cache, wraps
+from math import prod
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
-from paceline.core.costs import CostCurve
+from paceline import build
+from paceline.core.costs import CostCurve, TargetCosts
 from paceline.files import cache_folder
 from support.tiny_models import TinyPair, write_tiny_model
 
 # Before anything imports the libraries that read them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Whatever the shell says: each of the many processes of the suite would compile all modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # What a developer has pulled, or names as a default, changes no test. The tests on the real model
 # ask support/real_model.py for it, which looks into the cache of before.
 os.environ.setdefault("PACELINE_TEST_CACHE", str(cache_folder()))
@@ -53,6 +62,55 @@ def few_prices() -> Iterator[None]:
         patch.setattr("paceline.model.measure.measure", ends)
         patch.setattr("paceline.build.measure", ends)
         patch.setattr("paceline.build._MEASURING_SECONDS", 0.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prices_measured_once() -> Iterator[None]:
+    """Engines of one target share what its forwards cost; each measured a tenth of a second."""
+    from paceline.model.paged.cache import PagedCache
+    from paceline.model.target import CausalModel
+
+    real = build.measure_costs
+    known = WeakKeyDictionary[CausalModel, dict[object, TargetCosts]]()
+
+    @wraps(real)
+    def once(target: CausalModel, cache: PagedCache, max_batch_size: int) -> TargetCosts:
+        found = known.setdefault(target, {})
+        key = target.backend.name, max_batch_size, cache.num_blocks
+        if key not in found:
+            found[key] = real(target, cache, max_batch_size)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.build.measure_costs", once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def caches_of_untouched_pages() -> Iterator[None]:
+    """A cache's zeros are pages that nobody has touched: an engine of the embedded model writes
+    100 MB otherwise, of which a test uses a few tokens."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        yield
+        return
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        @staticmethod
+        def zeros(*shape: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
+            count = prod(shape)
+            if torch.device(device).type != "cpu" or not 0 < count * dtype.itemsize < 1 << 32:
+                return torch.zeros(*shape, dtype=dtype, device=device)
+            pages = mmap.mmap(
+                -1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+            return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.model.paged.cache.torch", Torch())
         yield
 
 
@@ -149,6 +207,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip("kernels and quantised copies are for processors"))
     order = {room: number for number, room in enumerate(_FIRST)}
     items.sort(key=lambda item: order.get(_room(item), len(_FIRST)))
+
+
+_LONGEST = 20.0  # seconds of the processor, for a test that is not slow
+_LONG_FORMS = ("EVENTS", "FUZZ_SECONDS", "SCHEMA_EXAMPLES")  # which CONTRIBUTING.md names
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that computes for long has the marker, so that `make test` stays a matter of minutes.
+    Seconds of this thread: a busy machine does not count."""
+    began = time.thread_time()
+    result = yield
+    seconds = time.thread_time() - began
+    long = item.get_closest_marker("slow") or not os.environ.keys().isdisjoint(_LONG_FORMS)
+    if seconds > _LONGEST and not long:
+        pytest.fail(f"{seconds:.0f} s of the processor; shorten it, or mark it slow")
+    return result
 
 
 def pytest_collection_finish() -> None:
