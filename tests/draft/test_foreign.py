@@ -42,12 +42,21 @@ NGRAM = {"speculative_algorithm": "NGRAM"}
             None,
         ),
         ({"method": "suffix"}, "suffix:max_depth=24,factor=1.0,min_prob=0.1", 4, None),
+        ({"method": "mtp"}, "mtp", 4, None),
+        ({"method": "deepseek_mtp", "model": "x"}, "mtp:x", 4, None),
     ],
 )
 def test_vllm(found: dict[str, Any], spec: str, length: int, rule: str | None) -> None:
     taken = foreign_draft({"speculative_config": found | {"num_speculative_tokens": 4}})
     assert (taken.spec, taken.length, taken.rule) == (spec, length, rule)
     parse_draft(taken.spec)
+
+
+def test_lengths_that_vllm_does_not_demand() -> None:
+    assert foreign_draft({"method": "suffix"}).length == 24
+    assert foreign_draft({"method": "mtp"}).length == 1
+    with pytest.raises(ConfigError, match="lacks num_speculative_tokens"):
+        foreign_draft({"method": "ngram"})
 
 
 def test_a_model_of_one_pass_drafts_token_by_token_unless_told(tmp_path: Path) -> None:
@@ -94,7 +103,7 @@ def test_sglang(found: dict[str, Any], spec: str, length: int) -> None:
 @pytest.mark.parametrize(
     ("found", "named"),
     [
-        ({"method": "mtp", "model": "x", "num_speculative_tokens": 2}, "mtp"),
+        ({"method": "mlp_speculator", "model": "x", "num_speculative_tokens": 2}, "mlp_spec"),
         ({"method": "eagle3", "model": "x"}, "num_speculative_tokens"),
         ({"method": "eagle3", "num_speculative_tokens": 2}, "names no model"),
         (

@@ -46,9 +46,7 @@ def pull(
         output.show({"models": [record_of(m, _LISTED) for m in models]}, *map(_describe, models))
         return
     if name is None:
-        raise typer.BadParameter(
-            "no model is named; run `paceline pull smollm2`, or give --list to see all"
-        )
+        raise typer.BadParameter("name a model, as in `paceline pull smollm2`; --list shows all")
     from paceline.pull import pull as fetch
 
     result = fetch(name)

@@ -272,10 +272,7 @@ def select_model(given: str) -> str:
     except NotPulledError as error:
         entry = error.entry
         named = f"{entry.full_name} ({entry.what}, {entry.licence})"
-        question = (
-            f"{named} is not on this machine yet: {entry.sizes}, from the {entry.source}. Pull it "
-            "now?"
-        )
+        question = f"{named} is not here yet: {entry.sizes}, from the {entry.source}. Pull it now?"
         if typer.confirm(question, default=True, err=True):
             from paceline.pull import pull
 

@@ -1,8 +1,7 @@
 """Speculative decoding configurations of vLLM and SGLang, converted to draft specs.
 
-``--draft @vllm.json``, or the JSON itself. Either is the value of vLLM's ``--speculative-config``,
-or an object with SGLang's ``speculative_*`` arguments; it may be part of the engine's whole
-configuration, or of an ``export.json`` written by ``paceline export``.
+``--draft @vllm.json``, or the JSON itself: the value of vLLM's ``--speculative-config``, SGLang's
+``speculative_*`` arguments, a configuration that contains one of them, or our ``export.json``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ _WITH_MODEL = {  # method of vLLM -> draft spec
     **{"draft_model": "model:{}", "medusa": "medusa:{},tree=chain"},
     **{"dflash": "dflash:{}", "dspark": "dspark:{}"},
 }
-_GENERIC = f"paceline can read methods {', '.join(_WITH_MODEL)}, ngram and suffix"
+_GENERIC = f"paceline can read methods {', '.join(_WITH_MODEL)}, mtp, ngram and suffix"
+_USUAL_LENGTH = {"suffix": 24, "mtp": 1}  # where vLLM does not demand num_speculative_tokens
 _ALGORITHMS = {  # algorithm of SGLang -> kind
     **{"EAGLE3": "eagle3", "EAGLE": "eagle", "STANDALONE": "model"},
     **{"DFLASH": "dflash", "DSPARK": "dspark"},
@@ -112,7 +112,8 @@ def _head_config(model: str) -> Mapping[str, Any]:
 
 
 def _vllm(values: Mapping[str, Any], where: str) -> ForeignDraft:
-    length = _whole(values, "num_speculative_tokens", where)
+    usual = _USUAL_LENGTH.get(_vllm_method(values))
+    length = _whole(values, "num_speculative_tokens", where, usual)
     sampling = values.get("rejection_sample_method")
     if sampling not in (None, "standard", "block"):
         raise ConfigError(
@@ -127,7 +128,7 @@ def _vllm_method(values: Mapping[str, Any]) -> str:
     """The method, or what vLLM infers from the model if none is named."""
     method, model = values.get("method"), str(values.get("model", ""))
     if method:
-        return str(method)
+        return "mtp" if str(method).endswith("_mtp") else str(method)
     if model in ("ngram", "[ngram]", "suffix"):
         return model.strip("[]")
     kind = _head_config(model).get("speculators_model_type")
@@ -142,6 +143,8 @@ def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
         alone = method == "draft_model" and "pard_token" in _head_config(model)
         off = ",parallel=off" if alone and not values.get("parallel_drafting") else ""
         return _WITH_MODEL[method].format(model) + off
+    if method == "mtp":
+        return f"mtp:{values['model']}" if values.get("model") else method
     if method in ("ngram", "ngram_gpu"):
         ends = "prompt_lookup_min", "prompt_lookup_max"
         given = {key: _whole(values, key, where) for key in ends if values.get(key)}
