@@ -41,6 +41,7 @@ def test_help_shows_the_first_sentence_and_help_all_the_rest() -> None:
 def test_switches_show_no_type() -> None:
     assert "<bool>" not in paceline("generate", "--help").stdout
     assert "<bool>" not in paceline("--help").stdout
+    assert "<bool>" not in paceline("train", "--help").stdout
 
 
 def test_a_narrow_terminal_cuts_no_words() -> None:
