@@ -15,6 +15,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return training_runs.write_stories(tmp_path_factory.mktemp("corpus") / "toy.jsonl")
 
 
+@pytest.fixture(scope="session")
+def talking(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a target of three layers that has learnt the corpus."""
+    return training_runs.talking_target(corpus, tmp_path_factory.mktemp("target"), layers=3)
+
+
 @pytest.fixture(scope="module")
 def learnt(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

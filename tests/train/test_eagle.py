@@ -23,14 +23,9 @@ train = partial(training_runs.train, EagleTrainer, eval_every=30)
 
 
 @pytest.fixture(scope="module")
-def target(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return training_runs.talking_target(corpus, tmp_path_factory.mktemp("target"), layers=3)
-
-
-@pytest.fixture(scope="module")
-def config(corpus: str, target: str) -> EagleTrainConfig:
+def config(corpus: str, talking: str) -> EagleTrainConfig:
     return EagleTrainConfig(
-        model=target,
+        model=talking,
         data=(corpus,),
         valid=(corpus,),
         draft_vocab_size=150,
@@ -393,10 +388,10 @@ def chain_logits(trainer: EagleTrainer, seen: TargetOutputs, t: int) -> list[tor
 
 
 def test_held_out_acceptance_is_what_the_engine_measures(
-    finished: EagleTrainer, target: str
+    finished: EagleTrainer, talking: str
 ) -> None:
     spec, length = f"eagle3:{finished.out / 'head'},nodes=0", finished.config.draft_length
-    llm = LLM(target, spec, dtype="float32", device="cpu", draft_length=length)
+    llm = LLM(talking, spec, dtype="float32", device="cpu", draft_length=length)
     # Or the comparison would say little.
     assert training_runs.check_held_out(finished, llm).mean_accepted_length > 1.5
 

@@ -22,14 +22,9 @@ train = partial(training_runs.train, MedusaTrainer, eval_every=30)
 
 
 @pytest.fixture(scope="module")
-def target(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return training_runs.talking_target(corpus, tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def config(corpus: str, target: str) -> MedusaTrainConfig:
+def config(corpus: str, talking: str) -> MedusaTrainConfig:
     return MedusaTrainConfig(
-        model=target,
+        model=talking,
         data=(corpus,),
         valid=(corpus,),
         **training_runs.HEAD_RUN
@@ -103,17 +98,17 @@ def test_a_resumed_run_ends_with_the_same_weights(
 
 @pytest.mark.parametrize("length", [4, 2])
 def test_held_out_acceptance_is_what_the_engine_measures(
-    finished: MedusaTrainer, target: str, length: int
+    finished: MedusaTrainer, talking: str, length: int
 ) -> None:
     finished.config = replace(finished.config, draft_length=length)
     spec = f"medusa:{finished.out / 'head'},tree=chain"
-    llm = LLM(target, spec, dtype="float32", device="cpu", draft_length=length)
+    llm = LLM(talking, spec, dtype="float32", device="cpu", draft_length=length)
     # Or the comparison would say little.
     assert training_runs.check_held_out(finished, llm).mean_accepted_length > 1.25
 
 
 def test_the_accuracy_is_written_for_the_tree(finished: MedusaTrainer) -> None:
-    heads = load_medusa(str(finished.out / "head"), TargetShape(32, 320, 2))
+    heads = load_medusa(str(finished.out / "head"), TargetShape(32, 320, 3))
     accuracy = heads.config.accuracy
     assert len(accuracy) == 3 and all(len(ranks) == 10 for ranks in accuracy)
     assert accuracy[0][0] > 0.1
