@@ -262,23 +262,23 @@ def test_rows_of_all_levels_step_in_one_call(plain: LLM, folders: dict[str, str]
 
 
 @pytest.mark.parametrize(
-    ("kind", "modules"),
-    [("jamba", ("x_proj", "in_proj")), ("kimi_linear", ("f_a_proj", "f_b_proj", "g_b_proj"))],
+    ("kind", "params"),
+    diagonal(["jamba", "kimi_linear"], [GREEDY, replace(GREEDY, temperature=0.9, seed=5)]),
     indirect=["kind"],
 )
-@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, temperature=0.9, seed=5)])
 def test_adapters_of_layers_within_a_recurrence(
     plain: LLM,
     folders: dict[str, str],
     tmp_path: Path,
-    modules: tuple[str, ...],
+    kind: str,
     params: SamplingParams,
 ) -> None:
     """Several in one ragged batch, with every shape of drafts."""
+    modules = {"jamba": ("x_proj", "in_proj"), "kimi_linear": ("f_a_proj", "f_b_proj", "g_b_proj")}
     llms = [plain.with_draft(draft.format(**folders), draft_length=4) for draft in ("ngram", TREE)]
     texts = [[out.token_ids for out in plain.generate(PROMPTS, params)]]
     for name, seed in (("one", 0), ("two", 1)):
-        options = {"modules": modules, "seed": seed, "size": 0.6}
+        options = {"modules": modules[kind], "seed": seed, "size": 0.6}
         adapter = write_adapter(tmp_path / name, folders["target"], **options)
         for llm in llms:
             llm.adapters.load(name, adapter, replace=True)
