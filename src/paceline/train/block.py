@@ -53,20 +53,15 @@ class BlockTrainer(HeadTrainer):
         """A head that starts from the target's last layers and norm, as far as these have the same
         names and shapes, reads only the last of the features, and has no bias."""
         config: BlockConfig = self.head_shape
-        head = BlockHead(config)
-        size, last = config.hidden_size, self.num_layers - config.layers
-        target = {
-            name.removeprefix("model."): value for name, value in self.target.state_dict().items()
-        }
-        initial = {"norm.weight": target.get("norm.weight")}
-        initial["hidden_norm.weight"] = target.get(f"layers.{last}.input_layernorm.weight")
-        for number in range(config.layers):
-            prefix = f"layers.{last + number}."
-            parts = {name.removeprefix(prefix): v for name, v in target.items() if prefix in name}
-            initial |= {f"layers.{number}.{name}": value for name, value in parts.items()}
+        head, size = BlockHead(config), config.hidden_size
+        last, target = self.num_layers - config.layers, self.target.base_model.state_dict()
         with torch.no_grad():
             for name, weight in head.named_parameters():
-                value = initial.get(name)
+                part, _, rest = name.partition(".")
+                if part == "layers":
+                    number, _, rest = rest.partition(".")
+                    name = f"layers.{last + int(number)}.{rest}"
+                value = target.get(name.replace("hidden_norm", f"layers.{last}.input_layernorm"))
                 if value is not None and value.shape == weight.shape:
                     weight.copy_(value)
             head.fc.weight.normal_(std=0.02 * size**-0.5)
