@@ -37,6 +37,14 @@ def test_what_is_approximated_is_said(tmp_path: Path) -> None:
     }
 
 
+def test_files_that_the_command_needs_are_named() -> None:
+    """The command was printed without a word about the file that only --out writes."""
+    for to, file in (("tensorrt-llm", "tensorrt_llm.yaml"), ("openvino", "openvino_generate.py")):
+        out, said = run("--to", to, *PAIR)
+        assert file in out and f"nothing was written; give --out FOLDER to get {file}" in said
+    assert "nothing was written" not in run("--to", "vllm", *PAIR)[1]
+
+
 def test_json() -> None:
     out, _ = run("--to", "tensorrt-llm", *PAIR, "--json")
     record = json.loads(out)

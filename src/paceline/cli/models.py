@@ -191,8 +191,10 @@ def export(
         print(line)
     for approximation in exported.approximations:
         info(f"approximated: {approximation.line()}")
-    if exported.head is None and out is None and "eagle" in str(exported.config):
-        info("note: the head has not been converted; give --out FOLDER to convert it")
+    needed = [name for name in exported.files if name in exported.command_line]
+    needed += ["the converted head"] if "eagle" in str(exported.config) else []
+    if out is None and needed:
+        info(f"note: nothing was written; give --out FOLDER to get {' and '.join(needed)}")
     info(f"checked against {exported.version}")
 
 

@@ -40,10 +40,8 @@ def serve(
         # Only files of tuned settings have a version.
         kind = "config" if "version" in read_toml(path, "config file") else "file"
         if by_kind.setdefault(kind, path) != path:
-            raise ConfigError(
-                f"--config {path} and --config {by_kind[kind]} hold the same kind of settings; "
-                "leave out one of them"
-            )
+            both = f"--config {path} and --config {by_kind[kind]} hold the same kind of settings"
+            raise ConfigError(f"{both}; leave out one of them")
     file = by_kind.pop("file", None)
     settings = configure(given | by_kind, file, select_model)
     from paceline.server.security import Keys, exposure_warning, key_file_warning

@@ -142,7 +142,7 @@ def pull(name: str) -> Pulled:
     if pulled(entry) is None:
         from filelock import FileLock
 
-        with write_errors("the models", cache_folder()):
+        with write_errors("the models (PACELINE_CACHE names the folder)", cache_folder()):
             model_folder(entry).parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(cache_folder() / "models" / f".{entry.name}.lock").acquire()
         with lock:
