@@ -15,7 +15,7 @@ from paceline.lab.doctor.models import read_files
 from paceline.llm import LLM
 from paceline.model.loading import resolve_device
 
-_PROMPTS, _TOKENS = 24, 96
+_PROMPTS, _TOKENS = 12, 96
 _MAX_BYTES = 4 << 30  # of the weights of a target that writes these texts on a CPU
 _CERTAIN = 3.5  # standard errors by which the layers one before and one after are worse
 
