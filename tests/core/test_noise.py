@@ -18,7 +18,7 @@ GOLDEN_GUMBEL = [-0.4440583, -0.1101808, 2.7398062]
 
 
 def hashes(seeds, positions, vocab):
-    ids = noise_module._id_hashes(vocab, torch.device("cpu"))
+    ids = noise_module.id_hashes(vocab, torch.device("cpu"))
     return noise_module._random_bits(noise_keys(seeds, positions), ids)
 
 

@@ -42,7 +42,7 @@ VERIFY = "verifier._verdicts"
 # events that a grammar's paths, a lookup on the device and the clock ask for.
 SAID = {"grow.grow", "strings.propose", "block._grow_trees"}
 # And a table of hashes, sent to a device once in the process.
-ARRIVED = {"transfer.values", "clock._add_previous_step", "noise._id_hashes"}
+ARRIVED = {"transfer.values", "clock._add_previous_step", "noise.id_hashes"}
 ON_CPU_ONLY = {"quantized"}  # rounds a model's weights when it is loaded
 ON_A_DRAFT_DEVICE = ["model", "tree", "tree, dynamic"]
 

@@ -41,7 +41,7 @@ def noise_key(seed: int, position: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def _id_hashes(vocab: int, device: torch.device) -> torch.Tensor:
+def id_hashes(vocab: int, device: torch.device) -> torch.Tensor:
     """int64 [vocab]: the outputs of splitmix64 from state 0, one per vocabulary id."""
     with torch.inference_mode(False):
         x = torch.arange(vocab, dtype=torch.int64) * _signed(_GOLDEN) + _signed(_GOLDEN)
@@ -89,7 +89,7 @@ def exponential(keys: torch.Tensor, vocab: int) -> torch.Tensor:
     """float32 [rows, vocab] of Exp(1) noise E from keys [rows, 1], finite and above zero, with full
     relative precision in small values. argmax_x p(x) / E(x) is a sample of p. It is the token of
     the Gumbel-max trick, argmax_x log p(x) + gumbel(x), but needs two logarithms less."""
-    return _exponential(_random_bits(keys, _id_hashes(vocab, keys.device)))
+    return _exponential(_random_bits(keys, id_hashes(vocab, keys.device)))
 
 
 def gumbel(

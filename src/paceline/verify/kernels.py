@@ -13,7 +13,7 @@ import torch
 
 from paceline.core.batch import Span
 from paceline.core.draws import draws_unseeded
-from paceline.core.noise import splitmix64
+from paceline.core.noise import id_hashes, splitmix64
 from paceline.kernels.library import DTYPES, CVerification, check, pointer
 from paceline.kernels.lookup import functions
 
@@ -57,6 +57,7 @@ def decide_in_kernels(
         choices, accepted = array("i", bytes(4 * rows)), array("B", bytes(rows))
         q = None if tree.q is None or node is None else tree.q.contiguous()
         drawn = start if draws_unseeded(params) else None
+        hashes = id_hashes(logits.shape[1], logits.device) if drawn is None else None
         verdict = CVerification(
             dtype=DTYPES[logits.dtype],
             rows=rows,
@@ -73,6 +74,7 @@ def decide_in_kernels(
             parents=parents.buffer_info()[0],
             position=len(span.seq.tokens),
             seed=splitmix64(params.seed or 0),
+            hashes=pointer(hashes),
             uniforms=None if drawn is None else drawn + 8 * row,
             thresholds=None if drawn is None or node is None else drawn + 8 * node,
             q=pointer(q),
@@ -80,7 +82,7 @@ def decide_in_kernels(
             choices=choices.buffer_info()[0],
             accepted=accepted.buffer_info()[0],
         )
-        kept.append((tokens, parents, q))
+        kept.append((tokens, parents, q, hashes))
         verdicts.append(verdict)
         answers.append((choices, accepted, None if q is None else rows - 1))
     together = (CVerification * len(verdicts))(*verdicts)

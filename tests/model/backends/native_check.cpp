@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "noise.h"
 #include "paceline_native.h"
 
 namespace {
@@ -231,6 +232,12 @@ std::vector<Bytes> run(Model& m) {
   return expected;
 }
 
+std::vector<uint64_t> id_hashes(int64_t count) {
+  std::vector<uint64_t> hashes;
+  for (int64_t id = 0; id < count; id++) hashes.push_back(splitmix(static_cast<uint64_t>(id) * GOLDEN));
+  return hashes;
+}
+
 // The nodes grown from `trees`: for each tree their count, then tokens, parents and slots.
 std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vector<pl_tree>& trees, const Bytes& logits,
                                         const Bytes& outputs, int threads) {
@@ -244,9 +251,11 @@ std::vector<std::vector<int32_t>> grown(Model& m, Cache& cache, const std::vecto
     values.push_back(cache.parts[2 * layer + 1].data());
   }
   const float* ropes[] = {m.rope.data()};
+  std::vector<uint64_t> hashes = id_hashes(VOCAB);
   pl_growth g{};
   g.trees = static_cast<int64_t>(count), g.block_size = BLOCK, g.threads = at_most(threads), g.tree = trees.data();
   g.tables = cache.table.data(), g.logits = logits.data(), g.stride = g.columns = VOCAB;
+  g.hashes = hashes.data();
   g.outputs = m.size.eagle ? outputs.data() : nullptr;
   g.keys = keys.data(), g.values = values.data(), g.int8_cache = m.size.coded, g.rope = ropes, g.max_nodes = most;
   g.tokens = tokens.data(), g.parents = parents.data(), g.slots = slots.data(), g.counts = counts.data();
@@ -307,6 +316,7 @@ std::vector<int32_t> decisions(int64_t dtype, int64_t width) {
   Bytes logits = numbers(dtype, rows * width);
   std::vector<float> q(static_cast<size_t>(3 * narrow), 1.0f / static_cast<float>(narrow));
   std::vector<int32_t> tokens{0, 1, 2}, parents{-1, 0, 1}, decided;
+  std::vector<uint64_t> hashes = id_hashes(width);
   std::vector<double> uniforms{0.1, 0.6, 0.3, 0.999}, thresholds{0.2, 0.1, 0.9};
   for (int64_t kind = 0; kind < 4; kind++)
     for (float top_p : {1.0f, 0.7f}) {
@@ -317,6 +327,7 @@ std::vector<int32_t> decisions(int64_t dtype, int64_t width) {
       v.threads = at_most(3), v.logits = logits.data(), v.inverse_temperature = 2, v.top_p = top_p, v.min_p = top_p < 1 ? 0.01f : 0;
       v.tokens = tokens.data(), v.parents = parents.data(), v.position = 5, v.seed = 77;
       if (kind) v.uniforms = uniforms.data();
+      if (!kind) v.hashes = hashes.data();
       if (kind == 2) v.q = q.data(), v.q_width = narrow, v.thresholds = thresholds.data();
       v.choices = choices.data(), v.accepted = accepted.data();
       if (pl_verify(&v, 1, v.threads)) printf("no memory\n"), exit(1);

@@ -90,9 +90,10 @@ void sample_candidates(const Kernels& k, const pl_tree& tree, const pl_growth& g
   Distribution p;
   std::fill(columns, columns + count, 0);
   std::fill(values, values + count, NEVER);
-  if (!compute_distribution(k, row, {tree.inverse_temperature, tree.top_p, tree.min_p, tree.top_k}, &p, nullptr)) return;
+  SamplingParams params{tree.inverse_temperature, tree.top_p, tree.min_p, tree.top_k};
+  if (!compute_distribution(k, row, params, tree.sampling != 2, &p, nullptr)) return;
   uint64_t key = splitmix(tree.seed ^ static_cast<uint64_t>(position));
-  if (tree.sampling == 2) return gumbel_top(k, row, p, key, g.ids, count, columns, values);
+  if (tree.sampling == 2) return gumbel_top(k, row, p, key, g.hashes, g.ids, count, columns, values);
   if (tree.sampling == 1) {
     k.top_k(row.dtype, row.data, row.width, count, 0.0f, columns, values);
     for (long n = 0; n < count; n++) values[n] = static_cast<float>(std::log(probability(p, row, columns[n])));

@@ -222,11 +222,11 @@ struct Kernels {
   // may be NULL.
   float (*residual_weights)(int64_t dtype, const void* x, long width, const Distribution&, float scale, const float* q,
                             float* y);
-  // The columns, of at most LOGIT_CHUNK, whose Gumbel-max score may exceed `best`, with the noise of `key` for the token
-  // ids[n], or first_id + n without ids. Returns how many. `rest`, unless NULL, grows by the sum of weight / noise of all
+  // The columns, of at most LOGIT_CHUNK, whose Gumbel-max score may exceed `best`, with the noise of `key` for tokens
+  // with these hashes (noise.h). Returns how many. `rest`, unless NULL, grows by the sum of weight / noise of all
   // others, to a relative error of 1e-3.
   long (*gumbel_candidates)(int64_t dtype, const void* x, long width, const Distribution&, float best, uint64_t key,
-                            const int64_t* ids, int64_t first_id, int32_t* candidates, float* rest);
+                            const uint64_t* hashes, int32_t* candidates, float* rest);
   // How many logits of a row are at least `least`; y, unless NULL, gets them.
   long (*collect_at_least)(int64_t dtype, const void* x, long width, float least, float* y);
 

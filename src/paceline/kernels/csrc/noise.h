@@ -1,4 +1,4 @@
-// core/noise.py in C++: splitmix64, and the random bits of a key and a token id.
+// core/noise.py in C++: splitmix64, and the random bits of a key and a token.
 #pragma once
 #include <cstdint>
 
@@ -11,9 +11,9 @@ static inline uint64_t splitmix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// 63 random bits.
-static inline uint64_t random_bits(uint64_t key, int64_t id) {
-  uint64_t x = (splitmix(static_cast<uint64_t>(id) * GOLDEN) ^ key) * MIX_1;
-  x = (x ^ static_cast<uint64_t>(static_cast<int64_t>(x) >> 32)) * MIX_2;
+// 63 random bits. `hash` is that of the token's id, splitmix(id * GOLDEN).
+static inline uint64_t random_bits(uint64_t key, uint64_t hash) {
+  uint64_t x = (hash ^ key) * MIX_1;
+  x = (x ^ x >> 32 ^ (0 - (x >> 63)) << 32) * MIX_2;  // a shift that copies the sign; AVX2 has none of 64 bits
   return x & (~0ull >> 1);
 }

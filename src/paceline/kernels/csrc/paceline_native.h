@@ -146,6 +146,7 @@ typedef struct {
   const void* logits;     // of the committed tokens, in dtype: [trees, columns], with `stride` numbers from row to row
   int64_t stride, columns;  // columns: how many tokens of the vocabulary, from the first on, may be drafted
   const int64_t* ids;       // [columns]: the token of each column, ascending; NULL: the column's number
+  const uint64_t* hashes;   // of each token's id, see noise.h; NULL if no tree has the noise of a seed
   const void* outputs;      // an EAGLE head's, [trees, hidden] in dtype; else NULL
   void *const *keys, *const *values;  // these four: as in pl_batch
   int64_t int8_cache;
@@ -226,6 +227,7 @@ typedef struct {
   const int32_t *tokens, *parents;  // of the nodes
   int64_t position;
   uint64_t seed;  // hashed once
+  const uint64_t* hashes;  // [width]: of each token's id, see noise.h; NULL without a seed
   const double *uniforms, *thresholds;  // for each row and each node; NULL with a seed, thresholds also without q
   const float* q;
   int64_t q_width;

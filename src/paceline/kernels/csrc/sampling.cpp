@@ -16,8 +16,8 @@ namespace {
 constexpr float NEVER = -INFINITY;
 
 // Exponential noise of a token, as core/noise.py has it, but with its logarithm in doubles.
-double exponential_noise(uint64_t key, int64_t id) {
-  float v = static_cast<float>(static_cast<int64_t>(random_bits(key, id))) * 0x1p-63f;
+double exponential_noise(uint64_t key, uint64_t hash) {
+  float v = static_cast<float>(static_cast<int64_t>(random_bits(key, hash))) * 0x1p-63f;
   return -std::log1p(-static_cast<double>(std::min(std::max(v, 0x1p-63f), 1.0f - 0x1p-24f)));
 }
 
@@ -48,7 +48,7 @@ void compute_mass(const Kernels& k, const LogitRow& row, Distribution* p, float*
 // Raises the cutoff to what top_k and then top_p leave; tokens as likely as the last one that stays do, too. Only the
 // largest logits are sorted: those at most `span` (in units of the temperature) below the largest, and then of twice
 // that span until they are enough.
-void truncate(const Kernels& k, const LogitRow& row, const SamplingParams& params, Distribution* p, float* chunk_sums) {
+void truncate(const Kernels& k, const LogitRow& row, const SamplingParams& params, Distribution* p) {
   std::vector<float> head;
   double mass = p->mass;
   size_t top_k = params.top_k < row.width ? static_cast<size_t>(params.top_k) : 0;
@@ -74,7 +74,6 @@ void truncate(const Kernels& k, const LogitRow& row, const SamplingParams& param
     p->cutoff = params.top_p < 1.0f ? std::max(cutoff, head[n - 1]) : cutoff;
     break;
   }
-  compute_mass(k, row, p, chunk_sums);
 }
 
 // Inverts the cumulative sum of a residual, whose mass and chunk sums are known; -1 if it has no mass.
@@ -119,7 +118,8 @@ struct DraftRows {
     if (computed[r]) return;
     chunk_sums[r].resize(v.uniforms ? chunks(row(r)) : 0);
     float* sums = v.uniforms ? chunk_sums[r].data() : nullptr;
-    valid[r] = compute_distribution(k, row(r), {v.inverse_temperature, v.top_p, v.min_p, v.top_k}, &p[r], sums);
+    SamplingParams params{v.inverse_temperature, v.top_p, v.min_p, v.top_k};
+    valid[r] = compute_distribution(k, row(r), params, v.uniforms, &p[r], sums);
     computed[r] = 1;
   }
 
@@ -138,7 +138,8 @@ struct DraftRows {
       int32_t token = 0;
       int64_t position = v.position;
       for (long n = r - 1; n >= 0; n = v.parents[n]) position++;
-      gumbel_top(k, row(r), p[r], splitmix(v.seed ^ static_cast<uint64_t>(position)), nullptr, 1, &token, nullptr);
+      uint64_t key = splitmix(v.seed ^ static_cast<uint64_t>(position));
+      gumbel_top(k, row(r), p[r], key, v.hashes, nullptr, 1, &token, nullptr);
       return token;
     }
     long token = residual.q ? sample_residual(k, row(r), p[r], residual, v.uniforms[r], nullptr) : -1;
@@ -200,14 +201,16 @@ float LogitRow::operator[](long i) const {
   return y;
 }
 
-bool compute_distribution(const Kernels& k, const LogitRow& row, const SamplingParams& params, Distribution* p,
-                          float* chunk_sums) {
+bool compute_distribution(const Kernels& k, const LogitRow& row, const SamplingParams& params, bool needs_mass,
+                          Distribution* p, float* chunk_sums) {
   int32_t best = k.argmax(row.dtype, row.data, row.width);
   if (best < 0) return false;
   *p = {params.inverse_temperature, row[best], NEVER, 0};
   if (params.min_p > 0) p->cutoff = p->largest + std::log(params.min_p) / params.inverse_temperature;
-  compute_mass(k, row, p, chunk_sums);
-  if (params.top_p < 1.0f || params.top_k < row.width) truncate(k, row, params, p, chunk_sums);
+  bool truncates = params.top_p < 1.0f || params.top_k < row.width;
+  if (params.top_p < 1.0f) compute_mass(k, row, p, nullptr);
+  if (truncates) truncate(k, row, params, p);
+  if (needs_mass) compute_mass(k, row, p, chunk_sums);
   return true;
 }
 
@@ -233,20 +236,24 @@ long sample_residual(const Kernels& k, const LogitRow& row, const Distribution& 
   return invert(k, row, p, residual, uniform, mass, chunk_sums);
 }
 
-void gumbel_top(const Kernels& k, const LogitRow& row, const Distribution& p, uint64_t key, const int64_t* ids,
-                long count, int32_t* columns, float* log_shares) {
+void gumbel_top(const Kernels& k, const LogitRow& row, const Distribution& p, uint64_t key, const uint64_t* hashes,
+                const int64_t* ids, long count, int32_t* columns, float* log_shares) {
   std::vector<double> scores(static_cast<size_t>(count), NEVER);
   std::fill(columns, columns + count, 0);
   int32_t candidates[LOGIT_CHUNK];
+  uint64_t gathered[LOGIT_CHUNK];
   float rest = 0;
   double sum = 0;
   for (long first = 0; first < row.width; first += LOGIT_CHUNK) {
-    long found = k.gumbel_candidates(row.dtype, row.at(first), chunk_width(row, first), p, static_cast<float>(scores.back()),
-                                     key, ids ? ids + first : nullptr, first, candidates, log_shares ? &rest : nullptr);
+    long width = chunk_width(row, first);
+    const uint64_t* hash = ids ? gathered : hashes + first;
+    for (long j = 0; ids && j < width; j++) gathered[j] = hashes[ids[first + j]];
+    long found = k.gumbel_candidates(row.dtype, row.at(first), width, p, static_cast<float>(scores.back()), key, hash,
+                                     candidates, log_shares ? &rest : nullptr);
     for (long c = 0; c < found; c++) {
       long column = first + candidates[c];
       double log_weight = static_cast<double>(p.inverse_temperature) * (static_cast<double>(row[column]) - p.largest);
-      double score = log_weight - std::log(exponential_noise(key, ids ? ids[column] : column));
+      double score = log_weight - std::log(exponential_noise(key, hash[candidates[c]]));
       sum += std::exp(score);
       if (!(score > scores.back())) continue;
       long n = count - 1;

@@ -33,9 +33,10 @@ struct Residual {
 };
 
 // Computes the distribution of a row of logits, truncated by min_p, top_k and top_p. Returns false if there is none:
-// a logit is NaN, or the largest is not finite. `chunk_sums`, unless NULL, gets the weights' sum of each chunk.
-bool compute_distribution(const Kernels& k, const LogitRow& row, const SamplingParams& params, Distribution* p,
-                          float* chunk_sums);
+// a logit is NaN, or the largest is not finite. Its mass is computed only if `needs_mass`; Gumbel-max needs none.
+// `chunk_sums`, unless NULL, gets the weights' sum of each chunk.
+bool compute_distribution(const Kernels& k, const LogitRow& row, const SamplingParams& params, bool needs_mass,
+                          Distribution* p, float* chunk_sums);
 
 double probability(const Distribution& p, const LogitRow& row, long token);
 
@@ -49,10 +50,10 @@ long sample_residual(const Kernels& k, const LogitRow& row, const Distribution& 
                      double uniform, float* weights);
 
 // The `count` best columns by Gumbel-max with seeded noise, best first; a missing one is 0. `log_shares`, unless NULL,
-// gets the logarithm of each one's share of the sum of weight by noise, -infinity if missing. `ids`: the token of
-// each column, NULL if it is the column's number.
-void gumbel_top(const Kernels& k, const LogitRow& row, const Distribution& p, uint64_t key, const int64_t* ids,
-                long count, int32_t* columns, float* log_shares);
+// gets the logarithm of each one's share of the sum of weight by noise, -infinity if missing. `hashes`: of each
+// token's id (noise.h). `ids`: the token of each column, NULL if it is the column's number.
+void gumbel_top(const Kernels& k, const LogitRow& row, const Distribution& p, uint64_t key, const uint64_t* hashes,
+                const int64_t* ids, long count, int32_t* columns, float* log_shares);
 
 // See pl_verification.
 void verify_draft(const Kernels& k, const pl_verification& v);

@@ -18,7 +18,18 @@ inline F32x16 weights(int64_t dtype, const void* x, long i, long left, const Dis
   return load_partial(lanes, left);
 }
 
+// The largest of a chunk's logits; infinity if the chunk is not whole.
+inline float largest_of(int64_t dtype, const void* x, long width) {
+  if (width < LOGIT_CHUNK) return __builtin_inff();
+  return with_dtype(dtype, x, [](auto* row) {
+    F32x16 largest = load(row);
+    for (long i = 16; i < LOGIT_CHUNK; i += 16) largest = max(largest, load(row + i));
+    return reduce_max(largest);
+  });
+}
+
 float residual_weights(int64_t dtype, const void* x, long width, const Distribution& p, float scale, const float* q, float* y) {
+  if (!y && p.cutoff > -__builtin_inff() && largest_of(dtype, x, width) < p.cutoff) return 0;
   F32x16 total = zero();
   for (long i = 0; i < width; i += 16) {
     F32x16 w = weights(dtype, x, i, width - i, p) * set1(scale);
@@ -29,20 +40,30 @@ float residual_weights(int64_t dtype, const void* x, long width, const Distribut
   return reduce_sum(total);
 }
 
+// e^x with the bits of the other exponentials.
+inline float exp_of(float x) {
+  float lanes[16];
+  store(lanes, exp(set1(x)));
+  return lanes[0];
+}
+
 // The exponential noise E = -log(1 - u) of uniform bits u is at least u. So a token of weight w whose
 // u * e^best exceeds w cannot win, and only those that pass this test need the exact noise. The noise
-// of the others, for the sum of w / E, is a Pade approximant of -log(1 - u).
+// of the others, for the sum of w / E, is a Pade approximant of -log(1 - u). Most chunks need no weights: with its
+// smallest u, even the token of its largest logit would not pass.
 long gumbel_candidates(int64_t dtype, const void* x, long width, const Distribution& p, float best, uint64_t key,
-                       const int64_t* ids, int64_t first_id, int32_t* candidates, float* rest) {
+                       const uint64_t* hashes, int32_t* candidates, float* rest) {
   float uniform[LOGIT_CHUNK], quotients[LOGIT_CHUNK], margin[LOGIT_CHUNK];
-  for (long j = 0; j < width; j++) {
-    uint64_t bits = random_bits(key, ids ? ids[j] : first_id + j);
-    uniform[j] = static_cast<float>(static_cast<int32_t>(bits >> 32)) * 0x1p-31f;
+  float largest = largest_of(dtype, x, width), bar = exp_of(best);
+  if (largest < p.cutoff) return 0;
+  for (long j = 0; j < width; j++)
+    uniform[j] = static_cast<float>(static_cast<int32_t>(random_bits(key, hashes[j]) >> 32)) * 0x1p-31f;
+  if (!rest && width == LOGIT_CHUNK) {
+    F32x16 least = load(uniform);
+    for (long i = 16; i < LOGIT_CHUNK; i += 16) least = min(least, load(uniform + i));
+    if (exp_of((largest - p.largest) * p.inverse_temperature) * 1.002f < -reduce_max(zero() - least) * bar) return 0;
   }
   F32x16 largest_margin = zero(), total = zero();
-  float lanes[16];
-  store(lanes, exp(set1(best)));
-  float bar = lanes[0];
   for (long i = 0; i < width; i += 16) {
     F32x16 w = weights(dtype, x, i, width - i, p), u = load_partial(uniform + i, width - i);
     F32x16 m = w * set1(1.001f) - u * set1(bar);

@@ -21,7 +21,7 @@ import torch
 
 from paceline.core.batch import Batch
 from paceline.core.draws import GREEDY_SHARPNESS
-from paceline.core.noise import splitmix64
+from paceline.core.noise import id_hashes, splitmix64
 from paceline.core.tree import Draw, TokenTree
 from paceline.kernels.library import CBatch, CGrowth, CSpan, CTree, check, library, pointer
 from paceline.model.backends.base import GrownTree, TreeRequest
@@ -128,6 +128,10 @@ class ModelHandle:
         q = None
         if any(tree.draw_seed is not None for tree in wanted):
             q = _allocate_q(len(wanted), max_nodes, logits, ids)
+        hashes = None
+        if any(tree.params.seed is not None for tree in wanted):
+            count = logits.shape[1] if ids is None else int(ids[-1]) + 1
+            hashes = id_hashes(count, logits.device)
         counts = array("i", bytes(4 * len(wanted)))
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         outputs = None if outputs is None else outputs.contiguous()
@@ -148,6 +152,7 @@ class ModelHandle:
             stride=logits.stride(0),
             columns=logits.shape[1],
             ids=pointer(ids),
+            hashes=pointer(hashes),
             outputs=pointer(outputs),
             skipped=_address(skipped),
             rope=_address(ropes),
