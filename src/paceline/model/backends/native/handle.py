@@ -125,13 +125,9 @@ class ModelHandle:
         max_nodes = max(tree.nodes for tree in wanted)
         nodes = torch.empty(3, len(wanted), max_nodes, dtype=torch.int32)  # tokens, parents, slots
         scores = torch.empty(len(wanted), max_nodes)
-        q = None
-        if any(tree.draw_seed is not None for tree in wanted):
-            q = _allocate_q(len(wanted), max_nodes, logits, ids)
-        hashes = None
+        q, hashes = _allocate_q(wanted, max_nodes, logits, ids), None
         if any(tree.params.seed is not None for tree in wanted):
-            count = logits.shape[1] if ids is None else int(ids[-1]) + 1
-            hashes = id_hashes(count, logits.device)
+            hashes = id_hashes(_count_tokens(logits, ids), logits.device)
         counts = array("i", bytes(4 * len(wanted)))
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         outputs = None if outputs is None else outputs.contiguous()
@@ -284,14 +280,20 @@ def _address(struct: Any) -> int | None:
     return None if struct is None else ctypes.addressof(struct)
 
 
+def _count_tokens(logits: torch.Tensor, ids: torch.Tensor | None) -> int:
+    """The largest token id that a column of the logits stands for, plus one."""
+    return logits.shape[1] if ids is None else int(ids[-1]) + 1
+
+
 def _allocate_q(
-    trees: int, max_nodes: int, logits: torch.Tensor, ids: torch.Tensor | None
-) -> torch.Tensor:
+    wanted: Sequence[TreeRequest], max_nodes: int, logits: torch.Tensor, ids: torch.Tensor | None
+) -> torch.Tensor | None:
     """``[trees, max_nodes, tokens]`` for the distributions that drawn chains are drawn from. With
     ``ids`` the kernels write those tokens only: all others have probability 0."""
-    if ids is None:
-        return torch.empty(trees, max_nodes, logits.shape[1])
-    return torch.zeros(trees, max_nodes, int(ids[-1]) + 1)
+    if all(tree.draw_seed is None for tree in wanted):
+        return None
+    allocate = torch.empty if ids is None else torch.zeros
+    return allocate(len(wanted), max_nodes, _count_tokens(logits, ids))
 
 
 def _to_grown_trees(
