@@ -10,6 +10,7 @@ import pytest
 import gpu_check
 
 
+@pytest.mark.slow
 def test_the_script_runs_on_the_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,7 +109,10 @@ def test_equal_greedy_text_in_bfloat16(tmp_path: Path, tied: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("paceline/tiny", Sizes(1024, 13, 832)), ("paceline/tiny-draft", Sizes(768, 3, 576))],
+    [
+        pytest.param("paceline/tiny", Sizes(1024, 13, 832), marks=pytest.mark.slow),
+        ("paceline/tiny-draft", Sizes(768, 3, 576)),
+    ],
 )
 def test_the_inflated_embedded_pair_gives_the_same_text(
     tmp_path: Path, name: str, sizes: Sizes

@@ -133,7 +133,9 @@ def decode(target: str, spec: str) -> tuple[list[list[int]], list[tuple[int, int
     return [c.token_ids for c in done], counts, proposed
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3", "eagle"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("medusa", marks=pytest.mark.slow), "eagle3", "eagle"]
+)
 def test_the_engine_drafts_and_accepts_the_same(kind: str, tmp_path: Path) -> None:
     target, _ = write_pair(tmp_path)
     shape = read_shape(json.loads((Path(target) / "config.json").read_text()))

@@ -36,7 +36,10 @@ DRAFTING: list[tuple[int | str, float]] = [(4, CHEAP), ("auto", CHEAP), ("auto",
 # not missed.
 DAMAGED = [
     *diagonal(["eagle", "eagle3", "medusa", "dspark"], DRAFTING),
-    *[pytest.param("dflash", DRAFTING[0]), pytest.param("dflash", DRAFTING[1])],
+    *[
+        pytest.param("dflash", DRAFTING[0]),
+        pytest.param("dflash", DRAFTING[1], marks=pytest.mark.slow),
+    ],
 ]
 
 

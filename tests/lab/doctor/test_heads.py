@@ -40,8 +40,14 @@ def test_layers_under_eagle_config(copy: Copy) -> None:
     [
         ({}, "", "head-layers-right", ""),
         ({AUX: [3, 7, 12]}, "", "head-layers-wrong", "feature_layers=2x6x11"),
-        ({AUX: [3, 7, 12]}, ",feature_layers=2x6x11", "head-layers-right", ""),
-        ({AUX: None, "eagle_config": {AUX: [1, 5, 10]}}, "", "head-layers-wrong", "=2x6x11"),
+        pytest.param(
+            *({AUX: [3, 7, 12]}, ",feature_layers=2x6x11", "head-layers-right", ""),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *({AUX: None, "eagle_config": {AUX: [1, 5, 10]}}, "", "head-layers-wrong", "=2x6x11"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_layers_are_told_by_measuring(
@@ -53,6 +59,7 @@ def test_layers_are_told_by_measuring(
     assert cure in finding.cure
 
 
+@pytest.mark.slow
 def test_layers_that_cannot_be_told_apart() -> None:
     """The toy's block drafter has learnt little; heads of the last layer have no choice."""
     (finding,) = check_layers(TARGET, "dflash:paceline/tiny-dflash")
