@@ -198,6 +198,15 @@ def test_vllm_command_of_a_draft_model() -> None:
     assert not made.approximations
 
 
+def test_vllm_runs_the_targets_own_mtp_layer() -> None:
+    assert export("vllm", TARGET, "mtp").config == {"method": "mtp", "num_speculative_tokens": 2}
+    assert export("vllm", TARGET, "mtp:other/model", draft_length=1).config == {
+        "method": "mtp",
+        "model": "other/model",
+        "num_speculative_tokens": 1,
+    }
+
+
 def test_vllm_options_of_lookup_drafters() -> None:
     config = exported("vllm", "ngram:min=2,max=3,candidates=1").config
     assert config == {

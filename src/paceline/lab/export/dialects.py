@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.drafters import DFlash, DraftModel, DSpark, Eagle, Medusa, NGram, Suffix
+from paceline.drafters import DFlash, DraftModel, DSpark, Eagle, Medusa, Mtp, NGram, Suffix
 from paceline.files import render_template
 from paceline.lab.export.speculation import FEWER_MATCHES, Export, eagle_of, outputs_of
 from paceline.model.gguf import gguf_file
@@ -52,6 +52,8 @@ def _vllm_method(export: Export) -> dict[str, Any]:
     if isinstance(draft, Eagle):
         method, layout = ("eagle3", "speculators") if draft.version == 3 else ("eagle", "eagle")
         return {"method": method, "model": export.write_eagle(draft, layout)} | parallel
+    if isinstance(draft, Mtp):  # of the target, unless it names another checkpoint
+        return {"method": "mtp"} | ({"model": export.draft_path} if draft.path else {})
     if isinstance(draft, Medusa):
         folder, heads = export.write_medusa(draft)
         length = min(export.length, heads)
@@ -72,7 +74,9 @@ def _vllm_method(export: Export) -> dict[str, Any]:
             export.approximate(what, instead, FEWER_MATCHES)
         limits = {"prompt_lookup_min": draft.min, "prompt_lookup_max": draft.max}
         return {"method": "ngram", **limits}
-    raise export.refuse("export eagle3, dflash, dspark, medusa, a draft model, ngram or suffix")
+    raise export.refuse(
+        "export eagle3, dflash, dspark, medusa, mtp, a draft model, ngram or suffix"
+    )
 
 
 def _sglang(export: Export) -> None:
