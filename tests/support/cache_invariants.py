@@ -57,7 +57,7 @@ def kept(things: Any, ids: set[int], path: str, seen: set[int]) -> Iterator[str]
         if ids & things:
             yield path
         return
-    elif type(things).__module__.startswith("paceline.") and hasattr(things, "__dict__"):
+    elif str(type(things).__module__).startswith("paceline.") and hasattr(things, "__dict__"):
         inner = [(f"{path}.{name}", value) for name, value in vars(things).items()]
     else:
         return
