@@ -62,6 +62,7 @@ class Engine:
         self._empty = TokenTree.empty(self.target.device)
         self._inference = torch.inference_mode()
         self._drafter_runs_torch = runs_torch(self.drafter)
+        self._drafter_reads_logits = DrafterTraits.of(self.drafter).reads_logits
 
     def add(self, seq: SequenceState) -> None:
         """Queue a sequence; it starts in the next step that has room. Raises CacheMemoryError if
@@ -200,7 +201,7 @@ class Engine:
         drafts = zip(plan.slices, trees, strict=True)
         spans = [Span.of_request(item.seq, tree, item.scheduled) for item, tree in drafts]
         reads_logits = (
-            DrafterTraits.of(self.drafter).reads_logits
+            self._drafter_reads_logits
             or any(span.scored for span in spans)
             or needs_logits(span.seq for span in spans if span.wants_logits)
         )
