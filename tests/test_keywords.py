@@ -88,6 +88,7 @@ def test_what_one_writes_for_vllm() -> None:
         ({"max_num_batched_tokens": 2048}, "leave it out"),  # not: did you mean max_batch_size?
         ({"data_parallel_size": 2}, "behind a router"),
         ({"load_in_4bit": True}, 'use quantize="int4"'),
+        ({"quantization": "awq"}, "quantize is 'awq'; .*AWQ, GPTQ .* are recognised without it"),
         ({"qwertz": 1}, "it knows model, draft"),
     ],
 )

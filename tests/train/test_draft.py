@@ -103,6 +103,9 @@ def test_masks_see_the_text_before_them_and_their_own_chain() -> None:
         [0, 1, 2, 6, 8],
     ]
     assert rows.inputs(torch.zeros(1, 5).long())["input_ids"].tolist() == [[0] * 5 + [9] * 4]
+    chances = torch.tensor([[1.0, 0.5, 0.25, 0.5, 0.125]])  # of tokens 0 to 4
+    reached = rows.reach_probs(chances.log())[0].tolist()
+    assert reached == pytest.approx([1, 1, 1, 1, 1, 0.25, 0.5, 0.125, 0.0625])
     sizes = []
     for seed in (0, 1):  # as many rows at every step, of others
         dropped = MaskedRows.of(9, 40, 4, generator=torch.Generator().manual_seed(seed))

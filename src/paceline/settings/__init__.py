@@ -27,6 +27,7 @@ class Key:
 
     ``panel``: its heading in ``--help`` and, in lower case, its section in a file. ``kind``: a
     notation that its type does not imply: size, length ... ``low``, ``high``: bounds, included.
+    ``advice`` follows the ``choices`` in errors.
     ``shown``: the default in words; "" shows none. ``flags`` replace ``--name``. ``except_in``:
     where it cannot be set: "command", "server", "LLM", "with_draft"."""
 
@@ -36,6 +37,7 @@ class Key:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
+    advice: str = ""
     shown: str | None = None
     metavar: str | None = None
     flags: tuple[str, ...] = ()
@@ -99,7 +101,8 @@ class TableEntry:
         except (TypeError, ValueError):
             raise ConfigError(f"{where} is {value!r}; it must be {words}") from None
         if key.choices and parsed not in key.choices:
-            raise ConfigError(f"{where} is {value!r}; use one of {', '.join(key.choices)}")
+            named = f"{where} is {value!r}; use one of {', '.join(key.choices)}"
+            raise ConfigError(named + key.advice)
         numbers = parsed if isinstance(parsed, tuple) else (parsed,)
         for number in (item for item in numbers if isinstance(item, (int, float))):
             if key.low is not None and not number >= key.low:
@@ -214,6 +217,7 @@ class LoadSettings:
         "Round the weights to 8 or 4 bits. Done while loading, on CPUs only; none dequantises a "
         "quantised checkpoint.",
         choices=("int8", "int4", "none"),
+        advice="; AWQ, GPTQ and other quantised checkpoints are recognised without it",
         shown="the checkpoint's precision",
     )
     tensor_parallel: int = _load(

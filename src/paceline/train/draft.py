@@ -21,7 +21,7 @@ from paceline.model.tokenizer import differences
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText, max_context, simulate_decoding
 from paceline.train.configs import DraftConfig as DraftConfig
 from paceline.train.data import Windows
-from paceline.train.losses import distribution_loss, teacher_probs
+from paceline.train.losses import distribution_loss, teacher_probs, token_log_probs
 from paceline.train.trainer import Trainer, run_name, save_model
 from paceline.train.unrolled import MaskedRows
 
@@ -117,23 +117,27 @@ class DraftTrainer(Trainer):
     def loss(self, windows: Windows) -> torch.Tensor:
         ids, loss_mask = windows.ids.to(self.device), windows.loss_mask[:, 1:].to(self.device)
         inputs = ids[:, :-1].contiguous()
+        with torch.no_grad():
+            teacher = self._teacher(input_ids=inputs, use_cache=False).logits
         student_inputs, positions = {"input_ids": inputs}, torch.arange(inputs.shape[1])
+        weights = torch.ones(inputs.shape, device=self.device)
         if self.config.parallel:
             generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
             sizes = inputs.shape[1], self.config.draft_length
             masks = MaskedRows.of(self.model.config.pard_token, *sizes, generator=generator)
             student_inputs, positions = masks.inputs(inputs), masks.positions
+            weights = masks.reach_probs(token_log_probs(teacher, inputs))
         rows = loss_mask[:, positions].flatten().nonzero()[:, 0]
         logits = self._student(**student_inputs, use_cache=False).logits.flatten(0, 1)[rows]
-        with torch.no_grad():
-            teacher = self._teacher(input_ids=inputs, use_cache=False).logits
-            teacher = teacher[:, positions].flatten(0, 1)
+        teacher = teacher[:, positions].flatten(0, 1)
         width = min(logits.shape[1], teacher.shape[1])  # either vocabulary may be padded
         share = self.config.argmax_weight
         probs = teacher_probs(rows, lambda some: teacher[some, :width], share)
-        weights = torch.full((len(rows),), 1 / len(rows), device=rows.device)
+        weights = weights.flatten()[rows]
         index, tv_weight = torch.arange(len(rows), device=rows.device), self.config.tv_weight
-        return distribution_loss(logits[:, :width], probs, index, weights, tv_weight)
+        return distribution_loss(
+            logits[:, :width], probs, index, weights / weights.sum(), tv_weight
+        )
 
     def acceptance_of(self, text: HeldOutText) -> AcceptanceCounts:
         # A draft token counts only if all before it were right. So one forward over the target's

@@ -89,3 +89,12 @@ def teacher_probs(
             distribution = distribution.mul_(1 - share).scatter_add_(1, best, spike)
         parts.append(distribution.to(logits.dtype))
     return torch.cat(parts)
+
+
+def token_log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities ``[B, W]``, float32, of the tokens ``ids [B, W]`` after those before them;
+    0 for the first. ``logits [B, W, V]`` are those of a model that has read ``ids``."""
+    probs = torch.zeros(ids.shape, device=ids.device)
+    for row, text, tokens in zip(probs, logits[:, :-1], ids[:, 1:], strict=True):
+        row[1:] = -torch.nn.functional.cross_entropy(text.float(), tokens, reduction="none")
+    return probs

@@ -169,10 +169,11 @@ _KEPT, _MIN_KEPT = 0.7, 0.2
 class MaskedRows(NamedTuple):
     """R rows of input: the tokens of a text, then mask tokens. A mask of depth d for position t has
     position t + d, and attends to the text up to t and to the masks of lower depth for t.
-    ``positions`` int64 ``[R]``, ``attention_mask`` bool ``[R, R]``."""
+    ``positions`` and ``depths`` int64 ``[R]``, ``attention_mask`` bool ``[R, R]``."""
 
     token: int
     positions: torch.Tensor
+    depths: torch.Tensor
     attention_mask: torch.Tensor
 
     @classmethod
@@ -199,7 +200,7 @@ class MaskedRows(NamedTuple):
         depths = torch.cat([torch.full_like(part, n) for n, part in enumerate(starts)])
         text = (depths == 0) & (start <= start[:, None])
         chain = (start == start[:, None]) & (depths <= depths[:, None])
-        return cls(token, start + depths, text | chain)
+        return cls(token, start + depths, depths, text | chain)
 
     def inputs(self, ids: torch.Tensor) -> dict[str, Any]:
         """The inputs of a module of transformers for texts ``[B, width]``."""
@@ -209,3 +210,11 @@ class MaskedRows(NamedTuple):
             "attention_mask": self.attention_mask.to(ids.device)[None, None],
             "position_ids": self.positions.to(ids.device)[None],
         }
+
+    def reach_probs(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """The chance ``[B, R]`` that a draft of the text itself is accepted up to each row: a mask
+        behind a token that the target would hardly write is hardly ever reached (PARD-2, An et al.
+        2026, arXiv 2605.08632). ``log_probs [B, width]``: the target's, of each token after those
+        before it."""
+        total = log_probs.cumsum(1)
+        return (total[:, self.positions] - total[:, self.positions - self.depths]).exp()
