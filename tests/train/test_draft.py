@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from functools import partial
@@ -128,7 +127,7 @@ def as_the_engine(trainer: DraftTrainer, target: str, passes: int) -> Acceptance
         HeldOutText("held out", len(prompt), [*prompt, *completion.token_ids])
         for prompt, completion in zip(prompts, done, strict=True)
     ]
-    stored, trainer.model = trainer.model, copy.deepcopy(trainer.model).float()
+    stored, trainer.model = trainer.model, trainer.stored().float()
     try:
         predicted = total(trainer.acceptance_of(text) for text in texts)
     finally:
@@ -161,7 +160,7 @@ def test_training_of_a_draft_can_be_continued(
     further = replace(config, init=start, tv_weight=tv_weight, hidden_size=999, heads=7)
     further = replace(further, adam_lr=0.005)
     trainer = DraftTrainer(further, tmp_path, device="cpu")
-    assert training_runs.same_weights(trainer.model, finished.model)
+    assert training_runs.same_weights(trainer.stored(), finished.stored())
     losses: list[float] = []
     trainer.run(lambda progress: losses.append(progress.loss), eval_every=50)
     assert sum(losses[-6:]) < sum(losses[:6])

@@ -121,4 +121,4 @@ class BlockTrainer(HeadTrainer):
             yield before
 
     def write_head(self, folder: Path) -> None:
-        save_block(self.head, folder)
+        save_block(self.stored(), folder)

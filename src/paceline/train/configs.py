@@ -58,6 +58,12 @@ class TrainConfig:
     adam_lr: float = _schedule(0.004, "Peak learning rate of AdamW (everything else).", low=0)
     weight_decay: float = _schedule(0.05, "Weight decay of matrices.", low=0)
     seed: int = _schedule(0, "Seed of initial weights and batches.", low=0)
+    dtype: str = _schedule(
+        "auto",
+        "Data type to compute in; auto is float32 on CPUs without bf16 instructions. The optimizer "
+        "always keeps float32 weights; the result has 16 bits unless this is float32.",
+        choices=("auto", "bfloat16", "float32"),
+    )
     argmax_weight: float = _loss(
         0.0,
         "Loss weight of the likeliest token; higher favours greedy decoding, lower sampling.",
@@ -126,11 +132,6 @@ class HeadConfig(TrainConfig):
     argmax_weight: float = _general("argmax_weight", 0.3)
     step_decay: float = _loss(
         0.8, "Loss weight of each drafted token relative to the one before it.", low=0
-    )
-    dtype: str = _schedule(
-        "bfloat16",
-        "Data type of target and head; the optimizer always keeps float32 weights.",
-        choices=("bfloat16", "float32", "auto"),
     )
 
 

@@ -101,17 +101,17 @@ class DraftTrainer(Trainer):
             for layer in model.model.layers:
                 for out in (layer.self_attn.o_proj, layer.mlp.down_proj):
                     out.weight.mul_((2 * config.layers) ** -0.5)
-        return model.to(device=self.device, dtype=torch.bfloat16)
+        return model.to(device=self.device, dtype=self.dtype)
 
     def _load(self, name: str) -> PreTrainedModel:
         with stage(f"loading {name}"):
-            module: PreTrainedModel = load_module(name, torch.bfloat16, self.device, "sdpa")
+            module: PreTrainedModel = load_module(name, self.dtype, self.device, "sdpa")
         return module
 
     def write_result(self) -> Path:
-        """Write configuration, tokenizer and bf16 weights to ``out/model``, atomically."""
+        """Write configuration, tokenizer and weights to ``out/model``, atomically."""
         with atomic_folder(self.out / "model", "the model") as folder:
-            save_model(self.model, self.tokenizer, folder)
+            save_model(self.stored(), self.tokenizer, folder)
         return self.out / "model"
 
     def loss(self, windows: Windows) -> torch.Tensor:
@@ -165,6 +165,6 @@ class DraftTrainer(Trainer):
         return (
             f"A draft model for `{run_name(config.model)}`: {type(self.model).__name__} "
             f"with {self.model.num_parameters():,} parameters, trained by Paceline from {start} on "
-            "the target's probabilities, in bf16 with float32 master weights. It has the target's "
-            "vocabulary: `paceline generate --model TARGET --draft FOLDER`."
+            f"the target's probabilities, in {self.stored_dtype} with float32 master weights. It "
+            "has the target's vocabulary: `paceline generate --model TARGET --draft FOLDER`."
         )

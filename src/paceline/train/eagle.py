@@ -198,4 +198,4 @@ class EagleTrainer(HeadTrainer):
             yield self.head.to_target_ids(self.head.logits(hidden).argmax(-1))
 
     def write_head(self, folder: Path) -> None:
-        save_eagle(self.head, folder)
+        save_eagle(self.stored(), folder)

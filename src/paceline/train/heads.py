@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.core.stages import stage
-from paceline.model.loading import load_module, load_tokenizer, resolve_dtype
+from paceline.model.loading import load_module, load_tokenizer
 from paceline.train import acceptance
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText
 from paceline.train.configs import HeadConfig, LayersConfig
@@ -41,15 +41,14 @@ class HeadTrainer(Trainer):
     def prepare(self) -> None:
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
-        dtype = resolve_dtype(config.dtype, self.device) or torch.bfloat16
         with stage(f"loading {config.model}"):
-            self.target = load_module(config.model, dtype, self.device, "sdpa")
+            self.target = load_module(config.model, self.dtype, self.device, "sdpa")
         self.target.requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
         self.head_shape = self.head_config()  # fails before data is read
         self.read_data(acceptance.max_context(self.target, config.max_positions))
         torch.manual_seed(config.seed)
-        self.learner = self.head = self.new_head().to(self.device, dtype)
+        self.learner = self.head = self.new_head().to(self.device, self.dtype)
         self._head_is_product = self._is_product()
         # Run the target without its lm_head where possible: its product of one row per window
         # would copy the whole weight.
@@ -233,7 +232,7 @@ class HeadTrainer(Trainer):
         return (
             f"{self.what} for `{run_name(self.config.model)}` ({self.num_layers} layers, width "
             f"{self.shape.hidden_size}, vocabulary {self.vocab_size:,}): {parameters:,} parameters "
-            f"in {self.config.dtype}, trained by Paceline on that target's hidden states and "
+            f"in {self.stored_dtype}, trained by Paceline on that target's hidden states and "
             "probabilities. It drafts for this target only: "
             f"`paceline generate --model TARGET --draft {self.spec}FOLDER`."
         )

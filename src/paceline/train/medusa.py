@@ -88,7 +88,7 @@ class MedusaTrainer(HeadTrainer):
         if self.valid_sources:
             ranks = torch.cat([self._ranks(text) for text in self.held_out_texts])
             self.head.config = replace(self.head.config, accuracy=accuracy_of(ranks, _RANKS))
-        save_medusa(self.head, folder, self.num_layers)
+        save_medusa(self.stored(), folder, self.num_layers)
 
     def _ranks(self, text: HeldOutText) -> torch.Tensor:
         """The rank of the text's token for each head (``candidate_ranks``): int64 [n, heads]."""
