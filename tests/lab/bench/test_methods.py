@@ -33,8 +33,9 @@ def test_parse(text: str, expected: Method) -> None:
 @pytest.mark.parametrize(
     ("text", "draft", "words"),
     [
-        ("ngrm", DRAFT, "no method 'ngrm'; use plain, draft"),
-        ("ngrm", DRAFT, "eagle3"),
+        ("ngrm", DRAFT, "no method 'ngrm'; did you mean ngram?"),
+        ("warp", DRAFT, "plain, draft, auto"),
+        ("warp", DRAFT, "eagle3"),
         ("transformers:lookup", DRAFT, "no method 'transformers:lookup'"),
         ("plain@4", DRAFT, "omit the @"),
         ("draft", None, "no draft is named"),

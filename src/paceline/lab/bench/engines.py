@@ -12,6 +12,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+from paceline.core.keywords import did_you_mean
 from paceline.core.params import SamplingParams
 from paceline.drafters import DRAFTERS
 from paceline.engine.driver import DraftCounts, Drive, StepTotals, sequence
@@ -56,11 +57,10 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
             raise ConfigError(f"method {text!r}: no draft is named; add --draft, or name it here")
         body = draft
     elif not (body.partition(":")[0] in DRAFTERS or "/" in body or user_path(body).is_dir()):
-        kinds = ", ".join(sorted(set(DRAFTERS) - {"none"}))
-        raise ConfigError(
-            f"there is no method {text!r}; use {PLAIN}, draft (the draft of --draft), "
-            f"url:http://HOST:PORT, {kinds}, or the folder of a draft model"
-        )
+        known = [PLAIN, "draft", *sorted(set(DRAFTERS) - {"none"})]
+        every = f"use url:http://HOST:PORT, the folder of a draft model, {', '.join(known)}"
+        advice = did_you_mean(body.partition(":")[0].lower(), known, every)
+        raise ConfigError(f"there is no method {text!r}; {advice}")
     return Method(text, body, length if named_length is None else named_length)
 
 
