@@ -14,6 +14,7 @@ from paceline import ConfigError, DataError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.files.ownership import MANIFEST
 from paceline.llm import LLM
+from paceline.model.tensorfile import load_tensors
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText, total
 from paceline.train.draft import DraftConfig, DraftTrainer
 from paceline.train.losses import total_variation
@@ -87,6 +88,31 @@ def test_a_draft_learns_to_draft_in_one_pass(
     assert after.mean_accepted_length > before.mean_accepted_length + 0.1
     assert after.accepted[1] > 2 * before.accepted[1] + 10
     assert as_the_engine(trainer, target, passes=1).accepted[1] > 10
+
+
+@pytest.mark.parametrize(
+    ("has_bf16", "asked", "computed", "written"),
+    [
+        (True, "auto", torch.bfloat16, torch.bfloat16),
+        (False, "auto", torch.float32, torch.bfloat16),
+        (True, "float32", torch.float32, torch.float32),
+        (False, "bfloat16", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_products_are_in_a_precision_that_the_processor_has(
+    config: DraftConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_bf16: bool,
+    asked: str,
+    computed: torch.dtype,
+    written: torch.dtype,
+) -> None:
+    monkeypatch.setattr("paceline.model.loading.cpu_has_bf16", lambda: has_bf16)
+    trainer = DraftTrainer(replace(config, dtype=asked), tmp_path, device="cpu")
+    assert trainer.model.dtype == trainer.target.dtype == computed
+    file = trainer.write_result() / "model.safetensors"
+    assert {tensor.dtype for tensor in load_tensors(file).values()} == {written}
 
 
 def test_masks_see_the_text_before_them_and_their_own_chain() -> None:
