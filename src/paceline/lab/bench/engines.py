@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-from paceline.core.keywords import did_you_mean
 from paceline.core.params import SamplingParams
 from paceline.drafters import DRAFTERS
 from paceline.engine.driver import DraftCounts, Drive, StepTotals, sequence
@@ -59,7 +59,8 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
     elif not (body.partition(":")[0] in DRAFTERS or "/" in body or user_path(body).is_dir()):
         known = [PLAIN, "draft", *sorted(set(DRAFTERS) - {"none"})]
         every = f"use url:http://HOST:PORT, the folder of a draft model, {', '.join(known)}"
-        advice = did_you_mean(body.partition(":")[0].lower(), known, every)
+        near = get_close_matches(body.partition(":")[0].lower(), known, 1)
+        advice = f"did you mean {near[0]}?" if near else every
         raise ConfigError(f"there is no method {text!r}; {advice}")
     return Method(text, body, length if named_length is None else named_length)
 
