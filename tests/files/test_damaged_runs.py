@@ -188,6 +188,26 @@ def test_damaged_features_are_looked_at_again(tmp_path: Path, seed: int) -> None
         assert len(looked) == before + 1
 
 
+def test_runs_of_different_precision_share_features(tmp_path: Path) -> None:
+    """Of two texts, one is in the folder, from a run in bf16 (on another processor)."""
+
+    def cache_of(dtype: torch.dtype) -> FeatureCache:
+        def run_target(windows: Windows) -> TargetOutputs:
+            final = windows.ids[..., None].expand(-1, -1, 4).to(dtype)
+            return TargetOutputs(windows.ids, windows.loss_mask, 2 * final, final, None)
+
+        return FeatureCache(tmp_path / "features", run_target, torch.device("cpu"), 4, "", dtype)
+
+    def windows_of(ids: torch.Tensor) -> Windows:
+        return Windows(ids, torch.ones_like(ids, dtype=torch.bool), (3,) * len(ids))
+
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    cache_of(torch.bfloat16).get(windows_of(ids[:1]))
+    features = cache_of(torch.float32).get(windows_of(ids)).features
+    assert features.dtype == torch.float32
+    assert torch.allclose(features[..., 0], 2.0 * ids, rtol=0.02)
+
+
 @pytest.mark.parametrize("content", [b"", b'{"key": {', b"[]", b"\xff", b'{"key": null}'])
 def test_damaged_held_out_texts_are_written_again(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "held_out.json"

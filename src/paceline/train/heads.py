@@ -62,7 +62,7 @@ class HeadTrainer(Trainer):
         if config.cache_features:
             location = self.out / "features", self.run_target_on_windows, self.device
             origin = f"{config.model} {self.feature_layers}"
-            self._cache = FeatureCache(*location, self.shape.hidden_size, origin)
+            self._cache = FeatureCache(*location, self.shape.hidden_size, origin, self.dtype)
 
     @property
     @abstractmethod

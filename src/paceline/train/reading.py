@@ -86,7 +86,7 @@ class NativeReader:
 class FeatureCache:
     """Caches the target's outputs for pieces of text on disk. Each piece has a file in ``folder``,
     whose name is a hash of its token ids and the ``origin`` (target and feature layers), so several
-    runs can share the folder.
+    runs can share the folder, of different precision too: it returns values in ``dtype``.
 
     Instead of logits the final hidden states (width ``hidden``) are stored, from which the lm_head
     computes them again. All values are rounded to 8 bits, with a scale for every 64 values. A piece
@@ -97,6 +97,7 @@ class FeatureCache:
     device: torch.device
     hidden: int
     origin: str = ""
+    dtype: torch.dtype = torch.float32
 
     @torch.no_grad()
     def get(self, windows: Windows) -> TargetOutputs:
@@ -113,7 +114,7 @@ class FeatureCache:
                 parts.insert(0, target_out.features)
             for row, values, length in zip(missing, torch.cat(parts, -1), lengths, strict=True):
                 kept[row] = self._write(self._file(pieces[row]), values[:length])
-        rows = [values for values in kept.values() if values is not None]
+        rows = [values.to(self.dtype) for values in kept.values() if values is not None]
         values = pad_sequence(rows, batch_first=True).to(self.device)
         final = values[..., -self.hidden :]
         features = values[..., : -self.hidden] if values.shape[-1] > self.hidden else final
