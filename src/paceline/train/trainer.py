@@ -1,4 +1,4 @@
-"""The training loop and optimizer of all trainings. Batches depend only on the seed and the step,
+"""The training loop of all trainings. Batches depend only on the seed and the step,
 so a resumed run continues exactly."""
 
 from __future__ import annotations
@@ -25,65 +25,8 @@ from paceline.train.acceptance import AcceptanceCounts, HeldOutText, load_held_o
 from paceline.train.checkpoint import lock_folder, previous, read_state, write_state
 from paceline.train.configs import TrainConfig
 from paceline.train.data import Documents, Windows, load_token_stream
+from paceline.train.optimizer import MasterOptimizer
 from paceline.train.records import Source
-
-_MAX_GRADIENT_NORM = 1.0  # of all gradients together
-
-
-class MasterOptimizer:
-    """Updates float32 master copies of the weights and writes them back rounded, since bf16 weights
-    would lose updates smaller than 1/256 of a weight. Matrices are optimised by Muon (Jordan et al.
-    2024: momentum orthogonalised by Newton-Schulz iterations). All else is optimised by AdamW,
-    including matrices whose name contains one of ``adamw_names``."""
-
-    def __init__(self, model: nn.Module, config: TrainConfig, adamw_names: Sequence[str]) -> None:
-        muon_parameters: list[nn.Parameter] = []
-        adamw_parameters: list[nn.Parameter] = []
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for name, parameter in model.named_parameters():
-            master = nn.Parameter(parameter.detach().float().clone())
-            self._pairs.append((parameter, master))
-            use_muon = parameter.ndim == 2 and not any(part in name for part in adamw_names)
-            (muon_parameters if use_muon else adamw_parameters).append(master)
-        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []  # with peak rates
-        if muon_parameters:
-            options: Any = {"weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-            muon = torch.optim.Muon(muon_parameters, lr=config.lr, **options)
-            self._optimizers.append((muon, config.lr))
-        if adamw_parameters:
-            options = {"betas": (0.9, 0.95), "weight_decay": 0.0}
-            adamw = torch.optim.AdamW(adamw_parameters, lr=config.adam_lr, **options)
-            self._optimizers.append((adamw, config.adam_lr))
-
-    def step(self, scale: float) -> None:
-        """Apply the gradients with ``scale`` times the peak learning rates."""
-        for parameter, master in self._pairs:
-            # Frozen parameters have no gradient.
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
-        nn.utils.clip_grad_norm_([master for _, master in self._pairs], _MAX_GRADIENT_NORM)
-        for optimizer, peak in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = peak * scale
-            optimizer.step()
-        with torch.no_grad():
-            for parameter, master in self._pairs:
-                parameter.copy_(master)
-                master.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "masters": [master.detach() for _, master in self._pairs],
-            "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with torch.no_grad():
-            for (parameter, master), saved in zip(self._pairs, state["masters"], strict=True):
-                master.copy_(saved)
-                parameter.copy_(master)
-        for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
