@@ -134,10 +134,9 @@ class DraftTrainer(Trainer):
         share = self.config.argmax_weight
         probs = teacher_probs(rows, lambda some: teacher[some, :width], share)
         weights = weights.flatten()[rows]
+        weights = weights / weights.sum().clamp(min=1e-6)
         index, tv_weight = torch.arange(len(rows), device=rows.device), self.config.tv_weight
-        return distribution_loss(
-            logits[:, :width], probs, index, weights / weights.sum(), tv_weight
-        )
+        return distribution_loss(logits[:, :width], probs, index, weights, tv_weight)
 
     def acceptance_of(self, text: HeldOutText) -> AcceptanceCounts:
         # A draft token counts only if all before it were right. So one forward over the target's
