@@ -16,8 +16,10 @@ from paceline.files.ownership import MANIFEST
 from paceline.llm import LLM
 from paceline.model.tensorfile import load_tensors
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText, total
+from paceline.train.checkpoint import write_state
 from paceline.train.draft import DraftConfig, DraftTrainer
 from paceline.train.losses import total_variation
+from paceline.train.optimizer import Float32Muon
 from paceline.train.unrolled import MaskedRows
 from support import training_runs
 from support.tiny_models import TinyPair
@@ -111,8 +113,45 @@ def test_products_are_in_a_precision_that_the_processor_has(
     monkeypatch.setattr("paceline.model.loading.cpu_has_bf16", lambda: has_bf16)
     trainer = DraftTrainer(replace(config, dtype=asked), tmp_path, device="cpu")
     assert trainer.model.dtype == trainer.target.dtype == computed
+    muon = trainer.optimizer._optimizers[0][0]
+    assert isinstance(muon, Float32Muon) == (computed == torch.float32)
     file = trainer.write_result() / "model.safetensors"
     assert {tensor.dtype for tensor in load_tensors(file).values()} == {written}
+
+
+def test_masks_behind_unlikely_tokens_count_less(
+    config: DraftConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = DraftTrainer(replace(config, parallel=True), tmp_path, device="cpu")
+    windows = trainer.micro_batches(0)[0]
+    weighted = float(trainer.loss(windows).detach())
+    seen: list[torch.Tensor] = []
+
+    def equal(masks: MaskedRows, log_probs: torch.Tensor) -> torch.Tensor:
+        seen.append(log_probs)
+        return torch.ones(len(log_probs), len(masks.positions))
+
+    monkeypatch.setattr(MaskedRows, "reach_probs", equal)
+    assert abs(float(trainer.loss(windows).detach()) - weighted) > 1e-3
+    ids = windows.ids[:1, :-1]  # as the target's logits have it
+    logs = trainer.target(input_ids=ids).logits.float().log_softmax(-1)[:, :-1]
+    expected = logs.gather(-1, ids[:, 1:, None])[..., 0]
+    assert seen[0][0, 0] == 0
+    assert torch.allclose(seen[0][:1, 1:], expected, atol=1e-4)
+
+
+def test_an_option_that_a_run_did_not_have_has_its_default(
+    config: DraftConfig, tmp_path: Path
+) -> None:
+    short = replace(config, steps=1, valid=())
+    trainer = DraftTrainer(short, tmp_path, device="cpu")
+    trainer.run()
+    saved = torch.load(trainer.checkpoint, weights_only=True)
+    del saved["config"]["dtype"]  # a run of an earlier version
+    write_state(trainer.checkpoint, saved)
+    assert DraftTrainer(replace(short, steps=2), tmp_path, device="cpu").step == 1
+    with pytest.raises(ConfigError, match=r"other options \(dtype\)"):
+        DraftTrainer(replace(short, dtype="float32"), tmp_path, device="cpu")
 
 
 def test_masks_see_the_text_before_them_and_their_own_chain() -> None:

@@ -94,7 +94,7 @@ def teacher_probs(
 def token_log_probs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Log-probabilities ``[B, W]``, float32, of the tokens ``ids [B, W]`` after those before them;
     0 for the first. ``logits [B, W, V]`` are those of a model that has read ``ids``."""
-    probs = torch.zeros(ids.shape, device=ids.device)
-    for row, text, tokens in zip(probs, logits[:, :-1], ids[:, 1:], strict=True):
+    log_probs = torch.zeros(ids.shape, device=ids.device)
+    for row, text, tokens in zip(log_probs, logits[:, :-1], ids[:, 1:], strict=True):
         row[1:] = -torch.nn.functional.cross_entropy(text.float(), tokens, reduction="none")
-    return probs
+    return log_probs

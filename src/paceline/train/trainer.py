@@ -171,8 +171,10 @@ class Trainer(ABC):
         if saved is None:
             return None
         old, new = saved["config"], asdict(self.config)
-        # Only the number of steps may change when a run is resumed.
-        differing = sorted(key for key in new if key != "steps" and old.get(key) != new[key])
+        # Only the number of steps may change when a run is resumed. An option that was added since
+        # the run began has its default there.
+        old = {key: getattr(type(self.config), key, None) for key in new} | old
+        differing = sorted(key for key in new if key != "steps" and old[key] != new[key])
         if differing or saved["kind"] != type(self).__name__:
             what = f"other options ({', '.join(differing)})" if differing else "another kind"
             raise ConfigError(f"{self.out} holds a run with {what}; use another --out or delete it")
