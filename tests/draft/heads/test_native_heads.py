@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from paceline.core.batch import Span
+from paceline.draft.heads.block import _block_mask
+from paceline.draft.heads.block_head import BlockConfig, BlockHead
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.kernels.library import SAME_BITS, choose, instructions
-from paceline.model.backends.base import EagleStep
-from paceline.model.backends.native.model import NativeEagle, NativeMedusa
+from paceline.model.backends.base import BlockStep, EagleStep
+from paceline.model.backends.native.model import NativeBlock, NativeEagle, NativeMedusa
 from paceline.model.paged.cache import PagedCache
 from paceline.model.precision import quantise_loaded
 from paceline.model.target import CausalModel
@@ -222,6 +224,74 @@ def test_bits_are_a_rows_own(variant: str, dtype: str) -> None:
         same(run(step, texts, kind, 64), wanted)
 
 
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "causal": {"causal": True},
+    "bias": {"attention_bias": True},
+    "odd sizes": {"heads": 2, "kv_heads": 1, "head_dim": 24, "ffn_size": 104, "layers": 1},
+    "own embedding": {"has_embedding": True, "has_lm_head": True},
+}
+
+
+def random_block(target: CausalModel, changes: dict[str, Any]) -> BlockHead:
+    sizes = {"hidden_size": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+    known = {"vocab_size": VOCAB, "target_layers": target.num_layers, "feature_layers": (0, 2)}
+    block = {"layers": 2, "block_size": 5, "mask_token": 96, "max_positions": 640}
+    head = BlockHead(BlockConfig(**{**sizes, **known, **block, **changes}))
+    torch.manual_seed(0)
+    for parameter in head.requires_grad_(False).parameters():
+        noise = torch.randn_like(parameter) * 0.3
+        parameter.copy_(noise if parameter.ndim > 1 else 1 + noise)
+    return head.to(target.dtype)
+
+
+def block_outputs(
+    step: BlockStep, dtype: torch.dtype, chunk: int, seqs: Sequence[int] = (0, 1)
+) -> list[torch.Tensor]:
+    """The outputs of a block of each sequence, whose context was written ``chunk`` rows a step."""
+    config = step.head.config
+    cache, lengths = PagedCache(config.cache_shapes, 80, 16, dtype, "cpu"), (270, 19)
+    torch.manual_seed(1)
+    features = [torch.randn(n, 64).to(dtype) for n in lengths]
+    for seq in seqs:
+        cache.admit(seq, ())
+        cache.reserve(seq, lengths[seq] + config.block_size)
+    for at in range(0, max(lengths[seq] for seq in seqs), chunk):
+        parts = [(seq, features[seq][at : at + chunk]) for seq in seqs if at < lengths[seq]]
+        spans = [Span.of(seq, at, [3] * len(part)) for seq, part in parts]
+        step.write_context(cache.batch_of(spans), cache, torch.cat([part for _, part in parts]))
+    parents, mask = _block_mask(config.block_size, config.causal, torch.device("cpu"))
+    tokens = [96] * (config.block_size - 1)
+    blocks = [Span.of(n, lengths[n], (), parents, [n + 7, *tokens], ancestors=mask) for n in seqs]
+    return list(step(cache.batch_of(blocks), cache).split(config.block_size))
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("kind", list(BLOCKS))
+@torch.inference_mode()
+def test_blocks(kind: str, dtype: str) -> None:
+    """The modules' results; the same bits with any chunks, neighbours, threads and instructions."""
+    target = target_of(DTYPES[dtype])
+    head = random_block(target, BLOCKS[kind])
+    embed = head.embed_tokens or target.hf.get_input_embeddings()
+    wanted = block_outputs(BlockStep(head, embed, target.head), target.dtype, 50)
+    assert target.use_backend("native")
+    step = target.backend.block(head, target)
+    assert isinstance(step, NativeBlock)
+    torch.set_num_threads(1)
+    found = block_outputs(step, target.dtype, 300)
+    for got, want in zip(found, wanted, strict=True):
+        close(got, want)
+        logits = head.lm_head or target.head
+        assert torch.equal(step.logits(got), logits(got)) and step.logits(got).shape == (5, VOCAB)
+    for _ in filter(choose, SAME_BITS):
+        for threads, chunk in ((1, 64), (3, 7)):
+            torch.set_num_threads(threads)
+            same_bits = zip(block_outputs(step, target.dtype, chunk), found, strict=True)
+            assert all(torch.equal(*pair) for pair in same_bits)
+        assert torch.equal(block_outputs(step, target.dtype, 20, [1])[0], found[1])
+
+
 MEDUSA: dict[str, dict[str, Any]] = {
     "own": {},
     "shared": {"shared_head": True},
@@ -272,6 +342,7 @@ def test_medusa_heads(kind: str, dtype: str, quantize: str | None) -> None:
 def test_on_the_reference_backend() -> None:
     target = target_of(torch.float32)
     assert type(target.backend.eagle(random_eagle(target, {}), target)) is EagleStep
+    assert type(target.backend.block(random_block(target, {}), target)) is BlockStep
     assert not isinstance(target.backend.medusa(random_medusa(target, {})), NativeMedusa)
 
 

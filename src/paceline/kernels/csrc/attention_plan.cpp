@@ -72,6 +72,7 @@ void Forward::locate_keys(const pl_span& span) {
     AttentionRow& row = attention_rows_[span.start + r];
     row = {b_.positions[span.start + r], static_cast<int32_t>(chain ? tree + span.nodes : tree), nullptr, table};
     if (row.position < 0 || row.position >= tree + span.nodes) throw std::out_of_range("position");
+    if (m_.block == 2 && r >= span.pending) row.position = static_cast<int32_t>(tree + span.nodes - 1);  // the last that it sees
     key_blocks_ = std::max(key_blocks_, row.position / KEY_BLOCK + 1);
     if (chain || r < span.pending) {
       if (row.position >= row.table_end) throw std::out_of_range("position");  // it has no list to be found in

@@ -51,7 +51,7 @@ void Forward::resize_buffers(long threads) {
   long chosen = 1, experts = 0;  // the most of any layer
   for (const pl_layer& l : layers_) chosen = std::max<long>(chosen, l.experts_per_row), experts = std::max<long>(experts, l.experts);
   residual_.resize(rows, hidden);
-  if (m_.fuse.data) {
+  if (m_.fuse.data && (b_.hidden || !m_.block)) {
     eagle_features_.resize(b_.fused ? 0 : rows, m_.fuse.inputs);
     eagle_input_.resize(rows, 2 * hidden);
   }
@@ -80,6 +80,7 @@ void Forward::resize_buffers(long threads) {
 
 // What each thread does.
 void Forward::run_layers(const Worker& worker) {
+  if (m_.block && b_.hidden) return write_context(worker);
   embed_rows(worker);
   for (long index = 0; index < m_.layers; index++) {
     store_features(worker, index);
@@ -93,7 +94,7 @@ void Forward::run_layers(const Worker& worker) {
 // (draft/heads/eagle_head.py). eagle_input_ is [embedding, hidden state] of each row.
 void Forward::embed_rows(const Worker& worker) {
   RowRange rows = worker.share(b_.rows);
-  if (!m_.fuse.data) {
+  if (!m_.fuse.data || m_.block) {
     for (long r = rows.begin; r < rows.end; r++) k_.embed(m_, b_.ids[r], residual_.row(r));
     return;
   }
@@ -123,20 +124,12 @@ void Forward::embed_rows(const Worker& worker) {
 void Forward::run_layer(const Worker& worker, long index) {
   const pl_layer& l = m_.layer[index];
   const long lora = LORA_PER_LAYER * index;
-  const RowBuffer& input = m_.hidden_norm.weight && !index ? eagle_input_ : normed_;
+  const RowBuffer& input = m_.hidden_norm.weight && !m_.block && !index ? eagle_input_ : normed_;
   if (&input == &normed_) normalise_rows(worker, l.attention_norm, residual_, normed_);
   barrier_.wait();
   multiply(worker, l.qkv, input, b_.rows, STORE, qkv_, 0, lora_bias(worker, lora + LORA_QKV, input));
   barrier_.wait();
-  const long slot_bytes = m_.kv_heads * kv_head_bytes(m_, b_.int8_cache);
-  char *keys = static_cast<char*>(b_.keys[index]), *values = static_cast<char*>(b_.values[index]);
-  RowRange rows = worker.share(b_.rows);
-  for (long r = rows.begin; r < rows.end; r++) {
-    const float* rope = b_.rope[l.rope] + b_.positions[r] * m_.head_dim;
-    long offset = b_.slots[r] * slot_bytes;
-    k_.rope_and_write_kv(m_, l, rope, qkv_.row(r), keys + offset, values + offset, b_.int8_cache);
-  }
-  barrier_.wait();
+  write_kv(worker, index);
   attend(worker, index);
   barrier_.wait();
   add_projection(worker, l.out, attended_, l.post_attention_norm, lora + LORA_OUT);
@@ -146,6 +139,39 @@ void Forward::run_layer(const Worker& worker, long index) {
   multiply(worker, l.gate_up, normed_, b_.rows, GATED, mlp_hidden_, 0, lora_bias(worker, lora + LORA_GATE_UP, normed_));
   barrier_.wait();
   add_projection(worker, l.down, mlp_hidden_, l.post_mlp_norm, lora + LORA_DOWN);
+}
+
+// Turns queries and keys of all rows, and writes keys and values into the cache.
+void Forward::write_kv(const Worker& worker, long index) {
+  const pl_layer& l = m_.layer[index];
+  const long slot_bytes = m_.kv_heads * kv_head_bytes(m_, b_.int8_cache);
+  char *keys = static_cast<char*>(b_.keys[index]), *values = static_cast<char*>(b_.values[index]);
+  RowRange rows = worker.share(b_.rows);
+  for (long r = rows.begin; r < rows.end; r++) {
+    const float* rope = b_.rope[l.rope] + b_.positions[r] * m_.head_dim;
+    long offset = b_.slots[r] * slot_bytes;
+    k_.rope_and_write_kv(m_, l, rope, qkv_.row(r), keys + offset, values + offset, b_.int8_cache);
+  }
+  barrier_.wait();
+}
+
+// A block drafter's context: every layer makes keys and values of the same fused features.
+void Forward::write_context(const Worker& worker) {
+  RowRange rows = worker.share(b_.rows);
+  for (long r = rows.begin; r < rows.end; r++) {
+    const char* features = static_cast<const char*>(b_.hidden) + r * m_.fuse.inputs * dtype_bytes(m_.dtype);
+    k_.load_row(m_.dtype, features, m_.fuse.inputs, eagle_features_.row(r));
+  }
+  barrier_.wait();
+  multiply(worker, m_.fuse, eagle_features_, b_.rows, STORE, residual_);
+  barrier_.wait();
+  normalise_rows(worker, m_.hidden_norm, residual_, normed_);
+  barrier_.wait();
+  for (long index = 0; index < m_.layers; index++) {
+    multiply(worker, m_.layer[index].qkv, normed_, b_.rows, STORE, qkv_);
+    barrier_.wait();
+    write_kv(worker, index);
+  }
 }
 
 // residual += x W^T, or its norm, or its multiple by the model's residual scale.

@@ -92,6 +92,8 @@ class Forward {
   void run_layers(const Worker& worker);
   void embed_rows(const Worker& worker);
   void run_layer(const Worker& worker, long index);
+  void write_kv(const Worker& worker, long index);
+  void write_context(const Worker& worker);
   void store_features(const Worker& worker, long layer);
   void compute_logits(const Worker& worker);
   void normalise_rows(const Worker& worker, const pl_norm& norm, const RowBuffer& x, RowBuffer& y);
@@ -124,7 +126,7 @@ class Forward {
   const QuantisedKernels* quantised_ = nullptr;
   pl_batch b_;
   Barrier barrier_;
-  // Activations, [rows, ...]. eagle_features_, eagle_input_: of an EAGLE head.
+  // Activations, [rows, ...]. eagle_features_, eagle_input_: of draft heads.
   RowBuffer residual_, eagle_features_, eagle_input_, normed_, qkv_, attended_, mlp_hidden_, projected_, head_input_;
   QuantisedBuffer quantised_x_;
   RowBuffer scratch_;              // [threads, ...]

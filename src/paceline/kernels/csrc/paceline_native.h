@@ -63,6 +63,9 @@ typedef struct {
   pl_weight fuse;
   pl_norm hidden_norm;
   int64_t residual_normed;  // the residual stream begins after hidden_norm
+  // A block drafter, 0: none, 1: its rows attend causally, 2: the nodes of a span also to those behind them. Its rows
+  // are embeddings; fuse and hidden_norm turn features into what its layers take as context.
+  int64_t block;
 } pl_model;
 
 // Medusa heads: residual blocks x + silu(W x + b), and a layer to the vocabulary after them.
@@ -110,7 +113,8 @@ typedef struct {
   const uint8_t* skipped;    // [layers]: whether a layer is left out; or NULL
   const float* const* rope;  // tables [positions, head_dim]: half of each row cosines, half sines
   // An EAGLE head, in dtype: its features [rows, fuse.inputs], or hidden states [rows, hidden] if `fused`; and
-  // outputs [logit_rows, hidden], the hidden states of the next level.
+  // outputs [logit_rows, hidden], the hidden states of the next level. A block drafter: its features; the forward then
+  // writes their keys and values and does nothing else. NULL: the rows of blocks.
   const void* hidden;
   int64_t fused;
   void* outputs;

@@ -100,14 +100,17 @@ class ModelHandle:
     ) -> None:
         """One forward, traced under ``name``. ``fields``: further fields of CBatch; the caller
         keeps alive what they point to."""
+        self.run(name, batch, cache, skipped, **fields)
+        rows = count_logit_rows(batch)
+        report_work(lambda: [self._forward_work(_span_sizes(batch), cache, rows, skipped)])
+
+    def run(
+        self, name: str, batch: Batch, cache: PagedCache, skipped: Any = None, **fields: Any
+    ) -> None:
+        """The same, whose work the caller reports."""
         struct, _alive = self._batch_struct(batch, cache, skipped, **fields)
         with traced(name):
             check(library().pl_forward(self._handle, struct))
-        report_work(
-            lambda: [
-                self._forward_work(_span_sizes(batch), cache, count_logit_rows(batch), skipped)
-            ]
-        )
 
     def grow(
         self,

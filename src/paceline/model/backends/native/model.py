@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +46,7 @@ from paceline.model.backends.native.copies import rounded_copy
 from paceline.model.backends.native.handle import ModelHandle, count_logit_rows
 from paceline.model.backends.native.packing import PackedLinear, WeightPacker, pack_children
 from paceline.model.backends.native.recognise import (
+    HEAD_NORMS,
     STATIC_ROPE,
     DecoderShape,
     describe_decoder,
@@ -151,21 +154,10 @@ class NativeModel(Backend):
         return self.lm_head.multiply(hidden, self.decoder.logit_cap)
 
     def eagle(self, head: Any, model: BackendModel) -> EagleStep:
-        kind = head.rotary.rope_type
-        if kind in STATIC_ROPE:
-            return NativeEagle(head, self)
-        warn(
-            "the EAGLE head runs on the reference backend: "
-            f"the rotary embedding {kind} depends on the length"
-        )
-        return super().eagle(head, model)
+        return NativeEagle(head, self) if _runs_head(head, "EAGLE") else super().eagle(head, model)
 
     def block(self, head: Any, model: BackendModel) -> BlockStep:
-        """Pack the head's linear layers in place: they run in the kernels, the rest in torch."""
-        for parent, name, child in walk_children(head):
-            if type(child) is nn.Linear:
-                pack_children(parent, (name,), self.dtype)
-        return super().block(head, model)
+        return NativeBlock(head, self) if _runs_head(head, "block") else super().block(head, model)
 
     def medusa(self, heads: Any) -> DraftingHeads:
         return NativeMedusa(heads, self)
@@ -179,6 +171,61 @@ class NativeModel(Backend):
 # Heads are not compared with the reference before use: a wrong draft costs speed, never text.
 
 
+def _runs_head(head: Any, name: str) -> bool:
+    """Whether the kernels can run a head's decoder layers; a warning says why not."""
+    kind = head.rotary.rope_type
+    if kind not in STATIC_ROPE:
+        warn(
+            f"the {name} head runs on the reference backend: "
+            f"the rotary embedding {kind} depends on the length"
+        )
+    return kind in STATIC_ROPE
+
+
+def _head_model(
+    head: Any, layers: Sequence[Any], target: NativeModel, weights: WeightPacker, /, **fields: Any
+) -> Any:
+    """The CModel of a head with these decoder ``layers``, whose linear modules are packed in place;
+    ``weights`` owns what it points to. ``fields``: those in which heads differ."""
+    config, dtype = head.config, head.dtype
+    packed = [
+        CLayer(
+            **weights.pack_layer(module, dtype),
+            attention_norm=weights.norm(getattr(module, "input_layernorm", None)),
+            mlp_norm=weights.norm(module.post_attention_layernorm),
+            **{name: weights.norm(norm) for name, norm in _query_norms(module.self_attn).items()},
+        )
+        for module in layers
+    ]
+    embedding, scale = target.embedding, target.decoder.embedding_scale
+    if head.embed_tokens is not None:
+        embedding, scale = head.embed_tokens.weight.detach(), 1.0
+    weights.keep_alive += (*packed, embedding)
+    return CModel(
+        dtype=DTYPES[dtype],
+        hidden=config.hidden_size,
+        embedding_rows=config.vocab_size,
+        layers=len(packed),
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        ffn=config.ffn_size,
+        activation=SILU,
+        embedding_scale=scale,
+        scaling=config.head_dim**-0.5,
+        embedding=embedding.data_ptr(),
+        layer=(CLayer * len(packed))(*packed),
+        fuse=weights.add(pack_children(head, ("fc",), dtype)),
+        **fields,
+    )
+
+
+def _query_norms(attention: Any) -> dict[str, Any]:
+    """The RMS norms of each head's queries and keys; EAGLE heads have none."""
+    norms = {name: getattr(attention, name) for name in HEAD_NORMS}
+    return {name: norm for name, norm in norms.items() if isinstance(norm, nn.RMSNorm)}
+
+
 class NativeEagle(EagleStep):
     """An EAGLE head whose linear modules are packed in place."""
 
@@ -186,35 +233,14 @@ class NativeEagle(EagleStep):
         self.head, self._dtype = head, head.dtype
         config, third = head.config, head.config.version == 3
         weights = WeightPacker()
-        layers = [
-            CLayer(
-                **weights.pack_layer(module, self._dtype),
-                attention_norm=weights.norm(getattr(module, "input_layernorm", None)),
-                mlp_norm=weights.norm(module.post_attention_layernorm),
-            )
-            for module in head.decoder
-        ]
         has_head = third and config.has_lm_head
         lm_head = pack_children(head, ("lm_head",), self._dtype) if has_head else target.lm_head
-        embedding, scale = target.embedding, target.decoder.embedding_scale
-        if head.embed_tokens is not None:
-            embedding, scale = head.embed_tokens.weight.detach(), 1.0
-        weights.keep_alive += (*layers, embedding)
-        model = CModel(
-            dtype=DTYPES[self._dtype],
-            hidden=config.hidden_size,
+        model = _head_model(
+            head,
+            head.decoder,
+            target,
+            weights,
             vocab=lm_head.outputs,
-            embedding_rows=config.vocab_size,
-            layers=len(layers),
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            ffn=config.ffn_size,
-            activation=SILU,
-            embedding_scale=scale,
-            scaling=config.head_dim**-0.5,
-            embedding=embedding.data_ptr(),
-            layer=(CLayer * len(layers))(*layers),
             final_norm=weights.norm(head.norm if third else None),
             head_norm=weights.norm(
                 scaled_norm(head.norm, target.decoder.logit_scale)
@@ -222,7 +248,6 @@ class NativeEagle(EagleStep):
                 else None
             ),
             head=weights.add(lm_head, None),
-            fuse=weights.add(pack_children(head, ("fc",), self._dtype)),
             hidden_norm=weights.norm(head.midlayer.hidden_norm if third else None),
             residual_normed=config.norm_before_residual,
         )
@@ -239,6 +264,48 @@ class NativeEagle(EagleStep):
         fields = {"logits": logits.data_ptr(), "outputs": outputs.data_ptr()}
         self._handle.forward("eagle", batch, cache, hidden=hidden.data_ptr(), fused=fused, **fields)
         return outputs, logits
+
+
+class NativeBlock(BlockStep):
+    """A block drafter whose linear modules are packed in place."""
+
+    def __init__(self, head: Any, target: NativeModel) -> None:
+        self.head, weights = head, WeightPacker()
+        model = _head_model(
+            head,
+            head.layers,
+            target,
+            weights,
+            final_norm=weights.norm(head.norm),
+            hidden_norm=weights.norm(head.hidden_norm),
+            block=1 if head.config.causal else 2,
+        )
+        for parent, name, child in walk_children(head):
+            if type(child) is nn.Linear:  # outside the layers: biases, and the head's own lm_head
+                pack_children(parent, (name,), head.dtype)
+        self.logits = head.lm_head or target.head
+        self._context_matrices = [
+            module.packed
+            for module in (head.fc, *(layer.self_attn.q_proj for layer in head.layers))
+        ]
+        self._handle = ModelHandle(model, weights, head.rotary)
+
+    def write_context(self, batch: Batch, cache: PagedCache, features: torch.Tensor) -> None:
+        features, rows = features.contiguous(), len(batch.input_ids)
+        batch = replace(batch, logit_rows=())
+        self._handle.run("block context", batch, cache, hidden=features.data_ptr())
+        report_work(
+            lambda: [NativeWork(tuple(m.weight_read(rows) for m in self._context_matrices))]
+        )
+
+    def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
+        config = self.head.config
+        outputs = torch.empty(len(batch.input_ids), config.hidden_size, dtype=self.head.dtype)
+        layer, output = ctypes.c_int32(config.layers), ctypes.c_void_p(outputs.data_ptr())
+        fields = {"feature_layers": ctypes.addressof(layer), "feature": ctypes.addressof(output)}
+        batch = replace(batch, logit_rows=())
+        self._handle.forward("block", batch, cache, features=1, **fields)
+        return outputs
 
 
 class NativeMedusa:

@@ -36,7 +36,7 @@ _GEMMA_NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
 }
-_HEAD_NORMS = ("q_norm", "k_norm")
+HEAD_NORMS = ("q_norm", "k_norm")
 _TANH = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
 _ACTIVATIONS = {"silu": SILU, "swish": SILU, **dict.fromkeys(_TANH, GELU_TANH)}
 
@@ -228,7 +228,7 @@ def _norms(layer: Any, gemma: bool) -> dict[str, RMSNorm | None]:
     names = _GEMMA_NORMS if gemma else _NORMS
     modules = {field: getattr(layer, name) for field, name in names.items()}
     attention = layer.self_attn
-    modules |= {name: getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)}
+    modules |= {name: getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)}
     return {field: as_rms_norm(module, gemma) for field, module in modules.items()}
 
 
