@@ -17,7 +17,7 @@ from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
 from paceline.kernels.library import SAME_BITS, choose, instructions
 from paceline.model.backends.base import BlockStep, EagleStep
-from paceline.model.backends.native.model import NativeBlock, NativeEagle, NativeMedusa
+from paceline.model.backends.native.heads import NativeBlock, NativeEagle, NativeMedusa
 from paceline.model.paged.cache import PagedCache
 from paceline.model.precision import quantise_loaded
 from paceline.model.target import CausalModel
