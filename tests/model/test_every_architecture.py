@@ -89,6 +89,8 @@ KERNELS = {
     *("gemma2:27B", "gemma3_text:4B", "llama:3.1", "llama:linear", "llama:yarn", "llama:biased"),
     *("llama:tied", "mistral:0.3", "mixtral:window", "qwen2:yarn", "qwen2:window", "qwen3:yarn"),
     *("qwen3_moe:yarn", "qwen3_moe:dense"),
+    *("ernie4_5", "gemma", "glm", "glm4", "helium", "phi3", "phi3:window", "smollm3"),
+    *("mellum", "smollm3:yarn"),
 }
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from paceline.core.adapter import Adapter
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import user_path
-from paceline.model.quantised.weights import LinearBase
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import check_finite, load_tensors, read_table
 from paceline.model.text_part import plain_name
@@ -195,7 +194,7 @@ def linear_sizes(name: str, hf: Any) -> tuple[int, int] | None:
     own_class = type(module).__module__.startswith("transformers.models.")
     if ".experts." in name or (own_class and type(module).forward is not nn.Linear.forward):
         return None
-    if isinstance(module, nn.Linear | LinearBase):
+    if hasattr(module, "in_features"):  # nn.Linear, and what backends replace it by
         return module.in_features, module.out_features
     if type(module).__name__ == "Conv1D":  # GPT-2's linear module
         return module.nx, module.nf

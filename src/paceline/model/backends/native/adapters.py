@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,32 +12,43 @@ from paceline.core.adapter import Adapter, AdapterRun
 from paceline.errors import ConfigError
 from paceline.kernels.library import CAdapterRows, CLora
 from paceline.model.backends.native.packing import GATED, PROJECTIONS, PackedMatrix
+from paceline.model.backends.native.split import SplitLinear, owner
 from paceline.model.quantised.weights import plain_linear
 
-# The packed matrices of a layer, in the order of pl_adapter_rows: modules, and whether it is gated.
+# The packed matrices of a layer, in the order of pl_adapter_rows: the module that has them, their
+# projections, and whether they are gated.
 _PACKED_MODULES = (
-    (tuple(f"self_attn.{name}" for name in PROJECTIONS), False),
-    (("self_attn.o_proj",), False),
-    (tuple(f"mlp.{name}" for name in GATED), True),
-    (("mlp.down_proj",), False),
+    ("self_attn", PROJECTIONS, False),
+    ("self_attn", ("o_proj",), False),
+    ("mlp", GATED, True),
+    ("mlp", ("down_proj",), False),
 )
+
+
+class _Part(NamedTuple):
+    """A packed projection. ``module``: the module that an adapter changes, ``rows``: which of that
+    module's outputs are this projection's."""
+
+    module: str
+    rows: slice | torch.Tensor
+    outputs: int
 
 
 class NativeAdapters:
     """The adapters of one model."""
 
     def __init__(self, hf: Any, dtype: torch.dtype) -> None:
-        self._hf, self._dtype = hf, dtype
+        self._dtype = dtype
         self._pairs: WeakKeyDictionary[Adapter, Any] = WeakKeyDictionary()
         self._matrices = [
-            (tuple(f"model.layers.{n}.{name}" for name in names), gated)
-            for n in range(len(hf.model.layers))
-            for names, gated in _PACKED_MODULES
-        ] + [(("lm_head",), False)]
+            (_parts(getattr(layer, parent), f"model.layers.{n}.{parent}", names), gated)
+            for n, layer in enumerate(hf.model.layers)
+            for parent, names, gated in _PACKED_MODULES
+        ] + [([_Part("lm_head", slice(None), hf.lm_head.out_features)], False)]
 
     def check(self, adapter: Adapter) -> None:
         """Pack an adapter. Raises ConfigError if the kernels cannot adapt one of its modules."""
-        known = {name for names, _ in self._matrices for name in names}
+        known = {part.module for parts, _ in self._matrices for part in parts}
         for name in adapter.pairs.keys() - known:
             raise ConfigError(
                 f"the adapter {adapter.name} changes {name}, which the native kernels run without "
@@ -48,7 +60,7 @@ class NativeAdapters:
         """A C array with a CLora for each packed matrix; it lives as long as ``adapter``."""
         pairs = self._pairs.get(adapter)
         if pairs is None:
-            made = [self._pair(adapter, names, gated) for names, gated in self._matrices]
+            made = [self._pair(adapter, parts, gated) for parts, gated in self._matrices]
             pairs = (CLora * len(made))(*(struct for struct, _ in made))
             pairs.packed = [packed for _, packed in made]
             self._pairs[adapter] = pairs
@@ -67,20 +79,20 @@ class NativeAdapters:
             )
         )
 
-    def _pair(self, adapter: Adapter, names: tuple[str, ...], gated: bool) -> tuple[Any, Any]:
-        """The CLora for the packed matrix of modules ``names``, and the matrices that it points to.
-        The modules' A are stacked; a module's B is padded with zeros for the A of the others."""
-        pairs = {name: adapter.pairs[name] for name in names if name in adapter.pairs}
-        if not pairs:
+    def _pair(self, adapter: Adapter, parts: list[_Part], gated: bool) -> tuple[Any, Any]:
+        """The CLora for a packed matrix of ``parts``, and the matrices that it points to. The A of
+        the parts are stacked; a part's B is padded with zeros for the A of the others."""
+        pairs = [adapter.pairs.get(part.module) for part in parts]
+        known = [pair[0] for pair in pairs if pair is not None]
+        if not known:
             return CLora(), None
-        stacked_a = torch.cat([a for a, _ in pairs.values()])
+        stacked_a = torch.cat(known)
         padded_b, begin = [], 0
-        for name in names:
-            outputs = self._hf.get_submodule(name).out_features
-            weight = torch.zeros(outputs, len(stacked_a), dtype=self._dtype)
-            if name in pairs:
-                end = begin + len(pairs[name][0])
-                weight[:, begin:end] = pairs[name][1]
+        for part, pair in zip(parts, pairs, strict=True):
+            weight = torch.zeros(part.outputs, len(stacked_a), dtype=self._dtype)
+            if pair is not None:
+                end = begin + len(pair[0])
+                weight[:, begin:end] = pair[1][part.rows]
                 begin = end
             padded_b.append(plain_linear(weight))
         packed = (
@@ -93,3 +105,18 @@ class NativeAdapters:
         ):  # count gate and up outputs separately: both sums are added, before the activation
             b.outputs = 2 * -(-b.outputs // 16) * 16
         return CLora(a, b), packed
+
+
+def _parts(module: Any, path: str, names: Sequence[str]) -> list[_Part]:
+    """The projections ``names`` of an attention or MLP module; none of a mixture of experts."""
+    parts = []
+    for name in names:
+        parent = owner(module, name)
+        if hasattr(parent, name):
+            outputs = getattr(parent, name).out_features
+            if isinstance(parent, SplitLinear):
+                key = next(key for key, child in module.named_children() if child is parent)
+                parts.append(_Part(f"{path}.{key}", parent.rows[name], outputs))
+            else:
+                parts.append(_Part(f"{path}.{name}", slice(None), outputs))
+    return parts

@@ -28,6 +28,7 @@ from paceline.model.backends.base import GrownTree, TreeRequest
 from paceline.model.backends.counters import NativeWork, report_work, traced
 from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.packing import WeightPacker
+from paceline.model.backends.native.split import NO_ROPE
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.int8 import INT8
 
@@ -40,10 +41,11 @@ _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 class RopeTables:
     """Tables of cosines and sines, float32 ``[positions, head_dim]``, which grow with the longest
     text: the first half of a row are cosines, the second half sines. The model's own rotary module
-    computes a table for each layer type in ``kinds`` (None: the module takes no layer type)."""
+    computes a table for each layer type in ``kinds`` (None: the module takes no layer type;
+    NO_ROPE: nothing is rotated, as are the numbers of a head for which it has no angle)."""
 
-    def __init__(self, rotary_emb: Any, kinds: Sequence[str | None]) -> None:
-        self._module, self._kinds = rotary_emb, kinds
+    def __init__(self, rotary_emb: Any, kinds: Sequence[str | None], head_dim: int) -> None:
+        self._module, self._kinds, self._half = rotary_emb, kinds, head_dim // 2
         self._length, self._pointers = 0, None
         self._growing = threading.Lock()
 
@@ -59,10 +61,13 @@ class RopeTables:
             return self._pointers
 
     def _table(self, length: int, kind: str | None) -> torch.Tensor:
-        layer_type = () if kind is None else (kind,)
-        cos, sin = self._module(torch.zeros(1), torch.arange(length)[None], *layer_type)
-        half = cos.shape[-1] // 2
-        return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float().contiguous()
+        cosines, sines = torch.ones(length, self._half), torch.zeros(length, self._half)
+        if kind != NO_ROPE:
+            layer_type = () if kind is None else (kind,)
+            cos, sin = self._module(torch.zeros(1), torch.arange(length)[None], *layer_type)
+            angles = cos.shape[-1] // 2
+            cosines[:, :angles], sines[:, :angles] = cos[0, :, :angles], sin[0, :, :angles]
+        return torch.cat((cosines, sines), -1)
 
 
 def count_logit_rows(batch: Batch) -> int:
@@ -88,7 +93,7 @@ class ModelHandle:
         check(not self._handle, "the native model")
         self._weights, self._adapters = weights, adapters
         self._layers, self._width = model.layers, model.heads * model.head_dim
-        self._ropes = RopeTables(rotary_emb, rope_kinds)
+        self._ropes = RopeTables(rotary_emb, rope_kinds, model.head_dim)
         self._caches: WeakKeyDictionary[PagedCache, Any] = WeakKeyDictionary()
 
     def __del__(self) -> None:

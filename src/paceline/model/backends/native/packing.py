@@ -31,6 +31,7 @@ from paceline.kernels.library import (
 )
 from paceline.kernels.pages import zeros
 from paceline.model.backends.counters import NativeWork, WeightRead, report_work
+from paceline.model.backends.native.split import linear_of, owner
 from paceline.model.quantised.convert import Experts
 from paceline.model.quantised.weights import (
     ROW_GROUP,
@@ -247,12 +248,12 @@ def pack_children(
 ) -> PackedMatrix:
     """Pack the linear children ``names`` of ``parent`` into one matrix, and replace each by a
     ``PackedLinear``. Children that are packed already stay as they are."""
-    linears = [getattr(parent, name) for name in names]
+    linears = [linear_of(parent, name) for name in names]
     if isinstance(linears[0], PackedLinear):
         return linears[0].packed
     packed = PackedMatrix.pack(linears, dtype, gated)
     for name, (linear, part, first) in zip(names, _placements(linears, gated), strict=True):
-        setattr(parent, name, PackedLinear(linear, packed, part, first))
+        setattr(owner(parent, name), name, PackedLinear(linear, packed, part, first))
     return packed
 
 

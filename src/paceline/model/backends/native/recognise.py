@@ -1,4 +1,4 @@
-"""Which models the kernels run: decoders like Llama's, Gemma 2's and 3's, Mixtral's and Granite's.
+"""Which models the kernels run: decoders like Llama's, Gemma's, GLM's, Mixtral's and Granite's.
 
 Classes of transformers, norms and activations are recognised by their names. A recognised model is
 used only if its logits also agree with the reference's (``native_backend``).
@@ -15,14 +15,16 @@ from torch import nn
 
 from paceline.kernels.library import DTYPES, GELU_TANH, SILU, CModel
 from paceline.model.backends.native.packing import GATED, PROJECTIONS, all_or_none_quantised
+from paceline.model.backends.native.split import NO_ROPE, linear_of, split_layers
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.segments import Pattern
 from paceline.model.quantised.convert import Experts
 from paceline.model.quantised.weights import QuantisedLinear, is_plain
 
-_GEMMA = {"Gemma2ForCausalLM", "Gemma3ForCausalLM"}
+_GEMMA = {"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"}
 _LLAMA = """
     Llama Mistral Ministral Ministral3 Mixtral Qwen2 Qwen3 Qwen3Moe Granite Cwm SeedOss
+    SmolLM3 Phi3 Glm Glm4 Ernie4_5 Helium Mellum
 """
 _KNOWN = _GEMMA | {f"{name}ForCausalLM" for name in _LLAMA.split()}
 # Config options that the kernels do not implement, and the value with which each has no effect.
@@ -35,6 +37,12 @@ _GEMMA_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
+}
+_GLM_NORMS = {
+    "attention_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "post_mlp_norm": "post_mlp_layernorm",
 }
 HEAD_NORMS = ("q_norm", "k_norm")
 _TANH = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
@@ -96,6 +104,10 @@ def describe_decoder(
         return "layers differ in their heads"
     if kind not in _KNOWN or not type(hf).__module__.startswith("transformers.models."):
         return f"{kind} is no decoder of a known shape"
+    rope = hf.model.rotary_emb.rope_type
+    if not set(rope.values() if isinstance(rope, dict) else [rope]) <= STATIC_ROPE:
+        return f"the rotary embedding {rope} depends on the length"
+    split_layers(hf, shapes[0][1])
     if not all(map(_is_packable, (hf.lm_head, *_matrices(hf)))):
         return "weights that are no plain numbers"
     option = unsupported_option(hf)
@@ -125,21 +137,17 @@ def _described(
     layer_types: list[str | None] = [None] * len(norms)
     if getattr(base.rotary_emb, "layer_types", None):
         layer_types = config.layer_types[: len(norms)]
+    for n, layer in enumerate(base.layers):
+        if not getattr(layer.self_attn, "use_rope", True):
+            layer_types[n] = NO_ROPE
     rope_kinds = tuple(dict.fromkeys(layer_types))
-    rope = base.rotary_emb.rope_type
-    if not set(rope.values() if isinstance(rope, dict) else [rope]) <= STATIC_ROPE:
-        return f"the rotary embedding {rope} depends on the length"
-    for kind in rope_kinds:
-        cos, _ = base.rotary_emb(torch.zeros(1), torch.arange(1)[None], *([kind] if kind else ()))
-        if cos.shape[-1] != shape[1]:
-            return f"the rotary embedding turns {cos.shape[-1]} of {shape[1]} numbers of a head"
     scale = getattr(base.embed_tokens, "embed_scale", None)
     caps = [
         float((gemma and getattr(config, name, None)) or 0.0)
         for name in ("attn_logit_softcapping", "final_logit_softcapping")
     ]
     return DecoderShape(
-        heads=attention.q_proj.out_features // shape[1],
+        heads=linear_of(attention, "q_proj").out_features // shape[1],
         kv_heads=shape[0],
         head_dim=shape[1],
         ffn=max(map(_ffn, base.layers)),
@@ -164,7 +172,7 @@ def _ffn(layer: Any) -> int:
     """The width of a layer's MLP, or of each of its experts."""
     mlps = _mlps(layer)
     if mlps:
-        return int(mlps[0].gate_proj.out_features)
+        return int(linear_of(mlps[0], "gate_proj").out_features)
     return int(layer.mlp.experts.down_proj.shape[-1])
 
 
@@ -172,11 +180,11 @@ def _matrices(hf: Any) -> list[Any]:
     """The matrices of all layers: linear modules, and parameters of experts."""
     matrices: list[Any] = []
     for layer in hf.model.layers:
-        matrices += [getattr(layer.self_attn, name, None) for name in (*PROJECTIONS, "o_proj")]
+        matrices += [linear_of(layer.self_attn, name) for name in (*PROJECTIONS, "o_proj")]
         if hasattr(layer.mlp, "experts"):
             matrices += layer.mlp.parameters()
         for mlp in _mlps(layer):
-            matrices += [getattr(mlp, name, None) for name in (*GATED, "down_proj")]
+            matrices += [linear_of(mlp, name) for name in (*GATED, "down_proj")]
     return matrices
 
 
@@ -189,10 +197,10 @@ def _is_packable(matrix: Any) -> bool:
 def _shares_precision(layer: Any) -> bool:
     """Whether the matrices of a layer that share an input can be packed into one, and its experts
     take activations of one width."""
-    groups = [[getattr(layer.self_attn, name) for name in PROJECTIONS]]
+    groups = [[linear_of(layer.self_attn, name) for name in PROJECTIONS]]
     mlps = _mlps(layer)
-    groups += [[getattr(mlp, name) for name in GATED] for mlp in mlps]
-    experts = [[getattr(mlp, name) for mlp in mlps] for name in (*GATED, "down_proj")]
+    groups += [[linear_of(mlp, name) for name in GATED] for mlp in mlps]
+    experts = [[linear_of(mlp, name) for mlp in mlps] for name in (*GATED, "down_proj")]
     return all(map(all_or_none_quantised, groups)) and all(map(_same_activations, experts))
 
 
@@ -225,7 +233,9 @@ def as_rms_norm(module: Any, gemma: bool) -> RMSNorm | None:
 
 def _norms(layer: Any, gemma: bool) -> dict[str, RMSNorm | None]:
     """The norms of a layer by their field in CLayer; None for a norm that is no RMS norm."""
-    names = _GEMMA_NORMS if gemma else _NORMS
+    names = next(
+        (n for n in (_GEMMA_NORMS, _GLM_NORMS) if hasattr(layer, n["post_mlp_norm"])), _NORMS
+    )
     modules = {field: getattr(layer, name) for field, name in names.items()}
     attention = layer.self_attn
     modules |= {name: getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)}
