@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.model.backends.base import NATIVE, relative_error, trial_logits
+from paceline.model.backends.native import model
 from paceline.model.backends.native.split import SplitLinear
 from paceline.model.precision import quantise_loaded
 from paceline.model.target import CausalModel
@@ -18,20 +21,45 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
-@pytest.mark.parametrize("kind", ["phi3", "glm4", "ernie4_5"])
-@torch.inference_mode()
-def test_quantised_weights(kind: str, precision: str) -> None:
+KINDS = ["phi3", "glm4", "ernie4_5"]
+
+
+def random_model(kind: str, precision: str | None) -> CausalModel:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).float().eval()
     for parameter in hf.parameters():
         parameter.add_(0.2 * torch.randn_like(parameter))
-    quantise_loaded(kind, hf, precision)
-    target = CausalModel(hf, kind)
+    if precision is not None:
+        quantise_loaded(kind, hf, precision)
+    return CausalModel(hf, kind)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_quantised_weights(kind: str, precision: str) -> None:
+    target = random_model(kind, precision)
     wanted = torch.cat(trial_logits(target))
     assert target.use_backend(NATIVE), target.backend_refusal
-    assert any(isinstance(module, SplitLinear) for module in hf.modules())
+    assert any(isinstance(module, SplitLinear) for module in target.hf.modules())
     # Activations are rounded to the same codes, but for the few whose last bits differ.
     assert relative_error(torch.cat(trial_logits(target)), wanted) < 0.02
     target.use_backend("reference")  # torch runs the split layers as well, dense ones in part
     assert relative_error(torch.cat(trial_logits(target)), wanted) < 0.05
+
+
+@pytest.mark.parametrize("precision", [None, "int4"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_what_is_refused_is_as_it_was(
+    kind: str, precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = random_model(kind, precision)
+    before = {name: type(module) for name, module in target.hf.named_modules()}
+    wanted, right = trial_logits(target), model.describe_decoder
+    monkeypatch.setattr(
+        model, "describe_decoder", lambda *given: replace(right(*given), logit_scale=3.0)
+    )
+    assert not target.use_backend(NATIVE) and "logits are" in str(target.backend_refusal)
+    assert {name: type(module) for name, module in target.hf.named_modules()} == before
+    assert all(map(torch.equal, trial_logits(target), wanted))

@@ -47,6 +47,7 @@ from paceline.model.backends.native.recognise import (
     describe_decoder,
     scaled_norm,
 )
+from paceline.model.backends.native.split import SplitLinear
 from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import Experts, walk_children
 
@@ -176,6 +177,7 @@ def native_backend(model: BackendModel) -> Backend | str:
         return str(error)
     decoder = describe_decoder(model.hf, model.cache_shapes, model.patterns)
     if isinstance(decoder, str):
+        unpack_modules(model.hf)
         return decoder
     reference_logits = trial_logits(model)
     native = NativeModel(model.hf, decoder)
@@ -211,5 +213,5 @@ def unpack_modules(hf: Any) -> None:
         if isinstance(child, PackedLinear):
             setattr(parent, name, child.plain())
     for parent, name, child in walk_children(hf):
-        if isinstance(child, Experts):
+        if isinstance(child, Experts | SplitLinear):
             setattr(parent, name, child.merged())

@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.kernels.library import DTYPES, GELU_TANH, SILU, CModel
 from paceline.model.backends.native.packing import GATED, PROJECTIONS, all_or_none_quantised
-from paceline.model.backends.native.split import NO_ROPE, linear_of, split_layers
+from paceline.model.backends.native.split import NO_ROPE, PARTIAL, linear_of, split_layers
 from paceline.model.paged.cache import LayerShape
 from paceline.model.paged.segments import Pattern
 from paceline.model.quantised.convert import Experts
@@ -141,6 +141,10 @@ def _described(
         if not getattr(layer.self_attn, "use_rope", True):
             layer_types[n] = NO_ROPE
     rope_kinds = tuple(dict.fromkeys(layer_types))
+    for kind in {*rope_kinds} - {NO_ROPE}:
+        cos, _ = base.rotary_emb(torch.zeros(1), torch.arange(1)[None], *([kind] if kind else ()))
+        if cos.shape[-1] != shape[1] and type(hf).__name__ not in PARTIAL:
+            return f"the rotary embedding turns {cos.shape[-1]} of {shape[1]} numbers of a head"
     scale = getattr(base.embed_tokens, "embed_scale", None)
     caps = [
         float((gemma and getattr(config, name, None)) or 0.0)

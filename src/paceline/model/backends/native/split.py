@@ -9,6 +9,7 @@ have any order that is the same for both.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch import nn
 from paceline.model.quantised.weights import QuantisedLinear, plain_linear
 
 NO_ROPE = "none"  # the layer type of layers that do not rotate queries and keys (SmolLM3)
-_INTERLEAVED = {"Glm", "Glm4", "Ernie4_5", "Helium"}  # rotate numbers 2i and 2i + 1 of a head
-_PARTIAL = {"Phi3"}  # may rotate the first numbers only
+# Classes that rotate numbers 2i and 2i + 1 of a head, and those that may rotate the first only.
+_INTERLEAVED = {f"{name}ForCausalLM" for name in ("Glm", "Glm4", "Ernie4_5", "Helium")}
+PARTIAL = _INTERLEAVED | {"Phi3ForCausalLM"}
 
 
 class SplitLinear(nn.Module):
@@ -41,6 +43,23 @@ class SplitLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.cat([child(x) for child in self.children()], -1)
         return out if self._inverse is None else out[..., self._inverse]
+
+    def merged(self) -> nn.Linear | QuantisedLinear:
+        """The layer that this one replaced; its parts must not be packed."""
+        parts: list[Any] = list(self.children())
+        rows = slice(None) if self._inverse is None else self._inverse
+        bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts])[rows]
+        if not isinstance(parts[0], QuantisedLinear):
+            return plain_linear(torch.cat([part.weight for part in parts])[rows], bias)
+        weights = [part.quantised for part in parts]
+        offsets = [weight.offsets for weight in weights if weight.offsets is not None]
+        joined = replace(
+            weights[0],
+            codes=torch.cat([weight.codes for weight in weights]),
+            scales=torch.cat([weight.scales for weight in weights]),
+            offsets=torch.cat(offsets) if offsets else None,
+        )
+        return QuantisedLinear(joined.rows(rows), bias)
 
 
 def owner(parent: nn.Module, name: str) -> nn.Module:
@@ -91,8 +110,8 @@ def _ordered(first: int, end: int, order: torch.Tensor | None) -> slice | torch.
 
 def _order_of_head(hf: Any, head_dim: int) -> torch.Tensor | None:
     """In which order a head's numbers are rotated as the kernels do; None: in their own."""
-    kind = type(hf).__name__.removesuffix("ForCausalLM")
-    if kind not in _INTERLEAVED | _PARTIAL:
+    kind = type(hf).__name__
+    if kind not in PARTIAL:
         return None
     rotated = len(hf.model.rotary_emb.inv_freq) * 2
     pairs = torch.arange(rotated).view(-1, 2).T
