@@ -90,7 +90,7 @@ KERNELS = {
     *("llama:tied", "mistral:0.3", "mixtral:window", "qwen2:yarn", "qwen2:window", "qwen3:yarn"),
     *("qwen3_moe:yarn", "qwen3_moe:dense"),
     *("ernie4_5", "gemma", "glm", "glm4", "helium", "phi3", "phi3:window", "smollm3"),
-    *("mellum", "smollm3:yarn"),
+    *("mellum", "smollm3:yarn", "llama:longrope", "phi3:3.5", "phi3:4-mini"),
 }
 
 
@@ -99,7 +99,7 @@ KERNELS = {
 ON_TORCH = {
     *("gpt2", "opt", "gpt_neox", "phi", "stablelm", "cohere2", "deepseek_v3", "gpt_oss"),
     *("gemma3n_text", "gemma4_text", "llama4_text", "qwen3_moe", "bamba", "jamba", "lfm2"),
-    *("qwen3_next", "llama:dynamic", "phi3:4-mini"),
+    *("qwen3_next", "llama:dynamic"),
 }
 # Layers whose weight the module above them may multiply by itself: routers', and some of images.
 READ = {"classifier", "wg", "out_proj"}

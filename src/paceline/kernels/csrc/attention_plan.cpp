@@ -70,7 +70,7 @@ void Forward::locate_keys(const pl_span& span) {
   bool chain = is_chain(parents, span.nodes);
   for (long r = 0; r < rows; r++) {
     AttentionRow& row = attention_rows_[span.start + r];
-    row = {b_.positions[span.start + r], static_cast<int32_t>(chain ? tree + span.nodes : tree), nullptr, table};
+    row = {b_.positions[span.start + r], static_cast<int32_t>(chain ? tree + span.nodes : tree), nullptr, table, span.rope};
     if (row.position < 0 || row.position >= tree + span.nodes) throw std::out_of_range("position");
     if (m_.block == 2 && r >= span.pending) row.position = static_cast<int32_t>(tree + span.nodes - 1);  // the last that it sees
     key_blocks_ = std::max(key_blocks_, row.position / KEY_BLOCK + 1);

@@ -148,7 +148,7 @@ void Forward::write_kv(const Worker& worker, long index) {
   char *keys = static_cast<char*>(b_.keys[index]), *values = static_cast<char*>(b_.values[index]);
   RowRange rows = worker.share(b_.rows);
   for (long r = rows.begin; r < rows.end; r++) {
-    const float* rope = b_.rope[l.rope] + b_.positions[r] * m_.head_dim;
+    const float* rope = b_.rope[l.rope + attention_rows_[r].rope] + b_.positions[r] * m_.head_dim;
     long offset = b_.slots[r] * slot_bytes;
     k_.rope_and_write_kv(m_, l, rope, qkv_.row(r), keys + offset, values + offset, b_.int8_cache);
   }

@@ -168,7 +168,7 @@ struct LevelBatch {
     }
     t.level_rows = t.expanded() - first, t.first_row = static_cast<long>(ids.size()) - t.level_rows;
     spans.push_back({static_cast<int32_t>(t.first_row), t.params.cached, 0, static_cast<int32_t>(t.expanded()),
-                     static_cast<int32_t>(first), t.params.table_start, static_cast<int32_t>(parents.size())});
+                     static_cast<int32_t>(first), t.params.table_start, static_cast<int32_t>(parents.size()), t.params.rope});
     parents.insert(parents.end(), t.node_parent.begin(), t.node_parent.end());
     if (t.params.pair) add_adapter(t);
   }

@@ -100,6 +100,7 @@ struct AttentionRow {
   int32_t table_end;  // positions below it are in the block table, those from it on in `tree_slots`
   const int32_t* tree_slots;  // slots of the positions table_end .. position: the row's path in the draft tree
   const int32_t* block_table;
+  int32_t rope;  // as in pl_span
 };
 
 // One layer's attention for all rows of the step.

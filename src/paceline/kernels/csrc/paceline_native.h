@@ -81,6 +81,7 @@ typedef struct {
 typedef struct {
   int32_t start, context, pending, nodes, first_new;
   int32_t table_start, parents_start;  // where its block table and the parents of its nodes begin in pl_batch
+  int32_t rope;  // its rows take the table after a layer's `rope` by so many: 1: that of long texts
 } pl_span;
 
 // A LoRA adapter's matrices for one packed matrix, to which they add B A x. B has as many outputs as the packed matrix,
@@ -137,6 +138,7 @@ typedef struct {
   int32_t top_k;
   float inverse_temperature;  // 1 / temperature: tokens are scored by softmax(inverse_temperature * logits)
   float top_p, min_p, power, min_level_prob, min_node_score;
+  int32_t rope;      // as in pl_span
   int64_t position;  // of the first level, for the noise
   uint64_t seed;     // hashed once
   const pl_lora* pair;  // its adapter, as in pl_adapter_rows, or NULL

@@ -42,10 +42,20 @@ class RopeTables:
     """Tables of cosines and sines, float32 ``[positions, head_dim]``, which grow with the longest
     text: the first half of a row are cosines, the second half sines. The model's own rotary module
     computes a table for each layer type in ``kinds`` (None: the module takes no layer type;
-    NO_ROPE: nothing is rotated, as are the numbers of a head for which it has no angle)."""
+    NO_ROPE: nothing is rotated, as are the numbers of a head for which it has no angle).
+    ``short_length``: with longrope the most tokens of a short text; then there are two tables for
+    each type, that of short and that of long texts."""
 
-    def __init__(self, rotary_emb: Any, kinds: Sequence[str | None], head_dim: int) -> None:
-        self._module, self._kinds, self._half = rotary_emb, kinds, head_dim // 2
+    def __init__(
+        self,
+        rotary_emb: Any,
+        kinds: Sequence[str | None],
+        head_dim: int,
+        short_length: int | None = None,
+    ) -> None:
+        self._module, self._half, self._short = rotary_emb, head_dim // 2, short_length
+        lengths = (False, True) if short_length else (False,)
+        self._kinds = [(kind, long) for kind in kinds for long in lengths]
         self._length, self._pointers = 0, None
         self._growing = threading.Lock()
 
@@ -54,19 +64,25 @@ class RopeTables:
         with self._growing:  # several engines may decode with one model
             if length > self._length:
                 padded = max(256, 1 << (length - 1).bit_length())
-                tables = [self._table(padded, kind) for kind in self._kinds]
+                tables = [self._table(padded, *kind) for kind in self._kinds]
                 pointers: Any = (ctypes.c_void_p * len(tables))(*map(pointer, tables))
                 pointers.tables = tables
                 self._length, self._pointers = padded, pointers
             return self._pointers
 
-    def _table(self, length: int, kind: str | None) -> torch.Tensor:
+    def _table(self, length: int, kind: str | None, long: bool = False) -> torch.Tensor:
         cosines, sines = torch.ones(length, self._half), torch.zeros(length, self._half)
         if kind != NO_ROPE:
             layer_type = () if kind is None else (kind,)
-            cos, sin = self._module(torch.zeros(1), torch.arange(length)[None], *layer_type)
+            positions = torch.arange(length)
+            if self._short:  # the module decides by the largest position
+                last = torch.full((1,), self._short)
+                positions = torch.cat((positions, last)) if long else positions.clamp(max=last - 1)
+            cos, sin = self._module(torch.zeros(1), positions[None], *layer_type)
             angles = cos.shape[-1] // 2
-            cosines[:, :angles], sines[:, :angles] = cos[0, :, :angles], sin[0, :, :angles]
+            cosines[:, :angles], sines[:, :angles] = (
+                part[0, :length, :angles] for part in (cos, sin)
+            )
         return torch.cat((cosines, sines), -1)
 
 
@@ -87,13 +103,15 @@ class ModelHandle:
         rotary_emb: Any,
         rope_kinds: Sequence[str | None] = (None,),
         adapters: NativeAdapters | None = None,
+        short_length: int | None = None,
     ) -> None:
+        self._short_length = short_length
         self._close = library().pl_close
         self._handle = library().pl_open(model)
         check(not self._handle, "the native model")
         self._weights, self._adapters = weights, adapters
         self._layers, self._width = model.layers, model.heads * model.head_dim
-        self._ropes = RopeTables(rotary_emb, rope_kinds, model.head_dim)
+        self._ropes = RopeTables(rotary_emb, rope_kinds, model.head_dim, short_length)
         self._caches: WeakKeyDictionary[PagedCache, Any] = WeakKeyDictionary()
 
     def __del__(self) -> None:
@@ -200,12 +218,17 @@ class ModelHandle:
                 power=power,
                 min_level_prob=stop,
                 min_node_score=math.log(least) if least > 0 else -math.inf,
+                rope=self._is_long(tree.position),
                 position=tree.position,
                 seed=splitmix64(params.seed or tree.draw_seed or 0),
                 pair=tree.adapter and self._adapters and self._adapters.pairs_of(tree.adapter),
             )
             tables.extend(tree.table)
         return trees, tables
+
+    def _is_long(self, position: int) -> bool:
+        """Whether a text that has this position takes the angles of long texts."""
+        return self._short_length is not None and position >= self._short_length
 
     def _batch_struct(
         self, batch: Batch, cache: PagedCache, skipped: Any, **fields: Any
@@ -217,7 +240,8 @@ class ModelHandle:
         for span, table in zip(batch.spans, batch.tables, strict=True):
             nodes = span.parents
             span_fields += (span.start, span.context, span.pending, len(nodes), span.first_new)
-            span_fields += (len(tables), len(parents))
+            last = batch.positions[span.start + span.rows - 1]
+            span_fields += (len(tables), len(parents), span.long or self._is_long(last))
             tables += table
             parents += nodes
         rows, logit_rows = len(batch.input_ids), batch.logit_rows

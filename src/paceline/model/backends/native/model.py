@@ -91,7 +91,9 @@ class NativeModel(Backend):
         trim()
         self.adapters = NativeAdapters(hf, self.dtype)
         rotary_emb, kinds = hf.model.rotary_emb, decoder.rope_kinds
-        self._handle = ModelHandle(model, weights, rotary_emb, kinds, self.adapters)
+        self._handle = ModelHandle(
+            *(model, weights, rotary_emb, kinds, self.adapters, decoder.short_length)
+        )
         total_bytes = sum(matrix.data.nbytes for matrix, _, _ in weights.matrices)
         self.head_share = self.lm_head.data.nbytes / total_bytes
 

@@ -29,6 +29,7 @@ _LLAMA = """
 _KNOWN = _GEMMA | {f"{name}ForCausalLM" for name in _LLAMA.split()}
 # Config options that the kernels do not implement, and the value with which each has no effect.
 _NEUTRAL = {"llama_4_scaling_beta": 0.0, "norm_topk_prob": True}
+_LONGROPE = "longrope"  # two tables: of texts up to the original length, and of longer ones
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables do not depend on the text's length
 # Field of CLayer, and the name of the layer's module that it holds.
 _NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -76,6 +77,7 @@ class DecoderShape:
     windows: tuple[int, ...]  # sliding window of each layer, 0: full attention
     ropes: tuple[int, ...]  # for each layer, the index of its type in `rope_kinds`
     rope_kinds: tuple[str | None, ...]  # layer types, as the rotary module takes them
+    short_length: int | None = None  # longrope: tokens up to which a text is short
 
     def fields(self) -> dict[str, Any]:
         """The fields of CModel that have the same name here, except ``final_norm``."""
@@ -105,7 +107,8 @@ def describe_decoder(
     if kind not in _KNOWN or not type(hf).__module__.startswith("transformers.models."):
         return f"{kind} is no decoder of a known shape"
     rope = hf.model.rotary_emb.rope_type
-    if not set(rope.values() if isinstance(rope, dict) else [rope]) <= STATIC_ROPE:
+    kinds = {*rope.values()} if isinstance(rope, dict) else {rope}
+    if rope != _LONGROPE and not kinds <= STATIC_ROPE:
         return f"the rotary embedding {rope} depends on the length"
     split_layers(hf, shapes[0][1])
     if not all(map(_is_packable, (hf.lm_head, *_matrices(hf)))):
@@ -145,6 +148,9 @@ def _described(
         cos, _ = base.rotary_emb(torch.zeros(1), torch.arange(1)[None], *([kind] if kind else ()))
         if cos.shape[-1] != shape[1] and type(hf).__name__ not in PARTIAL:
             return f"the rotary embedding turns {cos.shape[-1]} of {shape[1]} numbers of a head"
+    short_length = None
+    if base.rotary_emb.rope_type == _LONGROPE:
+        short_length = int(config.rope_parameters["original_max_position_embeddings"])
     scale = getattr(base.embed_tokens, "embed_scale", None)
     caps = [
         float((gemma and getattr(config, name, None)) or 0.0)
@@ -167,8 +173,9 @@ def _described(
         norms=tuple(norms),
         final_norm=final,
         windows=tuple(pattern.window or 0 for pattern in patterns),
-        ropes=tuple(rope_kinds.index(kind) for kind in layer_types),
+        ropes=tuple(rope_kinds.index(kind) * (2 if short_length else 1) for kind in layer_types),
         rope_kinds=rope_kinds,
+        short_length=short_length,
     )
 
 
