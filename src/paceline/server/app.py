@@ -22,8 +22,7 @@ from starlette.exceptions import HTTPException
 from paceline import __version__
 from paceline.errors import PacelineError
 from paceline.server.api import adapters, anthropic, openai, responses, tokens
-from paceline.server.config import ServeConfig
-from paceline.server.errors import RESPONSES, on_error, on_http_error, on_invalid
+from paceline.server.errors import RESPONSES, on_error, on_http_error
 from paceline.server.failures import APIError
 from paceline.server.requestlog import Exchange, RequestLog
 from paceline.server.security import Gate, Keys, check_content_type, check_host
@@ -59,28 +58,23 @@ def create_app(
     _add_models(app, service)
     _add_status(app, service)
     _add_pages(app)
-    for error in (PacelineError, RecursionError, Exception):
+    for error in (PacelineError, RecursionError, RequestValidationError, Exception):
         app.add_exception_handler(error, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    _protect(app, service.config, keys, local)
-    app.add_middleware(RequestLog, on_end=on_end)
-    return app
-
-
-def _protect(app: FastAPI, config: ServeConfig, keys: Keys | None, local: bool) -> None:
-    """Add the middleware of security.py. The one added last runs first."""
+    # The middleware that is added last runs first.
     hosts, key_checks = [check_host] if local else [], [keys.check_key] if keys else []
     checks = [*hosts, check_content_type, *key_checks]
-    app.add_middleware(Gate, checks=checks, limit=config.max_request_bytes)
-    if config.cors_origin:
+    app.add_middleware(Gate, checks=checks, limit=service.config.max_request_bytes)
+    if service.config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=config.cors_origin,
+            allow_origins=service.config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # clients send many custom headers
             expose_headers=["x-request-id", "x-paceline-ignored", "retry-after"],
         )
+    app.add_middleware(RequestLog, on_end=on_end)
+    return app
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -81,16 +81,18 @@ def error_response(error: Exception, path: str) -> JSONResponse:
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
+    """Answer a failed request, for example one whose body does not validate."""
+    if isinstance(error, RequestValidationError):
+        error = validation_error(error.errors(), skip=1)  # every location begins with "body"
     return error_response(error, request.url.path)
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """Answer a request with an unknown path or method."""
     assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     if error.status_code == 400:  # FastAPI raises this for bytes that are not UTF-8
-        bad = APIError("the body is not UTF-8 text", code="invalid_json")
-        return error_response(bad, request.url.path)
+        return await on_error(request, APIError("the body is not UTF-8 text", code="invalid_json"))
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{request.method} {request.url.path}: {error.detail}"
     if error.status_code == 404:
         paths = [route.path for route in request.app.routes if isinstance(route, Route)]
@@ -99,16 +101,7 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     headers = error.headers or {}
     if "Allow" in headers:
         message += f"; use {headers['Allow']}"
-    response = error_response(APIError(message, error.status_code, code=code), request.url.path)
-    response.headers.update(headers)
-    return response
-
-
-async def on_invalid(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request whose body does not validate."""
-    assert isinstance(error, RequestValidationError)
-    # Every location begins with "body".
-    return error_response(validation_error(error.errors(), skip=1), request.url.path)
+    return await on_error(request, APIError(message, error.status_code, code=code, headers=headers))
 
 
 # Parts of pydantic's locations that are not fields, but members of a union or validators.

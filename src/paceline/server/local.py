@@ -1,15 +1,21 @@
-"""The engine on a thread of the HTTP process (``--single-process``)."""
+"""The process that runs the engine: a thread beside HTTP (``--single-process``), or a process of
+its own (``main``), which ends when the connection closes."""
 
 from __future__ import annotations
 
 import socket
+import sys
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.children import exit_now, ignore_signals
 from paceline.core.libraries import quiet_libraries, set_threads
+from paceline.errors import debugging, error_line
+from paceline.server import wire
 from paceline.server.loop import EngineLoop, Link
+from paceline.server.run import set_up_logging
 from paceline.server.service import Service
-from paceline.server.wire import Facts
 from paceline.settings import explicit
 
 if TYPE_CHECKING:
@@ -27,6 +33,32 @@ def load_llm(settings: ServeConfig) -> LLM:
     return LLM(settings.model, settings.drafts, **more, **explicit(vars(settings), "LLM"))
 
 
+def main() -> None:
+    """Run the engine process; ``sys.argv[1]`` is the file descriptor of the connection."""
+    ignore_signals()  # the parent handles them: it drains, then closes the connection
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    first = wire.read_message(connection)
+    if first is None:
+        return
+    message = wire.REQUESTS.decode(first)
+    assert isinstance(message, wire.LoadModel)
+    link = Link(connection, lambda: exit_now(0))
+    # Read while the model loads, so that the end of the parent ends this process.
+    threading.Thread(target=link.read, name="paceline-link", daemon=True).start()
+    set_up_logging(message.config.log_level)
+    try:
+        loop = link.loop = EngineLoop(load_llm(message.config), link.send, message.config.alias_of)
+    except Exception as error:
+        if debugging():
+            traceback.print_exc()
+        link.send(wire.Lost(error_line(error).encode("utf-8", "replace").decode("utf-8")))
+        exit_now(1)
+    link.send(wire.Hello(wire.Facts.of(loop.llm)))
+    loop.start()
+    loop.join()
+    exit_now(0 if loop.lost is None else 1)
+
+
 _JOIN_SECONDS = 10.0  # how long ``close`` waits for the thread that reads the connection
 
 
@@ -34,7 +66,7 @@ class EngineThread:
     """An engine on a thread of this process; messages cross a socket pair as between processes."""
 
     def __init__(self, llm: LLM, alias_of: str | None = None) -> None:
-        self.llm, self.facts = llm, Facts.of(llm)
+        self.llm, self.facts = llm, wire.Facts.of(llm)
         self._connection, self._engine_end = socket.socketpair()
         link = Link(self._engine_end, self._engine_end.close)
         self.loop = link.loop = EngineLoop(llm, link.send, alias_of)

@@ -195,25 +195,22 @@ class EngineLoop:
     # -- the engine thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Step while there are jobs, else sleep, until a step fails or an error is in ``_wakeups``.
+        All jobs end with that, whatever its kind: without this thread no request would end."""
         try:
-            self._step_forever()
-        except BaseException as error:  # of any kind: without this thread no request would end
+            while True:
+                while not (self._prepared and self._wakeups.empty()):
+                    if (end := self._wakeups.get()) is not None:
+                        raise end
+                for job in self._prepared:
+                    if job.outcome is not None:  # cancelled
+                        self._finish(job, job.outcome)
+                if self.llm.engine.has_work:
+                    self.metrics.record_step(self.llm, self.llm.step())
+                # Jobs may also have ended without a step.
+                self._publish()
+        except BaseException as error:
             self._close(error)
-
-    def _step_forever(self) -> None:
-        """Step while there are jobs, else sleep. Raises errors of steps and in ``_wakeups``."""
-        while True:
-            while not (self._prepared and self._wakeups.empty()):
-                if (end := self._wakeups.get()) is not None:
-                    raise end
-            for job in self._prepared:
-                if job.outcome is not None:  # cancelled
-                    self._finish(job, job.outcome)
-            if self.llm.engine.has_work:
-                advanced = self.llm.step()
-                self.metrics.record_step(self.llm, advanced)
-            # Jobs may also have ended without a step.
-            self._publish()
 
     @property
     def _prepared(self) -> list[EngineJob]:

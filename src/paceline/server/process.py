@@ -32,7 +32,7 @@ class EngineProcess:
         self.connection, child_end = socket.socketpair()
         with child_end:
             self._process = children.start(
-                *("paceline.server.child", str(child_end.fileno())),
+                *("paceline.server.local", str(child_end.fileno())),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[child_end.fileno()],
             )

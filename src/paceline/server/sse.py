@@ -90,20 +90,18 @@ class EventStream(StreamingResponse):
 
     def __init__(self, answer: Answer, ticket: Ticket) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        bodies = self._bodies(answer)
-        super().__init__(bodies, headers=headers, media_type="text/event-stream")
+        super().__init__(self._bodies(answer), headers=headers, media_type="text/event-stream")
         self._ticket = ticket
-        self._final_status = client_gone().status  # unless the stream reaches its end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._ticket.cancel()
-            current_exchange().status = self._final_status
 
     async def _bodies(self, answer: Answer) -> AsyncIterator[bytes]:
-        final_status = self.status_code
+        exchange, final_status = current_exchange(), self.status_code
+        exchange.status = client_gone().status  # unless the stream reaches its end
         try:
             while events := await self._ticket.next():
                 chunks = [chunk for event in events for chunk in answer.feed(event)]
@@ -118,7 +116,7 @@ class EventStream(StreamingResponse):
             if converted is not error and converted.status >= 500:
                 log.warning("a stream ended early: %s", converted, exc_info=error)
             yield _encode_events(answer, [answer.error_chunk(converted)])
-        self._final_status = final_status
+        exchange.status = final_status
 
 
 def _encode_events(answer: Answer, chunks: Sequence[Chunk]) -> bytes:

@@ -86,7 +86,7 @@ _TEMPLATE_FIELDS = ("reasoning_effort", "verbosity")
 def render_request(tokenizer: Tokenizer, body: protocol.ChatRequest) -> list[int]:
     """The token ids of a request's conversation. Raises APIError."""
     variables = dict(body.chat_template_kwargs)
-    template = _template_of(tokenizer)
+    template = str(tokenizer.chat_template or "")
     for name in _TEMPLATE_FIELDS:
         value = getattr(body, name)
         if value is not None and name in template:
@@ -111,7 +111,7 @@ def render(
     system message describes them. Raises APIError."""
     for number, message in enumerate(messages):
         check_text(message.text(), f"messages.{number}.content")
-    template = _template_of(tokenizer)
+    template = str(tokenizer.chat_template or "")
     if not template:
         raise APIError(
             "this model has no chat template; use /v1/completions", code="no_chat_template"
@@ -140,10 +140,6 @@ def render(
         )
     except PromptError as error:
         raise APIError(str(error), param="messages") from None
-
-
-def _template_of(tokenizer: Tokenizer) -> str:
-    return str(tokenizer.chat_template or "")
 
 
 def _template_message(

@@ -175,7 +175,16 @@ async def _encode(service: Service, body: CompletionRequest, prompt: str | list[
 def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, http: HTTPRequest) -> Response:
-        ticket, prompts = await _submit(service, body)
+        service.check_model(body.model)
+        prompts = [await _encode(service, body, prompt) for prompt in body.prompt]
+        remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
+        limit = remaining if body.max_tokens is None else max(1, body.max_tokens)
+        best_of = body.best_of or body.n
+        logprobs = 0 if body.logprobs is None and best_of > body.n else body.logprobs
+        params = sampling_params(body, service.facts, limit, logprobs)
+        prompt_logprobs = body.logprobs if body.echo else None
+        params = replace(params, n=best_of, prompt_logprobs=prompt_logprobs)
+        ticket = await service.submit(body, prompts, params)
         answer = CompletionAnswer(service, body, ticket, prompts)
         return await respond_with(answer, ticket, http, body.stream)
 
@@ -183,20 +192,6 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def chat(body: ChatRequest, http: HTTPRequest) -> Response:
         chat = await SubmittedChat.submit(service, body)
         return await respond_with(ChatAnswer(chat), chat.ticket, http, body.stream)
-
-
-async def _submit(service: Service, body: CompletionRequest) -> tuple[Ticket, list[list[int]]]:
-    """Submit a request; also returns its prompts' ids. Raises what ``Service.submit`` raises."""
-    service.check_model(body.model)
-    prompts = [await _encode(service, body, prompt) for prompt in body.prompt]
-    remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
-    limit = remaining if body.max_tokens is None else max(1, body.max_tokens)
-    best_of = body.best_of or body.n
-    logprobs = 0 if body.logprobs is None and best_of > body.n else body.logprobs
-    params = sampling_params(body, service.facts, limit, logprobs)
-    prompt_logprobs = body.logprobs if body.echo else None
-    params = replace(params, n=best_of, prompt_logprobs=prompt_logprobs)
-    return await service.submit(body, prompts, params), prompts
 
 
 class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
