@@ -17,7 +17,7 @@ from paceline import LLM, Grammar, SamplingParams
 from paceline.core.transfer import HostCopy
 from paceline.model.target import CausalModel
 from paceline.parallel import shared
-from paceline.parallel.worker import Follower
+from paceline.parallel.shared import Follower
 from support.claimed_cuda import Claimed, Devices, MixedDevicesError, claimed_devices
 from support.every_drafter import SPECS
 

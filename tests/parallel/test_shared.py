@@ -342,5 +342,5 @@ def ranks_below(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
             command = Path(f"/proc/{child}/cmdline").read_bytes()
-            found += [child] if b"paceline.parallel.worker" in command else ranks_below(child)
+            found += [child] if b"paceline.parallel.shared" in command else ranks_below(child)
     return found

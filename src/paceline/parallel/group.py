@@ -87,7 +87,7 @@ class RankGroup:
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def broadcast(self, method: str, *arguments: Any) -> None:
-        """Order the other ranks to call this method of ``Follower`` (worker.py), or to "stop"."""
+        """Order the other ranks to call this method of ``Follower`` (shared.py), or to "stop"."""
         dist.broadcast_object_list([method, arguments], src=0, group=self._control)
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:

@@ -46,7 +46,7 @@ class RankProcess:
         self.ready = threading.Event()
         self._name, self._ended = f"rank {rank} of {job['size']}", ended
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.popen = children.start("paceline.parallel.worker", **pipes)
+        self.popen = children.start("paceline.parallel.shared", **pipes)
         threading.Thread(target=self._listen, name=f"paceline-rank-{rank}", daemon=True).start()
         with suppress(OSError):  # the process has ended, and the thread calls ``ended``
             assert self.popen.stdin is not None

@@ -1,9 +1,18 @@
-"""A tensor-parallel target from the side of rank 0, the process that decodes with it."""
+"""A tensor-parallel target: ``SharedForward`` in rank 0, the process that decodes with it, gives
+orders to the ``Follower`` of every other rank.
+
+The process of another rank runs ``main``. A line of JSON on standard input says what to load; the
+process ends when standard input is closed. A rank that fails writes the reason in one line to
+standard output."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
+import logging
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,13 +23,14 @@ from torch import nn
 
 from paceline.core.adapter import Adapter
 from paceline.core.batch import Batch, ModelOutput
-from paceline.errors import ConfigError
+from paceline.core.children import exit_now, ignore_signals
+from paceline.errors import ConfigError, debugging
 from paceline.model.backends.base import REFERENCE, Backend
 from paceline.model.loading import resolve_device
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
-from paceline.parallel.group import BatchOrder, whole_parameters
-from paceline.parallel.processes import RankProcesses, check_shareable, load_part
+from paceline.parallel.group import BatchOrder, RankGroup, rank_environment, whole_parameters
+from paceline.parallel.processes import READY, RankProcesses, check_shareable, load_part
 
 
 def load_shared(
@@ -121,7 +131,7 @@ class SharedForward(Backend):
             self.ranks.group.broadcast("drop", self._dropped.pop())
         if cache not in self._numbers:
             number = self._numbers[cache] = next(self._count)
-            cache.on_move = partial(_move, weakref.ref(self), weakref.ref(cache))
+            cache.on_move = partial(_move, weakref.ref(self), number)
             weakref.finalize(cache, self._dropped.append, number).atexit = False
             how = cache.num_blocks, cache.block_size, cache.dtype
             self.ranks.group.broadcast("make", number, *how)
@@ -129,11 +139,82 @@ class SharedForward(Backend):
 
 
 def _move(
-    shared_ref: weakref.ref[SharedForward],
-    cache_ref: weakref.ref[PagedCache],
-    slots: Sequence[tuple[int, int]],
+    shared_ref: weakref.ref[SharedForward], number: int, slots: Sequence[tuple[int, int]]
 ) -> None:
-    shared, cache = shared_ref(), cache_ref()
-    if shared is not None and cache is not None:
+    """Copy rows of the counterparts with this number, as of a cache of rank 0 that calls this."""
+    if (shared := shared_ref()) is not None:
         with shared.ranks.together():
-            shared.ranks.group.broadcast("move", shared._number(cache), tuple(slots))
+            shared.ranks.group.broadcast("move", number, tuple(slots))
+
+
+# -- the other ranks -------------------------------------------------------------------------------
+
+
+def main() -> None:
+    ignore_signals()
+    replies, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not reach rank 0
+    line = sys.stdin.readline()
+    if not line:
+        return
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    try:
+        job = json.loads(line)
+        rank, size, kind = job["rank"], job["size"], job["device"]
+        device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+        torch.set_num_threads(job["threads"])
+        print(READY, file=replies, flush=True)
+        group = RankGroup(rank, size, job["store"], device)
+        with rank_environment(rank):
+            model = load_part(job["model"], job["dtype"], device, size)
+        Follower(model, group).run()
+    except Exception as error:
+        words = " ".join(str(error).split())[:300]
+        print(f"failed: {type(error).__name__}: {words}", file=replies, flush=True)
+        if debugging():
+            logging.getLogger("paceline").exception("a rank failed", exc_info=error)
+        exit_now(1)
+    exit_now(0)
+
+
+def _end_with_rank_0() -> None:
+    sys.stdin.read()
+    exit_now(0)
+
+
+class Follower:
+    """Runs rank 0's orders (the methods after ``run``) on this rank's weights and caches."""
+
+    def __init__(self, model: CausalModel, group: RankGroup) -> None:
+        self._model, self._group = model, group
+        self._caches: dict[int, PagedCache] = {}
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        while (order := self._group.receive())[0] != "stop":
+            getattr(self, order[0])(*order[1])
+        self._group.leave()
+
+    def make(self, cache: int, blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        """Make this rank's part of the cache with the number ``cache``."""
+        shapes, device = self._model.cache_shapes, self._model.device
+        self._caches[cache] = PagedCache(shapes, blocks, block_size, dtype, device)
+
+    def drop(self, cache: int) -> None:
+        del self._caches[cache]
+
+    def forward(self, cache: int, order: BatchOrder) -> None:
+        batch, count = order.batch, sum(order.sizes)
+        if count:
+            numbers = torch.empty(count, dtype=torch.int64, device=self._model.device)
+            batch = order.whole(self._group.share(numbers))
+        self._model(batch, self._caches[cache])
+
+    def move(self, cache: int, slots: tuple[tuple[int, int], ...]) -> None:
+        """Copy rows of a cache between slots: (from, to) pairs."""
+        self._caches[cache].copy(slots)
+
+    def gather(self, side: str) -> None:
+        whole_parameters(getattr(self._model.hf, f"get_{side}_embeddings")())
+
+    def free_memory(self) -> None:
+        self._group.least_memory()
