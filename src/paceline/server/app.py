@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from paceline import __version__
 from paceline.errors import PacelineError
-from paceline.server.api import adapters, anthropic, openai, responses, tokens
+from paceline.server.api import anthropic, openai, responses, vllm
 from paceline.server.errors import RESPONSES, on_error, on_http_error
 from paceline.server.failures import APIError
 from paceline.server.requestlog import Exchange, RequestLog
@@ -53,7 +53,7 @@ def create_app(
         redoc_url=None,
         responses=RESPONSES,
     )
-    for api in (openai, responses, anthropic, tokens, adapters):
+    for api in (openai, responses, anthropic, vllm):
         api.add_routes(app, service)
     _add_models(app, service)
     _add_status(app, service)

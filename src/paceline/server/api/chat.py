@@ -193,6 +193,34 @@ def _describe_tools(
     return [{"role": "system", "content": text}, *messages]
 
 
+# The special tokens before the prefix, before the suffix and at the end of the prompt, by model
+# family. (DeepSeek's second token marks the hole between prefix and suffix.)
+_FIM_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
+
+
+def fill_in_middle_prompt(tokenizer: Tokenizer, prefix: list[int], suffix: str) -> list[int]:
+    """The prompt for the text between ``prefix`` and ``suffix``. A beginning-of-text token of the
+    prefix stays in front. Raises APIError if the tokenizer has no tokens for it."""
+    vocabulary = tokenizer.get_vocab()
+    for tokens in _FIM_TOKENS:
+        if all(token in vocabulary for token in tokens):
+            begin, hole, end = (vocabulary[token] for token in tokens)
+            suffix_ids = tokenizer.encode(suffix, add_special_tokens=False)
+            bos = prefix[:1] if prefix[:1] == [tokenizer.bos_token_id] else []
+            return [*bos, begin, *prefix[len(bos) :], hole, *suffix_ids, end]
+    raise APIError(
+        "suffix: this model's tokenizer has no tokens for filling in the middle; leave suffix out",
+        param="suffix",
+        code="unsupported_field",
+    )
+
+
 # -- parameters ------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 
 from paceline.core.params import EMPTY_PROMPT, TokenLogprob
 from paceline.request.completion import Completion, StreamEvent
-from paceline.server.api.chat import SubmittedChat, sampling_params
+from paceline.server.api.chat import SubmittedChat, fill_in_middle_prompt, sampling_params
 from paceline.server.api.choices import (
     LogprobColumns,
     TokenOrigins,
@@ -32,7 +32,6 @@ from paceline.server.api.protocol import (
     Speculation,
     StreamOptions,
 )
-from paceline.server.api.tokens import fill_in_middle_prompt
 from paceline.server.api.tools import Delta, message_from_deltas, parse_event
 from paceline.server.client import Ticket
 from paceline.server.failures import APIError
