@@ -15,13 +15,13 @@ from typer.core import TyperGroup
 from paceline import __version__
 from paceline.cli.bench import bench, profile, tune
 from paceline.cli.certify import certify
-from paceline.cli.datastore import app as datastore
 from paceline.cli.demo import demo
 from paceline.cli.generate import chat, generate
 from paceline.cli.models import check_drafter, doctor, export, pull, quantize, recommend, replay
 from paceline.cli.options import Command, SwitchesWithoutType
 from paceline.cli.serve import serve
 from paceline.cli.train import app as train
+from paceline.cli.train import datastore
 from paceline.errors import debugging, error_line
 from paceline.kernels.compile import are_kernels_here, origin
 

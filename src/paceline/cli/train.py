@@ -1,6 +1,7 @@
 """``paceline train``: trains draft models and heads; ``paceline train sample``: a model answers
 prompts, as training data for its drafts. Each answer is written to the file at once, so an
-interruption only loses the answers that were being generated.
+interruption only loses the answers that were being generated. ``paceline datastore``: builds the
+files that ``--draft datastore:FILE`` drafts from.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, replace
 from importlib import import_module
 from inspect import getdoc
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline import SamplingParams
-from paceline.cli.options import Command, expand, load_llm
+from paceline.cli.options import Command, TargetName, expand, load_llm
 from paceline.cli.output import WriteOptions, print_json
 from paceline.core.libraries import set_threads
 from paceline.core.stages import info, stage
+from paceline.errors import DataError
 from paceline.files import LongRecord
 from paceline.settings import EngineSettings, LoadSettings, changed, setting
 from paceline.train import configs
@@ -31,6 +34,9 @@ from paceline.train.configs import AnswerConfig, PromptSelection, TrainConfig
 from paceline.train.records import Source
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from paceline.model.tokenizer import Tokenizer
     from paceline.train.trainer import Progress, Trainer
 
 _STOP_SIGNALS = signal.SIGINT, signal.SIGTERM
@@ -203,3 +209,78 @@ _add("dspark", configs.DSparkTrainConfig)
 _add("medusa", configs.MedusaTrainConfig)
 _add("eagle", configs.Eagle1TrainConfig)
 app.command("sample", cls=Command)(sample)
+
+
+# -- datastores ------------------------------------------------------------------------------------
+
+datastore = typer.Typer(help="Datastores for drafting by retrieval.", no_args_is_help=True)
+_TEXT_SUFFIXES = (".txt", ".text", ".md")
+
+
+@datastore.callback()
+def root() -> None:
+    """Makes ``build`` a subcommand, although it is the only one."""
+
+
+@datastore.command("build", cls=Command)
+@expand
+def build(
+    target: TargetName,
+    output: WriteOptions,
+    files: tuple[Path, ...] = setting(
+        MISSING, "JSONL(.gz) files in the format of `train`, or plain text files.", flags=("FILES",)
+    ),
+    out: Path = setting(MISSING, "File to write."),
+    from_answers: bool = setting(
+        False,
+        "Take only the assistant's answers; the model's own (`train sample`) work best.",
+    ),
+    min_count: int = setting(2, "Keep continuations that occur at least this often.", low=1),
+    exclude_licenses: tuple[str, ...] = setting(
+        (), "Leave out records whose license contains this text.", flags=("--exclude-license",)
+    ),
+) -> None:
+    """Write a datastore of texts, in a model's tokens, for `--draft datastore:FILE`."""
+    import numpy as np
+
+    from paceline.draft.datastore import write_datastore
+    from paceline.lab.bench.prompts import read_records
+    from paceline.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(target.model)
+    texts: list[np.ndarray] = []
+    for file in files:
+        if file.suffix.lower() not in _TEXT_SUFFIXES:
+            texts += _read_records(file, tokenizer, from_answers, exclude_licenses)
+        elif from_answers:
+            raise DataError(f"{file} is plain text, which has no answers; give JSONL records")
+        else:
+            for _, record in read_records(file):
+                text = tokenizer.backend_tokenizer.encode(record["text"], add_special_tokens=False)
+                texts.append(np.array(text.ids, np.int64))
+    with stage("sorting contexts"):
+        tokens, contexts = write_datastore(out, texts, tokenizer, min_count)
+    size = out.stat().st_size
+    if output.as_json:
+        print_json({"file": str(out), "tokens": tokens, "contexts": contexts, "bytes": size})
+        return
+    info(f"{tokens:,} tokens, {contexts:,} contexts, {size / 1e6:,.1f} MB in {out}")
+    info(f"use it with --draft datastore:{out} or --draft hybrid:suffix+ngram+datastore:{out}")
+
+
+def _read_records(
+    file: Path, tokenizer: Tokenizer, answers: bool, exclude_licenses: tuple[str, ...]
+) -> Iterator[np.ndarray]:
+    """The token ids of a file's records, or of their answers. Each answer includes the tokens
+    before it that a lookup of its first token needs."""
+    import numpy as np
+
+    from paceline.draft.datastore import MATCH
+    from paceline.train.data import encode_stream
+
+    stream = encode_stream(file, tokenizer, exclude_licenses, "assistant" if answers else "all")
+    kept = np.convolve(stream.loss_mask, np.ones(MATCH + 1))[MATCH:] > 0
+    cuts = np.union1d(stream.starts, np.flatnonzero(np.diff(kept)) + 1)
+    for start, end in pairwise([0, *cuts, len(kept)]):
+        if kept[start:end].any():
+            yield stream.ids[start:end]
