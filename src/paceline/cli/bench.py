@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.options import ModelOptions, TargetName, expand, load_llm
-from paceline.cli.output import NOT_ENOUGH, Interruption, ReportOptions, RunOptions, measuring
+from paceline.cli.output import NOT_ENOUGH, ReportOptions, RunOptions, measuring
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, debugging
 from paceline.files import check_writable
@@ -88,13 +88,25 @@ def bench(
     budget = run.begin()
     with stage("starting"):
         plan = _plan(engine, source, options)
+        from paceline.lab.bench.engines import EngineFactory
         from paceline.lab.bench.pages import report_of
+        from paceline.lab.bench.prompts import fit, tokens_needed
         from paceline.lab.bench.result import BenchResult
+        from paceline.lab.bench.runner import spending_of
 
     # This LLM only shares its weights, so its cache is small; each method gets its own cache.
     llm = replace(engine, draft_length=None, max_batch_size=1, kv_cache_memory=None).open(None)
+    methods, sweep = plan.methods, plan.sweep
+    fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens)
+    prompts = [(prompt.category, ids) for prompt, ids in fitting]
+    needed = tokens_needed(llm, (ids for _, ids in prompts), sweep.max_tokens)
+    sizes = {"max_model_len": needed, "kv_cache_memory": engine.kv_cache_memory}
+    factory = EngineFactory(llm, rule=plan.settings["rule"], **sizes)
     record: list[JobResult] = []
-    interrupted, fields = _measure(engine, plan, llm, record, budget)
+    runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
+    with measuring("measuring", budget, runs) as interrupted:
+        sweep.run(prompts, methods, factory.create, record, interrupted.advance, budget)
+    spending = spending_of(record, sweep, prompts, budget)
     if not record:
         if not interrupted.code:
             info(
@@ -103,8 +115,13 @@ def bench(
             )
         return interrupted.code or NOT_ENOUGH
     with stage("comparing the texts"):
-        result = BenchResult.of(plan.methods, plan.settings, llm, record)
-        result = replace(result, **fields)
+        result = replace(
+            BenchResult.of(methods, plan.settings, llm, record),
+            left_out=left_out,
+            interrupted=bool(interrupted.code),
+            unequal=factory.unequal,
+            spending=spending,
+        )
     run.emit(result.record(), report_of(result), run.details)
     failures = result.failures(options.allow_idle)
     for line in failures:
@@ -133,33 +150,6 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
         "price": options.price,
     }
     return _Plan(methods, sweep, prompts, settings)
-
-
-def _measure(
-    engine: ModelOptions, plan: _Plan, llm: LLM, record: list[JobResult], budget: Budget
-) -> tuple[Interruption, dict[str, Any]]:
-    """Append measurements to ``record``; returns whether Ctrl-C was pressed, and further fields of
-    BenchResult. Raises DataError if no prompt leaves room for an answer."""
-    from paceline.lab.bench.engines import EngineFactory
-    from paceline.lab.bench.prompts import fit, tokens_needed
-    from paceline.lab.bench.runner import spending_of
-
-    methods, sweep = plan.methods, plan.sweep
-    fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens)
-    rule, memory = plan.settings["rule"], engine.kv_cache_memory
-    prompts = [(prompt.category, ids) for prompt, ids in fitting]
-    needed = tokens_needed(llm, (ids for _, ids in prompts), sweep.max_tokens)
-    sizes = {"max_model_len": needed, "kv_cache_memory": memory}
-    factory = EngineFactory(llm, rule=rule, **sizes)
-    runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
-    with measuring("measuring", budget, runs) as interrupted:
-        sweep.run(prompts, methods, factory.create, record, interrupted.advance, budget)
-    return interrupted, {
-        "left_out": left_out,
-        "interrupted": bool(interrupted.code),
-        "unequal": factory.unequal,
-        "spending": spending_of(record, sweep, prompts, budget),
-    }
 
 
 _model = under("Model")
