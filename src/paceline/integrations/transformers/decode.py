@@ -186,9 +186,7 @@ def generate(
     Returns token ids ``[batch, length]`` including the prompts, or a SpeculativeOutput if the
     configuration asks for a dict. Raises ConfigError for options that are not supported, and
     whatever a stopping criterion, logits processor or streamer raises."""
-    caller = _caller_arguments()
-    streamer = caller.get("streamer") if streamer is None else streamer
-    _refuse_other_modes(caller, synced_gpus)
+    streamer = _checked_streamer(streamer, synced_gpus)
     check_architecture(model.config)
     terms = read_terms(generation_config, logits_processor, stopping_criteria, input_ids.shape[1])
     prompts = read_prompts(input_ids, model_kwargs)
@@ -216,18 +214,16 @@ def generate(
     return sequences
 
 
-def _caller_arguments() -> dict[str, Any]:
-    """Local variables of ``model.generate``: transformers 5.17 to 5.23 keep the streamer there."""
+def _checked_streamer(given: Any, synced_gpus: bool) -> Any:
+    """The streamer. transformers 5.17 to 5.23 keep it in the local variables of ``model.generate``.
+    Raises ConfigError for decoding modes that only transformers has."""
     frame = sys._getframe(2)
-    return dict(frame.f_locals) if frame.f_code.co_name == "generate" else {}
-
-
-def _refuse_other_modes(caller: dict[str, Any], synced_gpus: bool) -> None:
-    """Raise ConfigError for decoding modes that only transformers has."""
+    caller = frame.f_locals if frame.f_code.co_name == "generate" else {}
     if caller.get("assistant_model") is not None:
         raise refuse("assistant_model", "give its folder as draft=...")
     if synced_gpus:
         raise refuse("synced_gpus", "decode on one device")
+    return caller.get("streamer") if given is None else given
 
 
 def _drawn_seed() -> int:
