@@ -138,8 +138,7 @@ def card(folder: Path, number: int) -> None:
     run: Any = SimpleNamespace(
         tokenizer=SimpleNamespace(chat_template=None),
         config=config,
-        out=folder,
-        result="",
+        folder=folder,
         sources=[],
         history=[],
     )

@@ -115,7 +115,8 @@ def test_products_are_in_a_precision_that_the_processor_has(
     assert trainer.model.dtype == trainer.target.dtype == computed
     muon = trainer.optimizer._optimizers[0][0]
     assert isinstance(muon, Float32Muon) == (computed == torch.float32)
-    file = trainer.write_result() / "model.safetensors"
+    trainer.write_result()
+    file = trainer.folder / "model.safetensors"
     assert {tensor.dtype for tensor in load_tensors(file).values()} == {written}
 
 

@@ -8,7 +8,6 @@ draft distribution the target accepts."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -120,5 +119,5 @@ class BlockTrainer(HeadTrainer):
             before = self.logits(output, before).argmax(-1)
             yield before
 
-    def write_head(self, folder: Path) -> None:
-        save_block(self.stored(), folder)
+    def write_result(self) -> None:
+        save_block(self.stored(), self.folder)

@@ -41,6 +41,5 @@ def write_card(trainer: Trainer, command: str) -> Path:
     tables = {"data": data, "losses": losses, "tasks": tasks, "form": digest}
     template = Path(__file__).with_name("card.md")
     text = render_template(template, trainer=trainer, config=config, command=command, **tables)
-    folder = trainer.out / trainer.result
-    replace_in(folder, {"README.md": text.encode("utf-8")}, "the model card")
-    return folder / "README.md"
+    replace_in(trainer.folder, {"README.md": text.encode("utf-8")}, "the model card")
+    return trainer.folder / "README.md"

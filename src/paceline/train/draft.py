@@ -7,22 +7,21 @@ weights; TV itself is best for the last steps (DistillSpec, Zhou et al. 2023, ar
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
-from paceline.core.stages import stage
 from paceline.errors import ConfigError, VocabularyMismatchError
 from paceline.files import atomic_folder
-from paceline.model.loading import load_module, load_tokenizer
+from paceline.model.loading import load_tokenizer, weight_files
+from paceline.model.tensorfile import add_checksums
 from paceline.model.tokenizer import differences
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText, max_context, simulate_decoding
 from paceline.train.configs import DraftConfig as DraftConfig
 from paceline.train.data import Windows
 from paceline.train.losses import distribution_loss, teacher_probs, token_log_probs
-from paceline.train.trainer import Trainer, run_name, save_model
+from paceline.train.trainer import Trainer, run_name
 from paceline.train.unrolled import MaskedRows
 
 
@@ -44,8 +43,17 @@ class DraftTrainer(Trainer):
             )
 
     def prepare(self) -> None:
-        self.tokenizer = self._tokenizer()
-        self.target = self._load(self.config.model).requires_grad_(False)
+        config = self.config
+        self.tokenizer = load_tokenizer(config.model)
+        if config.init is not None:
+            differing = differences(self.tokenizer, load_tokenizer(config.init))
+            if differing:
+                raise VocabularyMismatchError(
+                    f"draft {config.init} and target {config.model} differ in "
+                    f"{differing}; give a model of the target's family, or leave out --init to "
+                    "train a new one"
+                )
+        self.target = self.load(config.model).requires_grad_(False)
         self._teacher = self.compile_if_asked(self.target)
         self.begin(max_context(self.target, sys.maxsize))
 
@@ -56,24 +64,10 @@ class DraftTrainer(Trainer):
         self._student = self.compile_if_asked(self.model)
         self.read_data(min(context, max_context(self.model, context)))
 
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
-        """The target's tokenizer. Raises VocabularyMismatchError."""
-        config = self.config
-        tokenizer = load_tokenizer(config.model)
-        if config.init is not None:
-            differing = differences(tokenizer, load_tokenizer(config.init))
-            if differing:
-                raise VocabularyMismatchError(
-                    f"draft {config.init} and target {config.model} differ in "
-                    f"{differing}; give a model of the target's family, or leave out --init to "
-                    "train a new one"
-                )
-        return tokenizer
-
     def new_model(self) -> PreTrainedModel:
         """The model to train, with its initial weights."""
         config = self.config
-        model = self._new_llama() if config.init is None else self._load(config.init)
+        model = self._new_llama() if config.init is None else self.load(config.init)
         if config.parallel:
             model.config.pard_token = self.mask_token
         return model
@@ -103,16 +97,12 @@ class DraftTrainer(Trainer):
                     out.weight.mul_((2 * config.layers) ** -0.5)
         return model.to(device=self.device, dtype=self.dtype)
 
-    def _load(self, name: str) -> PreTrainedModel:
-        with stage(f"loading {name}"):
-            module: PreTrainedModel = load_module(name, self.dtype, self.device, "sdpa")
-        return module
-
-    def write_result(self) -> Path:
-        """Write configuration, tokenizer and weights to ``out/model``, atomically."""
-        with atomic_folder(self.out / "model", "the model") as folder:
-            save_model(self.stored(), self.tokenizer, folder)
-        return self.out / "model"
+    def write_result(self) -> None:
+        with atomic_folder(self.folder, "the model") as folder:
+            self.stored().save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            for file in weight_files(folder):
+                add_checksums(file)
 
     def loss(self, windows: Windows) -> torch.Tensor:
         ids, loss_mask = windows.ids.to(self.device), windows.loss_mask[:, 1:].to(self.device)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -70,10 +69,8 @@ class EagleTrainer(HeadTrainer):
         shape: EagleConfig = self.head_shape
         target_head = self.target.get_output_embeddings()
         if self.config.init not in ("", _FROM_TARGET):
-            width, vocab = self.shape.hidden_size, self.vocab_size
-            target = TargetShape(width, vocab, self.num_layers)
-            version = self.config.version
-            head = load_eagle(self.config.init, target, version, target_head=target_head)
+            target = TargetShape(self.shape.hidden_size, self.vocab_size, self.num_layers)
+            head = load_eagle(self.config.init, target, shape.version, target_head=target_head)
             if head.config.feature_layers != self.feature_layers:
                 raise ConfigError(
                     f"{self.config.init} reads the layers {head.config.feature_layers} of its "
@@ -197,5 +194,5 @@ class EagleTrainer(HeadTrainer):
         for _, hidden in self.unrolled(target_out, starts):
             yield self.head.to_target_ids(self.head.logits(hidden).argmax(-1))
 
-    def write_head(self, folder: Path) -> None:
-        save_eagle(self.stored(), folder)
+    def write_result(self) -> None:
+        save_eagle(self.stored(), self.folder)

@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from paceline.core.stages import stage
-from paceline.model.loading import load_module, load_tokenizer
+from paceline.model.loading import load_tokenizer
 from paceline.train import acceptance
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText
 from paceline.train.configs import HeadConfig, LayersConfig
@@ -41,9 +39,7 @@ class HeadTrainer(Trainer):
     def prepare(self) -> None:
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
-        with stage(f"loading {config.model}"):
-            self.target = load_module(config.model, self.dtype, self.device, "sdpa")
-        self.target.requires_grad_(False)
+        self.target = self.load(config.model).requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
         self.head_shape = self.head_config()  # fails before data is read
         self.read_data(acceptance.max_context(self.target, config.max_positions))
@@ -86,10 +82,6 @@ class HeadTrainer(Trainer):
     def levels(self, target_out: TargetOutputs, starts: DraftStarts) -> Iterator[torch.Tensor]:
         """Greedy drafts, perhaps without end. Yields for each draft position the token ids (of the
         target's vocabulary) of the N starts, int64 ``[N]``."""
-
-    @abstractmethod
-    def write_head(self, folder: Path) -> None:
-        """Write the configuration and weights of the head in their published format."""
 
     def layer_config(self, config: LayersConfig) -> dict[str, Any]:
         """The configuration that a head of decoder layers shares with the target. Sizes of 0 are
@@ -221,11 +213,6 @@ class HeadTrainer(Trainer):
         return acceptance.simulate_decoding(
             acceptance.candidate_ranks(drafts[..., None], target_out.ids[0], rows) == 0
         )
-
-    def write_result(self) -> Path:
-        folder = self.out / self.result
-        self.write_head(folder)
-        return folder
 
     def describe(self) -> str:
         parameters = sum(parameter.numel() for parameter in self.head.parameters())

@@ -41,8 +41,7 @@ class _DistributionLoss(torch.autograd.Function):
             weight = weights[rows]
             logs = logits[rows].float().log_softmax(-1)
             entropy, q = -torch.linalg.vecdot(p, logs), logs.exp_()
-            overlap = torch.minimum(p, q).sum(-1)
-            total += (torch.lerp(entropy, 1 - overlap, tv_weight) * weight).sum()
+            total += (torch.lerp(entropy, total_variation(p, q), tv_weight) * weight).sum()
             below = (q < p) * q  # tokens whose probability should rise
             tv_slope = q * below.sum(-1, keepdim=True) - below
             slope = (q - p).lerp_(tv_slope, tv_weight)

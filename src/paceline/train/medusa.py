@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -83,12 +82,12 @@ class MedusaTrainer(HeadTrainer):
             yield self.head.logits(k, features, self.lm_head).argmax(-1)
 
     @torch.no_grad()
-    def write_head(self, folder: Path) -> None:
+    def write_result(self) -> None:
         """Write the heads with the accuracy of their candidates, which determines draft trees."""
         if self.valid_sources:
             ranks = torch.cat([self._ranks(text) for text in self.held_out_texts])
             self.head.config = replace(self.head.config, accuracy=accuracy_of(ranks, _RANKS))
-        save_medusa(self.stored(), folder, self.num_layers)
+        save_medusa(self.stored(), self.folder, self.num_layers)
 
     def _ranks(self, text: HeldOutText) -> torch.Tensor:
         """The rank of the text's token for each head (``candidate_ranks``): int64 [n, heads]."""

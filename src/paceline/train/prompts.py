@@ -85,9 +85,7 @@ def load_file_prompts(
             prompts.append(prompt)
             progress.advance()
     if not prompts:
-        why = (
-            records.refused_lines if records.refused else "it is empty; give conversations or texts"
-        )
+        why = records.refused_lines or "it is empty; give conversations or texts"
         raise DataError(f"{source.path} has no prompt that can be answered: {why}")
     records.report(len(prompts))
     return prompts

@@ -19,22 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, DataError
 from paceline.files import check_writable
-from paceline.model.loading import resolve_device, resolve_dtype, weight_files
-from paceline.model.tensorfile import add_checksums
+from paceline.model.loading import load_module, resolve_device, resolve_dtype
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText, load_held_out_texts, total
 from paceline.train.checkpoint import lock_folder, previous, read_state, write_state
 from paceline.train.configs import TrainConfig
 from paceline.train.data import Documents, Windows, load_token_stream
 from paceline.train.optimizer import MasterOptimizer
 from paceline.train.records import Source
-
-
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a model and its tokenizer in the format of transformers, with checksums of weights."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    for file in weight_files(folder):
-        add_checksums(file)
 
 
 def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
@@ -94,7 +85,8 @@ class Trainer(ABC):
         self.step = 0
         self.history: list[dict[str, Any]] = []
         saved = self._read_checkpoint()
-        check_writable(self.out / self.result, f"the {self.noun}")  # fails before the training
+        self.folder = out / self.result
+        check_writable(self.folder, f"the {self.noun}")  # fails before the training
         self.prepare()
         self.optimizer = MasterOptimizer(self.learner, config, self.adamw_names)
         if saved is not None:
@@ -117,8 +109,8 @@ class Trainer(ABC):
         """How many draft tokens the target would accept on one of its texts."""
 
     @abstractmethod
-    def write_result(self) -> Path:
-        """Write the trained model or head atomically; returns its folder. Raises WriteError."""
+    def write_result(self) -> None:
+        """Write the trained model or head to ``folder``, atomically. Raises WriteError."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -150,6 +142,11 @@ class Trainer(ABC):
         kinds = ("mask", "unk", "pad", "eos")
         candidates = (getattr(self.tokenizer, f"{kind}_token_id") for kind in kinds)
         return next((token for token in candidates if token is not None), 0)
+
+    def load(self, name: str) -> PreTrainedModel:
+        with stage(f"loading {name}"):
+            module: PreTrainedModel = load_module(name, self.dtype, self.device, "sdpa")
+        return module
 
     def read_data(self, context: int) -> None:
         """Read the documents, for models that see ``context`` tokens. Needs the tokenizer."""
@@ -239,9 +236,9 @@ class Trainer(ABC):
                     self.save_checkpoint()
                     saved = time.monotonic()
             self.save_checkpoint()
-            folder = self.write_result()
+            self.write_result()
             previous(self.checkpoint).unlink(missing_ok=True)
-            return folder
+            return self.folder
 
     @torch.no_grad()
     def measure(self) -> dict[str, AcceptanceCounts]:
