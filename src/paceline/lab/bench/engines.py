@@ -111,11 +111,9 @@ class Paceline(BenchEngine):
     def run(self, requests: Sequence[BenchRequest]) -> TimedRun:
         """Raises PacelineError if a request fails or does not fit into the cache."""
         seqs = []
-        for request in requests:
-            ends = frozenset[int]() if request.params.ignore_eos else self.llm.end_tokens
-            seqs.append(
-                sequence(request.prompt, request.params, ends | {*request.params.stop_token_ids})
-            )
+        for prompt, params in ((request.prompt, request.params) for request in requests):
+            ends = frozenset[int]() if params.ignore_eos else self.llm.end_tokens
+            seqs.append(sequence(prompt, params, ends | {*params.stop_token_ids}))
         drive = Drive(self.llm.engine, seqs, self._clients).run()
         answers = [
             TimedAnswer(
@@ -237,8 +235,8 @@ class ServedEngine(BenchEngine):
         return tuple(self.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _answer(self, request: BenchRequest, deliveries: Sequence[Delivery]) -> TimedAnswer:
-        """Tokens and arrival times of an answer. Token ids and counts come from the server if it
-        gives them, otherwise from tokenizing the text."""
+        """Tokens and arrival times of an answer, whose ``differences`` are noted. Token ids and
+        counts come from the server if it gives them, otherwise from tokenizing the text."""
         arrivals = [seconds for seconds, part in deliveries if part.text or part.ids]
         parts = [part for _, part in deliveries if part.text or part.ids]
         vocabulary = self.llm.target.vocab_size
@@ -258,13 +256,6 @@ class ServedEngine(BenchEngine):
             weights = [max(1, len(self._ids_of(part.text))) for part in parts]
         timed = zip(arrivals, apportion(count, weights), strict=True)
         prompt_counts = [n for _, d in deliveries if (n := d.prompt_tokens) is not None]
-        self._note_differences(request, count, prompt_counts)
-        return TimedAnswer(tokens, tuple((seconds, n) for seconds, n in timed if n), count)
-
-    def _note_differences(
-        self, request: BenchRequest, count: int, prompt_counts: Sequence[int]
-    ) -> None:
-        """Record how an answer of ``count`` tokens and its prompt differ from what we decode."""
         self._answers += 1
         length = len(request.prompt)
         if prompt_counts and prompt_counts[-1] != length:
@@ -274,6 +265,7 @@ class ServedEngine(BenchEngine):
             self._short_answers += 1
             early = f"{self._short_answers} of {self._answers} answers ended early"
             self.differences["ignore_eos"] = early
+        return TimedAnswer(tokens, tuple((seconds, n) for seconds, n in timed if n), count)
 
     def probe_options(self) -> None:
         """Find out which request options the server accepts: send a short request without any,
@@ -288,8 +280,7 @@ class ServedEngine(BenchEngine):
                 if any(part.text for _, part in self._deliveries(request)):
                     continue
             self.accepted.discard(option)
-        refused = {name: how for name, how in ASPECTS.items() if name not in self.accepted}
-        self.differences |= refused
+        self.differences |= {k: how for k, how in ASPECTS.items() if k not in self.accepted}
 
 
 def open_served(name: str, url: str, clients: int, llm: LLM) -> ServedEngine:

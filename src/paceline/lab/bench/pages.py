@@ -161,7 +161,6 @@ class _Pages:
         )
 
     def methods(self) -> None:
-        """All methods at every concurrency and temperature."""
         price, note = self.result.price, _NOTES["methods"]
         swept = self.swept(self.totals)
         columns = [*swept, *_SPEEDS, self.tried]

@@ -98,7 +98,6 @@ def rows(record: list[JobResult]) -> list[Row]:
 
 
 def _row(category: str, rounds: list[list[JobResult]], name: str) -> Row:
-    """The figures of method ``name``, from its results by round."""
     job = rounds[0][0].job
     runs, plain_runs = (
         [[result.runs[method] for result in results] for results in rounds]
@@ -281,7 +280,6 @@ class BenchResult:
     def of(
         cls, methods: Sequence[Method], settings: dict[str, Any], llm: LLM, record: list[JobResult]
     ) -> BenchResult:
-        """The result of the measurements in ``record``."""
         ours, target = [method.name for method in methods if method.url is None], llm.target
         return cls(
             model=settings["model"],
@@ -314,7 +312,6 @@ class BenchResult:
         return self.settings.get("price")
 
     def measured_prompts(self) -> str:
-        """How many prompts were measured, and of how many."""
         wanted = int(self.settings["prompts"])
         alone = (row.jobs_per_round for row in self.rows if row.concurrency == 1)
         measured = max(alone, default=wanted)

@@ -29,7 +29,6 @@ class Method:
 
     @property
     def learns_across_requests(self) -> bool:
-        """Whether its drafter learns from earlier requests."""
         return any(member.learns_across_requests for member in parse_draft(self.draft).members())
 
 
@@ -89,7 +88,6 @@ class TimedRun:
 
 
 def merged(runs: Sequence[TimedRun]) -> TimedRun:
-    """Combine several runs of one engine into one."""
     return TimedRun(
         answers=[answer for run in runs for answer in run.answers],
         seconds=sum(run.seconds for run in runs),
@@ -209,7 +207,6 @@ class Sweep:
     seed: int | None = None
 
     def params(self, temperature: float, number: int) -> SamplingParams:
-        """The sampling parameters of request ``number``."""
         seed = None if self.seed is None or not temperature else (self.seed + number) % 2**63
         ends: Any = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
         return SamplingParams(temperature=temperature, seed=seed, **ends)

@@ -123,27 +123,21 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = "aten::mul"  # an outer product, such as RoPE angles: no weight is read
         work.kernels += is_kernel(name)
         if name in _PRODUCTS:
-            first = _PRODUCTS[name]
-            _count_product(work, name, args[first], args[first + 1], result)
+            rows, weight = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
+            elements = weight.numel()
+            if name == "aten::_grouped_mm":  # at most one expert is read per row
+                elements = elements // weight.shape[0] * min(weight.shape[0], rows.shape[0])
+            identity: object = id(weight)  # a prepacked weight is always the same object
+            if weight.layout == torch.strided:  # all views of a weight have the same identity
+                identity = weight.data_ptr(), weight.shape
+            flops = 2 * result.numel() * rows.shape[-1]
+            work.add_product(identity, elements, elements * weight.dtype.itemsize, flops)
         elif name.startswith(_ATTENTION):
             query, key, value = args[:3]  # scores and weighted sum: 2 FLOPs per multiply-add
             pairs = math.prod(query.shape[:-1]) * key.shape[-2]
             work.flops += 2 * pairs * (key.shape[-1] + value.shape[-1])
             work.cache_bytes += key.nbytes + value.nbytes
         return result
-
-
-def _count_product(
-    work: Work, name: str, rows: torch.Tensor, weight: torch.Tensor, result: torch.Tensor
-) -> None:
-    elements = weight.numel()
-    if name == "aten::_grouped_mm":  # at most one expert is read per row
-        elements = elements // weight.shape[0] * min(weight.shape[0], rows.shape[0])
-    key: object = id(weight)  # a prepacked weight is always the same object
-    if weight.layout == torch.strided:  # all views of a weight have the same key
-        key = weight.data_ptr(), weight.shape
-    flops = 2 * result.numel() * rows.shape[-1]
-    work.add_product(key, elements, elements * weight.dtype.itemsize, flops)
 
 
 _BUFFER = 256 * 2**20  # bytes: larger than the caches

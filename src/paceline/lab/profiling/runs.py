@@ -18,7 +18,6 @@ from paceline.lab.report.document import (
     NOTES,
     Column,
     Report,
-    Table,
     Text,
     record_of,
     share,
@@ -246,7 +245,6 @@ _RUN = (
 
 
 def record(result: ProfileResult) -> dict[str, Any]:
-    """Plain data for JSON."""
     machine = None if result.machine is None else record_of(result.machine, _MACHINE)
     return {"machine": machine, "runs": [record_of(run, _RUN) for run in result.runs]}
 
@@ -261,7 +259,13 @@ def report_of(result: ProfileResult, setting: str) -> Report:
         note = f"{setting} Medians of rounds in turn, without the profiler."
         report.add("Steps", table_across("", runs, _RUN[:6], note))
     for name, run in runs.items():
-        report.add(f"Limits: {name}", *_limits(run))
+        read = limits.rate(run.phases[0].bandwidth), size(run.working_set_bytes)
+        times, moves = _NOTES["times"].format(run), _NOTES["moves"].format(*read)
+        report.add(
+            f"Limits: {name}",
+            table_of(run.phases, (_NAME, *_TIMES), times, "Whose time it is, a step"),
+            table_of(run.phases, (_NAME, *_LIMITS), moves, "What it does, by what the machine can"),
+        )
     note = _NOTES["machine"].format(machine)
     speeds = [column for column in _MACHINE if column.heading]
     report.add("Machine", table_across("measured", {"at best": machine}, speeds, note))
@@ -269,12 +273,3 @@ def report_of(result: ProfileResult, setting: str) -> Report:
         warnings = [Text(words, warning=True) for words in run.warnings]
         report.add(f"Verdict: {name}", *warnings, *map(Text, run.verdict))
     return report
-
-
-def _limits(run: RunProfile) -> list[Table]:
-    read = limits.rate(run.phases[0].bandwidth), size(run.working_set_bytes)
-    times, moves = _NOTES["times"].format(run), _NOTES["moves"].format(*read)
-    return [
-        table_of(run.phases, (_NAME, *_TIMES), times, "Whose time it is, a step"),
-        table_of(run.phases, (_NAME, *_LIMITS), moves, "What it does, by what the machine can"),
-    ]

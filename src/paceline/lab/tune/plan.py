@@ -63,12 +63,10 @@ class TuningOutcome:
 
     @classmethod
     def start(cls, options: TuneOptions, llm: LLM) -> TuningOutcome:
-        """An empty outcome for the target of ``llm``."""
         return cls(options, llm.target.name, count_parameters(llm.target))
 
     @property
     def batch(self) -> int:
-        """The batch size of the tuned engine."""
         return max(MIN_BATCH_SIZE, self.options.concurrency)
 
     @property
@@ -85,7 +83,6 @@ class TuningOutcome:
 
     @property
     def timing_spread(self) -> float:
-        """How much the speed of plain decoding varied between runs: slowest by fastest step."""
         plain = [trial.plain for trial in self.trials]
         plain += [job_result.runs[PLAIN] for job_result in self.job_results]
         return timing_spread_of([run.decoding for run in plain])
@@ -146,14 +143,10 @@ def rounds_of(
     drafters learn from earlier requests."""
     size = min(max(size, concurrency), max(concurrency, len(prompts)))
     different = min(count, max(1, len(prompts) // size))
-    requests = [
-        runner.BenchRequest(tuple(ids), params) for ids in islice(cycle(prompts), different * size)
-    ]
-    rounds = [tuple(requests[index * size : (index + 1) * size]) for index in range(different)]
-    jobs = [
-        runner.BenchJob("confirming", concurrency, params.temperature, index, requests_of_round)
-        for index, requests_of_round in enumerate(rounds)
-    ]
+    requests = (runner.BenchRequest(tuple(ids), params) for ids in cycle(prompts))
+    what = "confirming", concurrency, params.temperature
+    numbers = range(different)
+    jobs = [runner.BenchJob(*what, number, tuple(islice(requests, size))) for number in numbers]
     return jobs, -(-count // different)
 
 

@@ -121,7 +121,6 @@ def report_of(outcome: TuningOutcome) -> Report:
 
 
 def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
-    """The JSON object of ``--json``."""
     return {
         "model": outcome.model,
         "parameters": outcome.parameters,
