@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -19,6 +20,7 @@ from paceline import ConfigError
 from paceline.model.tensorfile import verify
 from paceline.train.acceptance import load_held_out_texts
 from paceline.train.checkpoint import previous, read_state, write_state
+from paceline.train.configs import DraftConfig
 from paceline.train.data import Windows
 from paceline.train.reading import FeatureCache, TargetOutputs
 from support.damages import damages
@@ -208,19 +210,23 @@ def test_runs_of_different_precision_share_features(tmp_path: Path) -> None:
     assert torch.allclose(features[..., 0], 2.0 * ids, rtol=0.02)
 
 
+HELD_OUT = DraftConfig(data=("x",), held_out=1, held_out_tokens=9)
+OTHER = replace(HELD_OUT, held_out=2)
+
+
 @pytest.mark.parametrize("content", [b"", b'{"key": {', b"[]", b"\xff", b'{"key": null}'])
 def test_damaged_held_out_texts_are_written_again(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "held_out.json"
-    load_held_out_texts(None, None, [], 0, 9, (), file)  # type: ignore[arg-type]
+    load_held_out_texts(None, None, [], HELD_OUT, file)  # type: ignore[arg-type]
     file.write_bytes(content)
-    assert load_held_out_texts(None, None, [], 1, 9, (), file) == []  # type: ignore[arg-type]
+    assert load_held_out_texts(None, None, [], OTHER, file) == []  # type: ignore[arg-type]
     assert json.loads(file.read_text())["texts"] == []
 
 
 def test_held_out_texts_that_somebody_changed_are_made_again(tmp_path: Path) -> None:
     """They would be measured instead of the target's own."""
     file = tmp_path / "held_out.json"
-    load_held_out_texts(None, None, [], 0, 9, (), file)  # type: ignore[arg-type]
+    load_held_out_texts(None, None, [], HELD_OUT, file)  # type: ignore[arg-type]
     texts = [{"source": 5, "prompt": 1, "token_ids": [1, 2]}]
     file.write_text(json.dumps(json.loads(file.read_text()) | {"texts": texts}))
-    assert load_held_out_texts(None, None, [], 0, 9, (), file) == []  # type: ignore[arg-type]
+    assert load_held_out_texts(None, None, [], HELD_OUT, file) == []  # type: ignore[arg-type]

@@ -45,6 +45,7 @@ from paceline.server.config import configure, to_toml
 from paceline.server.security import Keys
 from paceline.settings.tuned import TunedSettings
 from paceline.train.acceptance import load_held_out_texts
+from paceline.train.configs import DraftConfig
 from paceline.train.data import Windows, encode_stream
 from paceline.train.reading import FeatureCache, TargetOutputs
 from support.made_adapters import write_adapter
@@ -370,10 +371,11 @@ def kept_copy(root: Path) -> Made:
 def held_out(root: Path) -> Made:
     """The texts that a training is measured on: damaged ones are made again."""
     target: Any = SimpleNamespace(device=torch.device("cpu"))
+    config = DraftConfig(data=("x",), held_out=2, held_out_tokens=9)
     file = root / "held_out.json"
 
     def read() -> list[str]:
-        texts = load_held_out_texts(target, None, [], 2, 9, (), file)  # type: ignore[arg-type]
+        texts = load_held_out_texts(target, None, [], config, file)  # type: ignore[arg-type]
         return [text.source + str(text.token_ids[text.prompt :]) for text in texts]
 
     read()  # writes the file, without texts

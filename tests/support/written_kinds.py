@@ -24,6 +24,7 @@ from paceline.settings import tuned
 from paceline.settings.tuned import ModelIdentity, TunedSettings
 from paceline.train.acceptance import load_held_out_texts
 from paceline.train.card import write_card
+from paceline.train.configs import DraftConfig
 from paceline.train.data import TokenStream, Windows, write_stream
 from paceline.train.reading import FeatureCache, TargetOutputs
 
@@ -94,9 +95,9 @@ def held_out(folder: Path, number: int) -> None:
     class Target:
         device = torch.device("cpu")
 
-    load_held_out_texts(
-        cast(Any, Target()), cast(Any, None), [], number, 9, (), folder / "held_out.json"
-    )
+    config = DraftConfig(data=("x",), held_out=number + 1, held_out_tokens=9)
+    file = folder / "held_out.json"
+    load_held_out_texts(cast(Any, Target()), cast(Any, None), [], config, file)
 
 
 class Recorder:

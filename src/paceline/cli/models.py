@@ -195,7 +195,7 @@ def export(
     needed += ["the converted head"] if "eagle" in str(exported.config) else []
     if out is None and needed:
         info(f"note: nothing was written; give --out FOLDER to get {' and '.join(needed)}")
-    info(f"checked against {exported.version}")
+    info(f"checked against {exported.dialect.version}")
 
 
 _LAWS = (

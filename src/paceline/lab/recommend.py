@@ -185,9 +185,8 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
         total = process + needs.weights + cache
         # The system drops pages of the files when memory is short.
         peak = max(total, process + needs.loading - model.files.stored_bytes)
-        return PricedForm(
-            title, how.precision(model), draft, max(rates), total, peak, peak <= budget
-        )
+        fits, precision = peak <= budget, how.precision(model)
+        return PricedForm(title, precision, draft, max(rates), total, peak, fits)
 
     forms = [form("plain", setting, "none", plain), form("auto", setting, "auto", drafted)]
     for how, bits in zip(rounding, BITS.values(), strict=True):

@@ -20,7 +20,7 @@ from paceline.core.sequence import Sums
 from paceline.core.stages import stage
 from paceline.files import replace_in
 from paceline.files.ownership import digest_of, read_manifest
-from paceline.train.configs import PromptSelection
+from paceline.train.configs import PromptSelection, TrainConfig
 from paceline.train.prompts import load_file_prompts
 from paceline.train.records import Source
 
@@ -110,13 +110,12 @@ def load_held_out_texts(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     sources: Sequence[Source],
-    count: int,
-    max_tokens: int,
-    exclude_licenses: tuple[str, ...],
+    config: TrainConfig,
     cache: Path,
 ) -> list[HeldOutText]:
-    """``count`` prompts of each validation file, continued by at most ``max_tokens`` tokens. They
+    """``held_out`` prompts of each validation file, continued by at most ``held_out_tokens``. They
     are generated once, and stored in the file ``cache`` for when the run is resumed."""
+    count, max_tokens = config.held_out, config.held_out_tokens
     names = [source.name for source in sources]
     key: dict[str, Any] = {"files": names, "count": count, "max_tokens": max_tokens}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged
@@ -126,7 +125,9 @@ def load_held_out_texts(
     texts: list[HeldOutText] = []
     room = max_context(target, _MAX_PROMPT + max_tokens) - max_tokens if sources else 0
     selection = PromptSelection(
-        count, exclude_licenses=exclude_licenses, max_prompt_len=max(1, min(_MAX_PROMPT, room))
+        count,
+        exclude_licenses=config.exclude_licenses,
+        max_prompt_len=max(1, min(_MAX_PROMPT, room)),
     )
     for source in sources:
         loaded = load_file_prompts(source, tokenizer, selection, seed=(0,), any_turn=True)

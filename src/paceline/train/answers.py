@@ -33,7 +33,13 @@ class AnswerWriter:
     ) -> None:
         """Answer the prompts in groups of several batches, sorted by length, except those of an
         earlier run's lines (``kept``). A conversation's next question goes to the next group."""
-        waiting = self._unanswered(prompts, kept)
+        pending: dict[int, NumberedPrompt | None] = {prompt.number: prompt for prompt in prompts}
+        for record in map(json.loads, kept):  # of conversations, the next prompt is left
+            last = pending.get(record["job"])
+            if last is not None and last.turn == record["turn"]:
+                answer = record["ids"][record["prompt"] :]
+                pending[last.number] = self._next(last, answer, record["finish"])
+        waiting = [prompt for prompt in pending.values() if prompt is not None]
         tokens, total, start = 0, len(waiting), time.monotonic()
         size = _BATCHES_PER_GROUP * batch
         with stage("writing answers", total, "records") as progress:
@@ -93,15 +99,3 @@ class AnswerWriter:
                 turn = prompt.turn + 1
                 return replace(prompt, token_ids=ids, conversation=conversation, turn=turn)
         return None
-
-    def _unanswered(
-        self, prompts: Sequence[NumberedPrompt], kept: Iterable[str]
-    ) -> list[NumberedPrompt]:
-        """The prompts without an answer in ``kept``; of conversations, the next prompt."""
-        pending: dict[int, NumberedPrompt | None] = {prompt.number: prompt for prompt in prompts}
-        for record in map(json.loads, kept):
-            prompt = pending.get(record["job"])
-            if prompt is not None and prompt.turn == record["turn"]:
-                answer = record["ids"][record["prompt"] :]
-                pending[prompt.number] = self._next(prompt, answer, record["finish"])
-        return [prompt for prompt in pending.values() if prompt is not None]

@@ -102,9 +102,8 @@ class BlockTrainer(HeadTrainer):
         positions = torch.arange(width, device=device).repeat(windows)
         context = list(head.context(target_out.features.flatten(0, 1), positions))
         within = starts.position[:, None] + 1 + torch.arange(size, device=device)
-        outputs: torch.Tensor = head(
-            embeds, within.flatten(), DraftAttention(starts, None, context, size, config.causal)
-        )
+        attend = DraftAttention(starts, None, context, size, config.causal)
+        outputs: torch.Tensor = head(embeds, within.flatten(), attend)
         return outputs.view(len(rows), size, -1)[:, -config.drafts :]
 
     def logits(self, outputs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,12 @@ class _Reader:
             else:
                 encoding = next(encodings)
                 ids = np.array(encoding.ids, dtype=self._dtype)
-                loss_mask = _mask_of_spans(encoding.offsets, item.spans)
+                loss_mask = np.full(len(ids), item.spans is None)
+                # A token that begins before an answer includes the end of the prompt, which does
+                # not happen in decoding.
+                first = np.array([start for start, _ in encoding.offsets])
+                for start, end in item.spans or ():
+                    loss_mask |= (first >= start) & (first < end)
             if self._separator:
                 if not len(ids) or ids[0] != self._separator[0]:
                     ids = np.concatenate([np.array(self._separator, self._dtype), ids])
@@ -178,21 +183,6 @@ class _Reader:
                 self._after_unmasked = unmasked
             encoded.append((ids, loss_mask))
         return encoded
-
-
-def _mask_of_spans(
-    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]] | None
-) -> np.ndarray:
-    """Which tokens begin in one of the spans of characters; all if ``spans`` is None."""
-    if spans is None:
-        return np.ones(len(offsets), dtype=np.bool_)
-    # A token that begins before an answer includes the end of the prompt, which does not happen in
-    # decoding.
-    first = np.array([start for start, _ in offsets])
-    loss_mask = np.zeros(len(offsets), dtype=np.bool_)
-    for start, end in spans:
-        loss_mask |= (first >= start) & (first < end)
-    return loss_mask
 
 
 def load_token_stream(

@@ -116,7 +116,6 @@ class HeadTrainer(Trainer):
         return int(self.target.get_output_embeddings().weight.shape[0])
 
     def run_target_on_windows(self, windows: Windows) -> TargetOutputs:
-        """Run the target on a batch."""
         ids, loss_mask = windows.ids.to(self.device), windows.loss_mask.to(self.device)
         return self.run_target(ids, loss_mask, windows.lengths)
 
@@ -210,9 +209,8 @@ class HeadTrainer(Trainer):
         target_out = self.outputs_for_text(text)
         rows = acceptance.start_positions(target_out.ids[0], text.prompt)
         drafts = self.drafts(target_out, self.config.draft_length)[rows]
-        return acceptance.simulate_decoding(
-            acceptance.candidate_ranks(drafts[..., None], target_out.ids[0], rows) == 0
-        )
+        ranks = acceptance.candidate_ranks(drafts[..., None], target_out.ids[0], rows)
+        return acceptance.simulate_decoding(ranks == 0)
 
     def describe(self) -> str:
         parameters = sum(parameter.numel() for parameter in self.head.parameters())

@@ -93,8 +93,6 @@ def load_file_prompts(
 
 @dataclass(frozen=True)
 class _PromptMaker:
-    """Makes prompts from records."""
-
     tokenizer: PreTrainedTokenizerFast
     writer: ChatWriter
     selection: PromptSelection

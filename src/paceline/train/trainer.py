@@ -254,11 +254,8 @@ class Trainer(ABC):
     @cached_property
     def held_out_texts(self) -> list[HeldOutText]:
         """Texts of the target, made once, stored in ``out``. Raises DataError if all are empty."""
-        config = self.config
-        sources = self.target, self.tokenizer, self.valid_sources, config.held_out
-        max_tokens, excluded = config.held_out_tokens, config.exclude_licenses
-        cache = self.out / "held_out.json"
-        texts = load_held_out_texts(*sources, max_tokens, excluded, cache)
+        sources, cache = self.valid_sources, self.out / "held_out.json"
+        texts = load_held_out_texts(self.target, self.tokenizer, sources, self.config, cache)
         if not texts:
             raise DataError(
                 "the target's answers to all held-out prompts are empty; give other --valid files"

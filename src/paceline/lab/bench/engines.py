@@ -270,9 +270,8 @@ class ServedEngine(BenchEngine):
     def probe_options(self) -> None:
         """Find out which request options the server accepts: send a short request without any,
         which must succeed, then one with each of them. Raises what a failed request raises."""
-        request = BenchRequest(
-            self._ids_of("Hello there"), SamplingParams(max_tokens=2, ignore_eos=True)
-        )
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        request = BenchRequest(self._ids_of("Hello there"), params)
         self._deliveries(request)
         for option in _REQUEST_OPTIONS:
             self.accepted.add(option)

@@ -152,12 +152,11 @@ def warm_up(todo: Sequence[BenchJob], engines: Sequence[BenchEngine]) -> None:
     buffers, compiles kernels and does lazy imports."""
     shapes = {(job.concurrency, job.temperature): job for job in reversed(todo)}
     for job in shapes.values():
-        requests = [
-            BenchRequest(
-                a.prompt, replace(a.params, max_tokens=min(_WARM_UP_TOKENS, a.params.max_tokens))
-            )
-            for a in job.requests[: job.concurrency]
-        ]
+        requests = []
+        for request in job.requests[: job.concurrency]:
+            tokens = min(_WARM_UP_TOKENS, request.params.max_tokens)
+            params = replace(request.params, max_tokens=tokens)
+            requests.append(replace(request, params=params))
         for engine in engines:
             engine.run(requests)
 

@@ -233,7 +233,7 @@ class Evidence:
     tokens: int = 0
     plain: dict[str, TokenIds] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
-    checks: list[TextCheck] = field(default_factory=list)
+    checks: dict[tuple[str, str], TextCheck] = field(default_factory=dict)  # by kind and setting
     prefixes: list[Prefix] = field(default_factory=list)
     exact: list[ExactCheck] = field(default_factory=list)
     draws: DrawCounts = field(default_factory=DrawCounts)
@@ -243,16 +243,14 @@ class Evidence:
     def add(self, check: TextCheck) -> None:
         """Add a check to the earlier ones of the same kind and setting."""
         self.problems += map(check.problem, check.bugs)
-        for index, old in enumerate(self.checks):
-            if (old.kind, old.setting) == (check.kind, check.setting):
-                self.checks[index] = old + check
-                return
-        self.checks.append(check)
+        key = check.kind, check.setting
+        self.checks[key] = self.checks[key] + check if key in self.checks else check
 
     def tables(self, tests: Sequence[DistributionTest]) -> Iterator[ResultTable]:
         """All tables, with these ``tests``. A divergence under several settings is listed once."""
-        yield replace(_TEXTS, rows=tuple(self.checks))
-        listed = {item for check in self.checks for item in (*check.bugs, *check.ties)}
+        checks = tuple(self.checks.values())
+        yield replace(_TEXTS, rows=checks)
+        listed = {item for check in checks for item in (*check.bugs, *check.ties)}
         rows = sorted(listed, key=lambda item: (item.is_tie, item.text))
         yield replace(_DIVERGENCES, rows=rows[:_MAX_DIVERGENCES])
         yield replace(TESTS, rows=tests)

@@ -53,12 +53,10 @@ def decode(
     and its draft counts. End tokens are ignored: an output ends at ``max_tokens`` of its params, or
     earlier after ``max_new_tokens`` beyond the given ones. ``draft_length`` None leaves the length
     to the engine's controller. Raises StandstillError, and what the engine raises."""
-    seqs = [
-        sequence(
-            s.tokens, replace(s.params, draft_length=draft_length), prompt_length=len(s.prompt)
-        )
-        for s in starts
-    ]
+    seqs = []
+    for s in starts:
+        params = replace(s.params, draft_length=draft_length)
+        seqs.append(sequence(s.tokens, params, prompt_length=len(s.prompt)))
     with Drive(engine, seqs) as drive:
         for _ in drive:
             for seq in list(drive.running.values()):

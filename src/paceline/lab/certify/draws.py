@@ -48,7 +48,6 @@ class DraftRecorder:
         self.examples: Examples = {}
 
     def record(self, plan: Plan, trees: Sequence[TokenTree]) -> None:
-        """Record the trees that were proposed for a plan."""
         for item, tree in zip(plan.slices, trees, strict=True):
             example = self.examples.get(tree.draw)
             if len(tree) > (0 if example is None else len(example[1])):

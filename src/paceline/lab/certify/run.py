@@ -213,11 +213,9 @@ class Certifier(TextCertifier):
         output = evidence.plain.get(f"greedy/{number}")
         if output is None:
             return
-        block_size, ends = self.llm.engine.cache.block_size, range(len(output) + 1)
-        partial_blocks = ((len(start.prompt) + end) % block_size for end in ends)
-        cheap = [
-            e for e, n in zip(ends, partial_blocks, strict=True) if 0 < n <= _MAX_PARTIAL_BLOCK
-        ]
+        size, given = self.llm.engine.cache.block_size, len(start.prompt)
+        partial_blocks = {end: (given + end) % size for end in range(len(output) + 1)}
+        cheap = [end for end, n in partial_blocks.items() if 0 < n <= _MAX_PARTIAL_BLOCK]
         outputs = [output[:end] for end in cheap or (len(output),)]
         probs = Scorer(self.llm.target, start).at_once(outputs)
         entropies = torch.special.entr(probs).sum(-1)
@@ -260,7 +258,6 @@ class Certifier(TextCertifier):
                 evidence.problems.append(Problem("rule", what))
 
     def certificate(self) -> Certificate:
-        """The verdict on the evidence so far."""
         llm, evidence, amounts = self.llm, self.evidence, self.amounts()
         alpha = self.effort.alpha
         tests = with_holm_correction(self._tests(), alpha)
@@ -312,13 +309,13 @@ class Certifier(TextCertifier):
         return tests
 
     def _lacks(self, tests: Sequence[DistributionTest], texts: int, bias: float) -> list[str]:
-        """The evidence that is missing for a certificate."""
         evidence, sampled = self.evidence, bool(self.num_prefixes)
-        compared = {(check.kind, check.setting) for check in evidence.checks}
         wanted = product(self.kinds, [*self.single_settings, self.batch_setting])
-        missing = [f"no {kind} text at {s}" for kind, s in wanted if (kind, s) not in compared]
+        missing = [
+            f"no {pair[0]} text at {pair[1]}" for pair in wanted if pair not in evidence.checks
+        ]
         # Without any drafts, speculative decoding was not tested at all.
-        drafting = {check.kind for check in evidence.checks if check.drafted}
+        drafting = {check.kind for check in evidence.checks.values() if check.drafted}
         drafting |= {"sampled" for prefix in evidence.prefixes if prefix.drafted}
         idle = [k for k in (*self.kinds, *["sampled"] * sampled) if k not in drafting]
         proposed = "the drafter proposed nothing for {} requests; try other prompts (--prompts)"
@@ -346,7 +343,7 @@ class Certifier(TextCertifier):
         return line.format(**self.amounts())
 
     def _certified(self, tests: Sequence[DistributionTest], bias: float) -> str:
-        checks, target = self.evidence.checks, self.llm.target
+        checks, target = self.evidence.checks.values(), self.llm.target
         ties = sum(len(check.ties) for check in checks)
         how = "bit for bit" if target.backend.batch_invariant else f"except for {ties} near ties"
         tokens = sum(check.tokens for check in checks)

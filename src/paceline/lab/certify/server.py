@@ -254,7 +254,6 @@ PARTS = (
 
 
 def lacks_of(parts: Sequence[Part], tests: Sequence[DistributionTest]) -> list[str]:
-    """The evidence that is missing for a certificate."""
     greedy, *others, _ = parts
     lacks = [f"no {part.unit} for {part.name}" for part in others if not part.checked]
     lacks += [f"{p.name}: {p.timeouts} without an answer in time" for p in parts if p.timeouts]
@@ -317,7 +316,6 @@ class ServerCertifier(ServerSession):
             part.seconds += time.monotonic() - start
 
     def certificate(self) -> Certificate:
-        """The verdict on the evidence so far."""
         parts, alpha, spent = self.parts, self.effort.alpha, self.budget.spent
         reference, tests = self.reference, with_holm_correction(self.tests(), alpha)
         problems = [Problem(part.name, what) for part in parts for what in part.problems]

@@ -97,9 +97,8 @@ def _check_model(
     findings += contents.check_files(files)
     if model is not None:
         findings += [*contents.check_weights(model), *machine.check_precision(model, setting)]
-        findings += (
-            [*contents.check_chat(model), *contents.check_ends(model)] if about == "target" else []
-        )
+        if about == "target":
+            findings += [*contents.check_chat(model), *contents.check_ends(model)]
         if recurrent := model.recurrent_layers:
             values: Any = {"kinds": ", ".join(sorted({*recurrent})), "layers": model.num_layers}
             values["size"] = machine.size(model.state_bytes(setting.loaded))

@@ -178,9 +178,8 @@ def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
             yield finding("quantised-twice", name=model.name, asked=asked)
     elif asked is not None and setting.device.type != "cpu":
         text = f"quantize={asked!r} works on a CPU, not on {setting.device}"
-        yield finding(
-            "quantised-twice", text, cure="Write a quantised checkpoint with paceline quantize."
-        )
+        cure = "Write a quantised checkpoint with paceline quantize."
+        yield finding("quantised-twice", text, cure)
     elif asked is not None:
         before, after = size(_unrounded_bytes(model, setting)), size(weight_bytes(model, setting))
         yield finding("quantised-when-loaded", asked=asked, before=before, after=after)

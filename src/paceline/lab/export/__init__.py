@@ -59,7 +59,7 @@ def export(
         if levels < 1:
             raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
         speculation = levels, length == "auto", rule, batch
-        made = Export(to, dialect.version, model, chosen, *speculation, Path(out) if out else None)
+        made = Export(to, dialect, model, chosen, *speculation, Path(out) if out else None)
         try:
             dialect.fill(made)
             break
@@ -68,14 +68,14 @@ def export(
                 raise
     if made.draft is not spec:
         made.approximate(f"--draft {spec}", f"the next best, --draft {made.draft}", _LOST)
-    note_missing_features(made, dialect.trees, dialect.rules, dialect.parallel)
+    note_missing_features(made)
     if made.out is not None:
         _write(made, made.out)
     return made
 
 
 def _write(made: Export, folder: Path) -> None:
-    lines = ["#!/bin/sh", f"# Made by `paceline export` for {made.version}."]
+    lines = ["#!/bin/sh", f"# Made by `paceline export` for {made.dialect.version}."]
     lines += [f"# Approximated: {approximation.line()}" for approximation in made.approximations]
     lines += ["set -e", *made.steps, f"exec {made.command_line}", ""]
     record = json.dumps(made.record(), indent=2) + "\n"

@@ -4,27 +4,13 @@ an export. It raises ConfigError for drafts without an equivalent in the engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.drafters import DFlash, DraftModel, DSpark, Eagle, Medusa, Mtp, NGram, Suffix
 from paceline.files import render_template
-from paceline.lab.export.speculation import FEWER_MATCHES, Export, eagle_of, outputs_of
+from paceline.lab.export.speculation import FEWER_MATCHES, Dialect, Export, eagle_of, outputs_of
 from paceline.model.gguf import gguf_file
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """An engine: the version whose options were checked, and which of our features it has."""
-
-    version: str
-    fill: Callable[[Export], None]
-    trees: bool = False
-    parallel: bool = False
-    rules: tuple[str, ...] = ("token",)
-
 
 # Methods of vLLM that draft greedily by default.
 _SAMPLED = ("draft_model", "eagle3", "dflash", "dspark")

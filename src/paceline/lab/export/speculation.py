@@ -30,6 +30,17 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 _NODES = 8  # of a dynamic tree whose number of nodes is not given
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """An engine: the version whose options were checked, and which of our features it has."""
+
+    version: str
+    fill: Callable[[Export], None]
+    trees: bool = False
+    parallel: bool = False
+    rules: tuple[str, ...] = ("token",)
+
+
 class Approximation(NamedTuple):
     """A feature without an equivalent in the engine: what is used instead, and the cost."""
 
@@ -46,12 +57,12 @@ class Export:
     """Speculative decoding as chosen or measured here, and its equivalent for another engine.
 
     ``length``: draft depth; the maximum if the length is ``adaptive``. ``batch``: sequences decoded
-    together. ``out``: folder for converted heads, None to write none. ``version``: the version of
-    the engine whose options were checked. ``command`` starts it after the command lines ``steps``;
-    ``config``: its configuration; ``files``: texts by name; ``head``: folder of a converted one."""
+    together. ``out``: folder for converted heads, None to write none. ``command`` starts the engine
+    after the command lines ``steps``; ``config``: its configuration; ``files``: texts by name;
+    ``head``: folder of a converted one."""
 
     engine: str
-    version: str
+    dialect: Dialect
     target: str
     draft: DraftSpec
     length: int
@@ -184,7 +195,7 @@ class Export:
     def record(self) -> dict[str, Any]:
         names = ("engine", "command", "steps", "config", "files", "head")
         approximations = [approximation._asdict() for approximation in self.approximations]
-        more = {"approximations": approximations, "checked_against": self.version}
+        more = {"approximations": approximations, "checked_against": self.dialect.version}
         return {name: getattr(self, name) for name in names} | more
 
 
@@ -195,25 +206,23 @@ def _absolute(name: str) -> str:
     return str(folder.resolve()) if folder.exists() else path
 
 
-def note_missing_features(
-    export: Export, trees: bool, rules: tuple[str, ...], parallel: bool
-) -> None:
+def note_missing_features(export: Export) -> None:
     """Note features that engines lack: adaptive length, trees, other rules, one-pass drafts."""
-    _, nodes, width = export.tree()
+    (_, nodes, width), dialect = export.tree(), export.dialect
     if export.adaptive:
         cost = "it also drafts where nothing is accepted, so measure it at your load"
         export.approximate("adaptive draft length", f"{export.length} tokens in every step", cost)
-    if width > 1 and not trees:
+    if width > 1 and not dialect.trees:
         cost = "fewer tokens per step than measured with trees; first measure a chain here"
         export.approximate(f"trees of {nodes} nodes", f"chains of {export.length}", cost)
-    if not parallel and export.in_one_pass():
+    if not dialect.parallel and export.in_one_pass():
         cost = "a forward of the draft model for each token"
         export.approximate("a draft in one pass", "token by token", cost)
-    if export.rule not in ("auto", *rules):
+    if export.rule not in ("auto", *dialect.rules):
         cost = "at most as many tokens per step when sampling; greedy text is the same"
         if export.rule == "coupled":
             cost = "seeded text depends on drafts and batch; greedy text is the same"
-        export.approximate(f"rule {export.rule!r}", f"rule {rules[0]!r}", cost)
+        export.approximate(f"rule {export.rule!r}", f"rule {dialect.rules[0]!r}", cost)
     if isinstance(export.draft, DraftModel) and export.draft.vocab == "string":
         what = "a draft with another tokenizer, translated as text"
         export.approximate(what, "token ids", "the engine may refuse it")

@@ -167,9 +167,8 @@ def profiled(
     """Decode as ``run`` does, under the profiler, which slows the steps: use the shares, not
     the seconds. ``trace``: where it is written. Raises ConfigError."""
     cuda = llm.target.device.type == "cuda"
-    recorder = profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    )
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    recorder = profile(activities=activities)
     stretch = run(llm, prompts, steps, lambda x: record_function(PREFIX + x), recorder)
     if trace is not None:
         _export(recorder, Path(trace))

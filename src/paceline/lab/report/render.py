@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -57,8 +58,9 @@ def print_report(report: Report, console: Console, details: bool = True) -> None
 
 def print_table(table: Table, console: Console) -> None:
     """Print a table below its title and above its note. One wider than the console is printed in
-    parts, all with the columns that identify a row. Words that fit on a line are not broken."""
-    columns, rows = range(len(table.columns)), table.rows
+    parts, all with the columns that identify a row. Words that fit on a line are not broken, and
+    numbers are aligned right."""
+    columns, rows, numbers = range(len(table.columns)), table.rows, _of_numbers(table)
     keys = next((n for n in columns if len({tuple(row[:n]) for row in rows}) == len(rows)), 1) or 1
     part, parts = [*columns[:keys]], list[list[int]]()
     for column in columns[keys:]:
@@ -70,26 +72,17 @@ def print_table(table: Table, console: Console) -> None:
     if table.title:
         console.print(RichText(table.title, style="italic"))
     for indices in (*parts, part):
-        cells = [[row[i] for i in indices] for row in rows]
-        shown = Table([table.columns[i] for i in indices], cells)
-        console.print(_rich_table(shown, console.width))
+        printed = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        needs = [_column_width(table, i) for i in indices]
+        widths = _distribute(needs, console.width - _GAP * len(needs))
+        for i, width in zip(indices, widths, strict=True):
+            side: Literal["left", "right"] = "right" if numbers[i] else "left"
+            printed.add_column(table.columns[i], justify=side, overflow="fold", width=width)
+        for row in rows:
+            printed.add_row(*(RichText(show(row[i])) for i in indices))
+        console.print(printed)
     if table.note:
         console.print(RichText(table.note, style="dim italic"))
-
-
-def _rich_table(table: Table, width: int) -> RichTable:
-    """The table for rich, with numbers aligned right."""
-    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    needs = [_column_width(table, index) for index in range(len(table.columns))]
-    widths = _distribute(needs, width - _GAP * len(needs))
-    columns = zip(table.columns, _of_numbers(table), widths, strict=True)
-    for heading, numbers, wide in columns:
-        shown.add_column(
-            heading, justify="right" if numbers else "left", overflow="fold", width=wide
-        )
-    for row in table.rows:
-        shown.add_row(*(RichText(show(cell)) for cell in row))
-    return shown
 
 
 def _column_width(table: Table, index: int) -> tuple[int, int]:

@@ -167,9 +167,8 @@ class _Tuning:
         needed = tokens_needed(self.llm, self.prompts, options.max_tokens)
         self.factory = EngineFactory(self.llm, max_model_len=needed)
         # From the end, so that the first rounds of the confirmation have other prompts.
-        self.jobs, _ = rounds_of(
-            self.prompts[::-1], ROUND_SIZES[0], 1, options.concurrency, self.params
-        )
+        jobs = self.prompts[::-1], ROUND_SIZES[0], 1, options.concurrency, self.params
+        self.jobs, _ = rounds_of(*jobs)
 
     def open(
         self, drafter: DrafterCandidate | Finalist, length: runner.Length, batch: int | None = None
@@ -274,14 +273,12 @@ class _Tuning:
         """Let the finalists take turns for as many rounds as the budget allows."""
         outcome, options = self.outcome, self.outcome.options
         finalists = choose(outcome.trials, default)
-        outcome.finalists, outcome.size = affordable(
-            finalists, self.request_seconds, options, self.budget
-        )
-        jobs, repeats = rounds_of(
-            self.prompts, options.rounds, outcome.size, options.concurrency, self.params
-        )
+        seconds, budget = self.request_seconds, self.budget
+        outcome.finalists, outcome.size = affordable(finalists, seconds, options, budget)
+        size = outcome.size, options.concurrency
+        jobs, repeats = rounds_of(self.prompts, options.rounds, *size, self.params)
         engines = [self.plain, *(self.open(one, one.length) for one in outcome.finalists[1:])]
         runner.warm_up(jobs[:1], engines[1:])
-        runner.take_turns(jobs, engines, repeats, outcome.job_results, self.advance, self.budget)
+        runner.take_turns(jobs, engines, repeats, outcome.job_results, self.advance, budget)
         for engine in engines:
             engine.close()
