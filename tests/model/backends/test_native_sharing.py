@@ -14,7 +14,7 @@ import torch
 
 from paceline.core.memory import processors
 from paceline.kernels.library import choose, library
-from paceline.model.backends.native.handle import RopeTables
+from paceline.model.backends.native.handle import RopeTables, Rotation
 
 
 class Slow:
@@ -27,7 +27,7 @@ class Slow:
 
 def test_tables_are_there_for_whoever_comes_second() -> None:
     """Two engines over one model, on two threads: the first sets nothing before it has made it."""
-    ropes, seen = RopeTables(Slow(), [None], 8), dict[int, int]()
+    ropes, seen = RopeTables(Rotation(Slow()), 8), dict[int, int]()
 
     def reach(length: int) -> None:
         seen[length] = min((len(table) for table in ropes.covering(length).tables), default=0)

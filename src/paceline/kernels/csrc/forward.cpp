@@ -149,8 +149,9 @@ void Forward::write_kv(const Worker& worker, long index) {
   RowRange rows = worker.share(b_.rows);
   for (long r = rows.begin; r < rows.end; r++) {
     const float* rope = b_.rope[l.rope + attention_rows_[r].rope] + b_.positions[r] * m_.head_dim;
+    float scaling = b_.query_scale ? m_.scaling * b_.query_scale[b_.positions[r]] : m_.scaling;
     long offset = b_.slots[r] * slot_bytes;
-    k_.rope_and_write_kv(m_, l, rope, qkv_.row(r), keys + offset, values + offset, b_.int8_cache);
+    k_.rope_and_write_kv(m_, l, rope, scaling, qkv_.row(r), keys + offset, values + offset, b_.int8_cache);
   }
   barrier_.wait();
 }

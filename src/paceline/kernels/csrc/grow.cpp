@@ -188,7 +188,7 @@ struct LevelBatch {
     b.ids = ids.data(), b.positions = positions.data(), b.slots = slots.data();
     b.span = spans.data(), b.tables = g.tables, b.parents = parents.data(), b.logit_row_indices = wanted.data();
     b.logits = logits, b.columns = g.columns, b.skipped = g.skipped;
-    b.keys = g.keys, b.values = g.values, b.int8_cache = g.int8_cache, b.rope = g.rope;
+    b.keys = g.keys, b.values = g.values, b.int8_cache = g.int8_cache, b.rope = g.rope, b.query_scale = g.query_scale;
     b.runs = static_cast<int64_t>(runs.size()), b.run = runs.data();
     return b;
   }

@@ -211,7 +211,7 @@ struct Kernels {
   // The `count` largest router logits, largest first, weighted by their softmax.
   void (*choose_experts)(const float* logits, long experts, long count, ExpertChoice* chosen);
   // Norms and rotates q and k of a row of qkv, scales q, and writes k and v to the cache.
-  void (*rope_and_write_kv)(const pl_model&, const pl_layer&, const float* rope, float* qkv, void* key, void* value, bool int8_kv);
+  void (*rope_and_write_kv)(const pl_model&, const pl_layer&, const float* rope, float scaling, float* qkv, void* key, void* value, bool int8_kv);
   void (*load_row)(int64_t dtype, const void* x, long width, float* y);
   void (*store_row)(int64_t dtype, const float* x, long width, void* y);
 

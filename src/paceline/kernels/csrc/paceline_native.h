@@ -40,7 +40,7 @@ typedef struct {
   pl_weight qkv, out, gate_up, down;
   pl_norm attention_norm, mlp_norm;    // before attention and MLP
   pl_norm post_attention_norm, post_mlp_norm;  // after them (Gemma)
-  pl_norm q_norm, k_norm;              // of each head
+  pl_norm q_norm, k_norm;              // of each head, or of all heads together (pl_model.norms_all_heads)
   int64_t window;  // how many keys a row sees, its own included; 0: all
   int64_t rope;    // index into the tables of pl_batch
   // Mixture of experts: each row goes through `experts_per_row` of them. experts 0: the layer has gate_up and down.
@@ -53,6 +53,7 @@ typedef struct {
   int64_t dtype, hidden, vocab, embedding_rows, layers, heads, kv_heads, head_dim, ffn, activation;
   float embedding_scale, scaling, attention_cap, logit_cap;  // scaling: of attention scores; a cap of 0: none
   float residual_scale;  // of what attention and MLP add to the residual stream (Granite); 0: 1
+  int64_t norms_all_heads;  // q_norm and k_norm are over all heads (OLMo 2)
   const void* embedding;  // [embedding_rows, hidden] in dtype
   const pl_layer* layer;
   pl_norm final_norm, head_norm;  // head_norm: with the scale of the logits, or NULL: final_norm
@@ -113,6 +114,7 @@ typedef struct {
   int64_t int8_cache;
   const uint8_t* skipped;    // [layers]: whether a layer is left out; or NULL
   const float* const* rope;  // tables [positions, head_dim]: half of each row cosines, half sines
+  const float* query_scale;  // [positions]: by what queries are multiplied in addition (Ministral 3), or NULL
   // An EAGLE head, in dtype: its features [rows, fuse.inputs], or hidden states [rows, hidden] if `fused`; and
   // outputs [logit_rows, hidden], the hidden states of the next level. A block drafter: its features; the forward then
   // writes their keys and values and does nothing else. NULL: the rows of blocks.
@@ -158,6 +160,7 @@ typedef struct {
   int64_t int8_cache;
   const uint8_t* skipped;
   const float* const* rope;
+  const float* query_scale;
   // Results: `counts` nodes of each tree, parents first, in rows of `max_nodes`. slots: the number of a node among the expanded
   // ones, which is its place after `base` in the cache, or -1; scores: log-probabilities of paths.
   int64_t max_nodes;

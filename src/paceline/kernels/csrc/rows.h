@@ -142,12 +142,18 @@ inline void write_kv(const pl_model& m, const float* x, void* to, bool int8_kv) 
     write_int8_head(x + h * m.head_dim, m.head_dim, static_cast<int8_t*>(to) + h * kv_head_bytes(m, true));
 }
 
-// Queries stay in qkv, scaled; `key` and `value` are the row's entries in the cache.
-void rope_and_write_kv(const pl_model& m, const pl_layer& layer, const float* rope, float* qkv, void* key, void* value, bool int8_kv) {
+// Queries stay in qkv, multiplied by `scaling`; `key` and `value` are the row's entries in the cache.
+void rope_and_write_kv(const pl_model& m, const pl_layer& layer, const float* rope, float scaling, float* qkv, void* key, void* value,
+                       bool int8_kv) {
   long d = m.head_dim;
-  for (long h = 0; h < m.heads; h++) norm_and_rope(m.dtype, layer.q_norm, rope, qkv + h * d, d, m.scaling);
   float* k = qkv + m.heads * d;
-  for (long h = 0; h < m.kv_heads; h++) norm_and_rope(m.dtype, layer.k_norm, rope, k + h * d, d, 1.0f);
+  pl_norm q_norm = layer.q_norm, k_norm = layer.k_norm;
+  if (m.norms_all_heads) {
+    rms_norm(m, q_norm, qkv, qkv, m.heads * d), rms_norm(m, k_norm, k, k, m.kv_heads * d);
+    q_norm = k_norm = {};
+  }
+  for (long h = 0; h < m.heads; h++) norm_and_rope(m.dtype, q_norm, rope, qkv + h * d, d, scaling);
+  for (long h = 0; h < m.kv_heads; h++) norm_and_rope(m.dtype, k_norm, rope, k + h * d, d, 1.0f);
   write_kv(m, k, key, int8_kv);
   write_kv(m, k + m.kv_heads * d, value, int8_kv);
 }

@@ -14,7 +14,7 @@ import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,24 +38,28 @@ SpanSizes = Sequence[tuple[int, int]]  # of each span: rows, and keys that they 
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
+class Rotation(NamedTuple):
+    """How a model rotates queries and keys. ``module`` computes cosines and sines for each layer
+    type in ``kinds`` (None: it takes no layer type; NO_ROPE: nothing is rotated). The other fields
+    are those of ``DecoderShape``."""
+
+    module: Any
+    kinds: Sequence[str | None] = (None,)
+    short_length: int | None = None
+    query_scaling: tuple[float, int] | None = None
+
+
 class RopeTables:
     """Tables of cosines and sines, float32 ``[positions, head_dim]``, which grow with the longest
-    text: the first half of a row are cosines, the second half sines. The model's own rotary module
-    computes a table for each layer type in ``kinds`` (None: the module takes no layer type;
-    NO_ROPE: nothing is rotated, as are the numbers of a head for which it has no angle).
-    ``short_length``: with longrope the most tokens of a short text; then there are two tables for
-    each type, that of short and that of long texts."""
+    text: the first half of a row are cosines, the second half sines, 1 and 0 for numbers of a head
+    that are not rotated. There is a table for each layer type; with longrope (``short_length``)
+    two, that of short and that of long texts. ``covering`` also returns ``query_scale``, float32
+    ``[positions]``, or None."""
 
-    def __init__(
-        self,
-        rotary_emb: Any,
-        kinds: Sequence[str | None],
-        head_dim: int,
-        short_length: int | None = None,
-    ) -> None:
-        self._module, self._half, self._short = rotary_emb, head_dim // 2, short_length
-        lengths = (False, True) if short_length else (False,)
-        self._kinds = [(kind, long) for kind in kinds for long in lengths]
+    def __init__(self, rotation: Rotation, head_dim: int) -> None:
+        self._rotation, self._half = rotation, head_dim // 2
+        lengths = (False, True) if rotation.short_length else (False,)
+        self._kinds = [(kind, long) for kind in rotation.kinds for long in lengths]
         self._length, self._pointers = 0, None
         self._growing = threading.Lock()
 
@@ -66,7 +70,11 @@ class RopeTables:
                 padded = max(256, 1 << (length - 1).bit_length())
                 tables = [self._table(padded, *kind) for kind in self._kinds]
                 pointers: Any = (ctypes.c_void_p * len(tables))(*map(pointer, tables))
-                pointers.tables = tables
+                pointers.tables, pointers.query_scale = tables, None
+                if self._rotation.query_scaling is not None:
+                    beta, original = self._rotation.query_scaling
+                    steps = torch.arange(padded) // original
+                    pointers.query_scale = 1 + beta * steps.float().log1p()
                 self._length, self._pointers = padded, pointers
             return self._pointers
 
@@ -75,10 +83,10 @@ class RopeTables:
         if kind != NO_ROPE:
             layer_type = () if kind is None else (kind,)
             positions = torch.arange(length)
-            if self._short:  # the module decides by the largest position
-                last = torch.full((1,), self._short)
+            if short := self._rotation.short_length:  # the module decides by the largest position
+                last = torch.full((1,), short)
                 positions = torch.cat((positions, last)) if long else positions.clamp(max=last - 1)
-            cos, sin = self._module(torch.zeros(1), positions[None], *layer_type)
+            cos, sin = self._rotation.module(torch.zeros(1), positions[None], *layer_type)
             angles = cos.shape[-1] // 2
             cosines[:, :angles], sines[:, :angles] = (
                 part[0, :length, :angles] for part in (cos, sin)
@@ -100,18 +108,16 @@ class ModelHandle:
         self,
         model: Any,
         weights: WeightPacker,
-        rotary_emb: Any,
-        rope_kinds: Sequence[str | None] = (None,),
+        rotation: Rotation,
         adapters: NativeAdapters | None = None,
-        short_length: int | None = None,
     ) -> None:
-        self._short_length = short_length
+        self._short_length = rotation.short_length
         self._close = library().pl_close
         self._handle = library().pl_open(model)
         check(not self._handle, "the native model")
         self._weights, self._adapters = weights, adapters
         self._layers, self._width = model.layers, model.heads * model.head_dim
-        self._ropes = RopeTables(rotary_emb, rope_kinds, model.head_dim, short_length)
+        self._ropes = RopeTables(rotation, model.head_dim)
         self._caches: WeakKeyDictionary[PagedCache, Any] = WeakKeyDictionary()
 
     def __del__(self) -> None:
@@ -178,6 +184,7 @@ class ModelHandle:
             outputs=pointer(outputs),
             skipped=_address(skipped),
             rope=_address(ropes),
+            query_scale=pointer(ropes.query_scale),
             max_nodes=max_nodes,
             tokens=nodes[0].data_ptr(),
             parents=nodes[1].data_ptr(),
@@ -273,6 +280,7 @@ class ModelHandle:
             logit_row_indices=None if logit_rows is None else starts[5],
             skipped=_address(skipped),
             rope=_address(ropes),
+            query_scale=pointer(ropes.query_scale),
             **self._cache_fields(cache),
             **fields,
         )

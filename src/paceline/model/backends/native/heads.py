@@ -17,7 +17,7 @@ from paceline.core.stages import warn
 from paceline.kernels.library import DTYPES, SILU, CLayer, CMedusa, CModel, CWeight, check, library
 from paceline.model.backends.base import BlockStep, EagleStep
 from paceline.model.backends.counters import NativeWork, report_work, traced
-from paceline.model.backends.native.handle import ModelHandle, count_logit_rows
+from paceline.model.backends.native.handle import ModelHandle, Rotation, count_logit_rows
 from paceline.model.backends.native.packing import PackedMatrix, WeightPacker, pack_children
 from paceline.model.backends.native.recognise import (
     HEAD_NORMS,
@@ -121,7 +121,7 @@ class NativeEagle(EagleStep):
             residual_normed=config.norm_before_residual,
         )
         self._vocab_size = lm_head.outputs
-        self._handle = ModelHandle(model, weights, head.rotary)
+        self._handle = ModelHandle(model, weights, Rotation(head.rotary))
         self.tree_grower = partial(self._handle.grow, "eagle", None)
 
     def __call__(
@@ -157,7 +157,7 @@ class NativeBlock(BlockStep):
             module.packed
             for module in (head.fc, *(layer.self_attn.q_proj for layer in head.layers))
         ]
-        self._handle = ModelHandle(model, weights, head.rotary)
+        self._handle = ModelHandle(model, weights, Rotation(head.rotary))
 
     def write_context(self, batch: Batch, cache: PagedCache, features: torch.Tensor) -> None:
         features, rows = features.contiguous(), len(batch.input_ids)

@@ -34,7 +34,7 @@ from paceline.model.backends.base import (
 )
 from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.copies import rounded_copy
-from paceline.model.backends.native.handle import ModelHandle, count_logit_rows
+from paceline.model.backends.native.handle import ModelHandle, Rotation, count_logit_rows
 from paceline.model.backends.native.heads import (
     NativeBlock,
     NativeEagle,
@@ -90,10 +90,10 @@ class NativeModel(Backend):
         )
         trim()
         self.adapters = NativeAdapters(hf, self.dtype)
-        rotary_emb, kinds = hf.model.rotary_emb, decoder.rope_kinds
-        self._handle = ModelHandle(
-            *(model, weights, rotary_emb, kinds, self.adapters, decoder.short_length)
+        rotation = Rotation(
+            hf.model.rotary_emb, decoder.rope_kinds, decoder.short_length, decoder.query_scaling
         )
+        self._handle = ModelHandle(model, weights, rotation, self.adapters)
         total_bytes = sum(matrix.data.nbytes for matrix, _, _ in weights.matrices)
         self.head_share = self.lm_head.data.nbytes / total_bytes
 

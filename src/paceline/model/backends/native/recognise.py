@@ -24,11 +24,12 @@ from paceline.model.quantised.weights import QuantisedLinear, is_plain
 _GEMMA = {"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"}
 _LLAMA = """
     Llama Mistral Ministral Ministral3 Mixtral Qwen2 Qwen3 Qwen3Moe Granite Cwm SeedOss
-    SmolLM3 Phi3 Glm Glm4 Ernie4_5 Helium Mellum
+    SmolLM3 Phi3 Glm Glm4 Ernie4_5 Helium Mellum Olmo2 Olmo3 Exaone4
 """
 _KNOWN = _GEMMA | {f"{name}ForCausalLM" for name in _LLAMA.split()}
 # Config options that the kernels do not implement, and the value with which each has no effect.
-_NEUTRAL = {"llama_4_scaling_beta": 0.0, "norm_topk_prob": True}
+_NEUTRAL = {"norm_topk_prob": True}
+_BETA = "llama_4_scaling_beta"
 _LONGROPE = "longrope"  # two tables: of texts up to the original length, and of longer ones
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables do not depend on the text's length
 # Field of CLayer, and the name of the layer's module that it holds.
@@ -37,6 +38,10 @@ _GEMMA_NORMS = {
     "attention_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
 }
 _GLM_NORMS = {
@@ -78,6 +83,9 @@ class DecoderShape:
     ropes: tuple[int, ...]  # for each layer, the index of its type in `rope_kinds`
     rope_kinds: tuple[str | None, ...]  # layer types, as the rotary module takes them
     short_length: int | None = None  # longrope: tokens up to which a text is short
+    norms_all_heads: bool = False  # q_norm and k_norm are over all heads
+    # Ministral 3: queries at position p are multiplied by 1 + beta * log(1 + p // length).
+    query_scaling: tuple[float, int] | None = None  # (beta, length)
 
     def fields(self) -> dict[str, Any]:
         """The fields of CModel that have the same name here, except ``final_norm``."""
@@ -137,20 +145,16 @@ def _described(
     activation = _ACTIVATIONS.get(name)
     if activation is None:
         return f"the activation {name} is not known"
-    layer_types: list[str | None] = [None] * len(norms)
-    if getattr(base.rotary_emb, "layer_types", None):
-        layer_types = config.layer_types[: len(norms)]
-    for n, layer in enumerate(base.layers):
-        if not getattr(layer.self_attn, "use_rope", True):
-            layer_types[n] = NO_ROPE
+    layer_types = _rotations(base, config)
     rope_kinds = tuple(dict.fromkeys(layer_types))
     for kind in {*rope_kinds} - {NO_ROPE}:
         cos, _ = base.rotary_emb(torch.zeros(1), torch.arange(1)[None], *([kind] if kind else ()))
         if cos.shape[-1] != shape[1] and type(hf).__name__ not in PARTIAL:
             return f"the rotary embedding turns {cos.shape[-1]} of {shape[1]} numbers of a head"
-    short_length = None
-    if base.rotary_emb.rope_type == _LONGROPE:
-        short_length = int(config.rope_parameters["original_max_position_embeddings"])
+    options, q_norm = config.rope_parameters or {}, norms[0].get("q_norm")
+    original = int(options.get("original_max_position_embeddings") or 0)
+    beta = float(options.get(_BETA) or 0.0)
+    short_length = original if base.rotary_emb.rope_type == _LONGROPE else None
     scale = getattr(base.embed_tokens, "embed_scale", None)
     caps = [
         float((gemma and getattr(config, name, None)) or 0.0)
@@ -176,7 +180,23 @@ def _described(
         ropes=tuple(rope_kinds.index(kind) * (2 if short_length else 1) for kind in layer_types),
         rope_kinds=rope_kinds,
         short_length=short_length,
+        norms_all_heads=q_norm is not None and len(q_norm.weight) > shape[1],
+        query_scaling=(beta, original) if beta else None,
     )
+
+
+def _rotations(base: Any, config: Any) -> list[str | None]:
+    """The type of each layer for the rotary module; NO_ROPE for layers that do not rotate."""
+    types: list[str | None] = [None] * len(base.layers)
+    if getattr(base.rotary_emb, "layer_types", None):
+        types = config.layer_types[: len(types)]
+    for n, layer in enumerate(base.layers):
+        attention = layer.self_attn
+        # EXAONE 4 with windows rotates only in the layers that have one.
+        windows = type(attention).__name__ == "Exaone4Attention" and attention.sliding_window
+        if not getattr(attention, "use_rope", True) or (windows and not attention.is_sliding):
+            types[n] = NO_ROPE
+    return types
 
 
 def _ffn(layer: Any) -> int:
@@ -244,9 +264,8 @@ def as_rms_norm(module: Any, gemma: bool) -> RMSNorm | None:
 
 def _norms(layer: Any, gemma: bool) -> dict[str, RMSNorm | None]:
     """The norms of a layer by their field in CLayer; None for a norm that is no RMS norm."""
-    names = next(
-        (n for n in (_GEMMA_NORMS, _GLM_NORMS) if hasattr(layer, n["post_mlp_norm"])), _NORMS
-    )
+    tables = _GEMMA_NORMS, _GLM_NORMS, _NORMS, _POST_NORMS
+    names = next(names for names in tables if all(hasattr(layer, n) for n in names.values()))
     modules = {field: getattr(layer, name) for field, name in names.items()}
     attention = layer.self_attn
     modules |= {name: getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)}
