@@ -35,8 +35,7 @@ def _fail(message: str, code: int) -> typer.Exit:
 
 
 class CommandGroup(SwitchesWithoutType, TyperGroup):
-    """A command group in which every failure ends with one line on stderr and an exit code: 1 for
-    errors, 2 for wrong usage, 130 for Ctrl-C."""
+    """Commands that fail with one line on stderr; exit code 1, wrong usage 2, Ctrl-C 130."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

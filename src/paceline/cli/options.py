@@ -370,7 +370,6 @@ def load_llm(
     **more: Any,
 ) -> LLM:
     """Load a model with ``settings`` and ``more``, and print the notes of the LLM."""
-    quiet_libraries()  # not done yet in the engine process of a server
     with stage("starting"):
         set_threads(settings.threads)
         from paceline import LLM

@@ -140,8 +140,7 @@ class RankProcesses:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Enclose a collective operation of all ranks. If it fails here, the ranks are out of step
-        and therefore lost; if it takes too long, the other ranks are killed. Raises
-        EngineLostError."""
+        and lost; if it takes too long, the others are killed. Raises EngineLostError."""
         self._check()
         self._until = time.monotonic() + STALL_SECONDS
         try:

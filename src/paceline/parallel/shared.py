@@ -41,9 +41,8 @@ def load_shared(
     quantize: str | None = None,
     backend: str = "auto",
 ) -> CausalModel:
-    """Load a target into ``size`` processes, of which this one is rank 0. It runs on the reference
-    backend, and its ``cache_shapes`` are those of rank 0. Raises ConfigError, ModelLoadError,
-    UnsupportedModelError."""
+    """Load a target into ``size`` processes, of which this is rank 0, on the reference backend. Its
+    ``cache_shapes`` are rank 0's. Raises ConfigError, ModelLoadError, UnsupportedModelError."""
     if backend == "native" or quantize not in (None, "none"):
         what = "backend='native'" if backend == "native" else f"quantize={quantize!r}"
         raise ConfigError(
@@ -141,7 +140,6 @@ class SharedForward(Backend):
 def _move(
     shared_ref: weakref.ref[SharedForward], number: int, slots: Sequence[tuple[int, int]]
 ) -> None:
-    """Copy rows of the counterparts with this number, as of a cache of rank 0 that calls this."""
     if (shared := shared_ref()) is not None:
         with shared.ranks.together():
             shared.ranks.group.broadcast("move", number, tuple(slots))

@@ -54,7 +54,15 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         try:
-            text = _compiled_text(grammar)
+            if grammar.kind == "json":
+                schema: dict[str, Any] = json.loads(grammar.text)
+                _forbid_unlisted_properties(schema)
+                layout = cast(Any, _LAYOUT)
+                text = str(LLMatcher.grammar_from_json_schema(schema, overrides=layout))
+            elif grammar.kind == "regex":
+                text = str(LLMatcher.grammar_from_regex(grammar.text))
+            else:
+                text = str(LLMatcher.grammar_from_lark(grammar.text))
             trouble = LLMatcher.validate_grammar(text, self._tokens)
         except (ValueError, RecursionError) as error:
             trouble = str(error)
@@ -70,19 +78,6 @@ class GrammarCompiler:
         # Logits may be wider than the tokenizer (padding) or, rarely, narrower.
         width = max(self._width, len(self._tokenizer))
         return from_tokenizer(self._tokenizer, n_vocab=width, eos_token=self._ends or None)
-
-
-def _compiled_text(grammar: Grammar) -> str:
-    """The grammar in llguidance's own format."""
-    from llguidance import LLMatcher
-
-    if grammar.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(grammar.text))
-    if grammar.kind == "lark":
-        return str(LLMatcher.grammar_from_lark(grammar.text))
-    schema: dict[str, Any] = json.loads(grammar.text)
-    _forbid_unlisted_properties(schema)
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, _LAYOUT)))
 
 
 def _forbid_unlisted_properties(schema: Any) -> None:

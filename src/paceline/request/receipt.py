@@ -95,6 +95,8 @@ class Receipts:
             )
         backend = {"name": target.backend.name, "computes": target.backend.description}
         backend |= {"paceline": version("paceline"), "torch": version("torch")}
+        spelling = getattr(self._tokenizer, "backend_tokenizer", None)
+        content = self._tokenizer.get_vocab() if spelling is None else spelling.to_str()
         dtype, cache = (
             str(kind).removeprefix("torch.") for kind in (target.dtype, target.cache_dtype)
         )
@@ -102,7 +104,7 @@ class Receipts:
             "paceline_receipt": FORMAT,
             "model": target.name,
             "weights": _hash_of_files(target.checkpoint),
-            "tokenizer": _hash(_tokenizer_content(self._tokenizer)),
+            "tokenizer": _hash(content),
             "backend": backend,
             "settings": {
                 "dtype": dtype,
@@ -197,12 +199,6 @@ def _find_receipts(value: Any) -> Any:
     elif isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _find_receipts(item)
-
-
-def _tokenizer_content(tokenizer: Any) -> Any:
-    """Everything about a tokenizer that decides how text becomes ids and back."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend.to_str() if backend is not None else tokenizer.get_vocab()
 
 
 def _hash(value: Any) -> str:

@@ -150,8 +150,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
 
 def _add_pages(app: FastAPI) -> None:
-    """The chat page at ``/`` and the API reference at ``/docs``. Their content security policies
-    let them load nothing from elsewhere."""
+    """The chat page at ``/`` and the API reference at ``/docs``; neither loads from elsewhere."""
     chat_page, reference = (
         Path(__file__).with_name(name).read_text(encoding="utf-8")
         for name in ("page.html", "reference.html")

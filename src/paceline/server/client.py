@@ -161,7 +161,7 @@ class EngineClient:
         if limits:
             error = failures.deadline_exceeded(by_request=min(limits) == deadline)
             event_loop = asyncio.get_running_loop()
-            ticket.timer = event_loop.call_later(min(limits), self._expire, number, error)
+            ticket.timer = event_loop.call_later(min(limits), self.cancel, number, error)
         try:
             await self._call(wire.Submit(number, list(prompts), params, streams))
         except Exception:  # the engine refused the requests and has forgotten them
@@ -190,18 +190,16 @@ class EngineClient:
                 seconds,
             )
 
-    def _expire(self, number: int, error: failures.APIError) -> None:
-        self._fail(number, error)
-        self._send_cancel(number, "deadline")
-
-    def cancel(self, number: int) -> None:
-        """Cancel a ticket, unless it is finished."""
-        if self._remove(number) is not None:
-            self._send_cancel(number, "cancelled")
-
-    def _send_cancel(self, number: int, outcome: str) -> None:
-        with suppress(failures.APIError):  # the engine has ended
-            self._send(wire.Cancel(number, outcome))
+    def cancel(self, number: int, missed: failures.APIError | None = None) -> None:
+        """Cancel a ticket, unless it is finished; ``missed`` is the error if it missed a deadline.
+        The engine may have ended."""
+        if number not in self._tickets:
+            return
+        if missed is not None:
+            self._fail(number, missed)
+        self._remove(number)
+        with suppress(failures.APIError):
+            self._send(wire.Cancel(number, "cancelled" if missed is None else "deadline"))
 
     def _remove(self, number: int) -> Ticket | None:
         """Remove a ticket, which then gets no more events."""

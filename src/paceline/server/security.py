@@ -147,8 +147,7 @@ def key_of(scope: Scope) -> bytes | None:
 
 
 def check_content_type(scope: Scope) -> APIError | None:
-    """An error unless the body is declared as JSON. Browsers let pages of any origin send other
-    types without asking this server first."""
+    """An error unless the body is declared as JSON: pages of any origin may send other types."""
     if scope["method"] != "POST":
         return None
     headers = Headers(scope=scope)

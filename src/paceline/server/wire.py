@@ -68,8 +68,7 @@ class Facts(msgspec.Struct):
 
 
 class WireMessage(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """The base of all messages. ``number`` identifies a ticket or another call of the HTTP side,
-    and its replies carry the same number."""
+    """The base of all messages. ``number``: of a ticket or another call, and of its replies."""
 
 
 class LoadModel(WireMessage):

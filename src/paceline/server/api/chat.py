@@ -145,8 +145,7 @@ def render(
 def _template_message(
     message: protocol.ChatMessage, with_tools: bool, with_reasoning: bool
 ) -> dict[str, Any]:
-    """A message as input of a chat template, which may support tools and reasoning. Without tools,
-    calls and their results become plain text."""
+    """A message as input of a chat template. Without tools, calls and results become plain text."""
     role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {"role": role, "content": message.text()}
     if message.name is not None:

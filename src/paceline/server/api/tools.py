@@ -64,34 +64,25 @@ def message_from_deltas(deltas: Iterable[Delta]) -> dict[str, Any]:
 class _JsonEndFinder:
     """Finds the end of a JSON object or list by counting brackets; the JSON may be malformed."""
 
-    _OUTSIDE = re.compile(r'["{}\[\]]')
-    _INSIDE = re.compile(r'["\\]')
-
     def __init__(self) -> None:
         self._depth = 0
         self._quoted = self._escaped = False
 
     def feed(self, text: str) -> int | None:
         """The position in ``text`` after the closing bracket; None if it is not in ``text``."""
-        position = 0
-        while position < len(text):
+        for end, character in enumerate(text, 1):
             if self._escaped:
                 self._escaped = False
-                position += 1
-                continue
-            match = (self._INSIDE if self._quoted else self._OUTSIDE).search(text, position)
-            if match is None:
-                return None
-            position = match.end()
-            mark = match[0]
-            if mark == "\\":
-                self._escaped = True
-            elif mark == '"':
+            elif character == '"':
                 self._quoted = not self._quoted
-            else:
-                self._depth += 1 if mark in "{[" else -1
+            elif self._quoted:
+                self._escaped = character == "\\"
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
                 if self._depth <= 0:
-                    return position
+                    return end
         return None
 
 
@@ -112,22 +103,21 @@ class ForcedCallParser(TextParser):
     def feed(self, text: str) -> list[Delta]:
         if self._is_complete:
             return []
-        if self._in_arguments:
-            return self._feed_arguments(text)
-        self._text += text
-        head = self._HEAD.match(self._text)
-        if head is None:
-            return []
-        self._in_arguments = True
-        self._json_end.feed("{")  # the call's own brace; the arguments end before its closing one
-        named: Delta = {"tool_calls": [{"index": 0, **new_tool_call(head[1], "")}]}
-        return [named, *self._feed_arguments(self._text[head.end() :])]
-
-    def _feed_arguments(self, text: str) -> list[Delta]:
+        deltas: list[Delta] = []
+        if not self._in_arguments:
+            self._text += text
+            head = self._HEAD.match(self._text)
+            if head is None:
+                return []
+            self._in_arguments = True
+            self._json_end.feed("{")  # the call's own brace; the arguments end before its closing
+            deltas.append({"tool_calls": [{"index": 0, **new_tool_call(head[1], "")}]})
+            text = self._text[head.end() :]
         end = self._json_end.feed(text)
         self._is_complete = end is not None
-        piece = text if end is None else text[: end - 1]
-        return [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}] if piece else []
+        if piece := text if end is None else text[: end - 1]:
+            deltas.append({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]})
+        return deltas
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
         if self._in_arguments:
