@@ -63,16 +63,6 @@ class BenchRun(RunOptions):
     )
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A checked command line; ``settings`` go into the record of the result."""
-
-    methods: list[Method]
-    sweep: Sweep
-    prompts: list[BenchPrompt]
-    settings: dict[str, Any]
-
-
 @expand
 def bench(
     engine: BenchedModel,
@@ -85,9 +75,9 @@ def bench(
     Exits with 1 if a text differs from plain decoding's or none of a method's drafts was accepted,
     with 3 if the time was too short to measure anything.
     """
-    budget = run.begin()
+    budget = Budget(run.seconds or None)
     with stage("starting"):
-        plan = _plan(engine, source, options)
+        methods, sweep, chosen, settings = _checked(engine, source, options)
         from paceline.lab.bench.engines import EngineFactory
         from paceline.lab.bench.pages import report_of
         from paceline.lab.bench.prompts import fit, tokens_needed
@@ -96,12 +86,11 @@ def bench(
 
     # This LLM only shares its weights, so its cache is small; each method gets its own cache.
     llm = replace(engine, draft_length=None, max_batch_size=1, kv_cache_memory=None).open(None)
-    methods, sweep = plan.methods, plan.sweep
-    fitting, left_out = fit(plan.prompts, llm, sweep.max_tokens)
+    fitting, left_out = fit(chosen, llm, sweep.max_tokens)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     needed = tokens_needed(llm, (ids for _, ids in prompts), sweep.max_tokens)
     sizes = {"max_model_len": needed, "kv_cache_memory": engine.kv_cache_memory}
-    factory = EngineFactory(llm, rule=plan.settings["rule"], **sizes)
+    factory = EngineFactory(llm, rule=settings["rule"], **sizes)
     record: list[JobResult] = []
     runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
     with measuring("measuring", budget, runs) as interrupted:
@@ -116,7 +105,7 @@ def bench(
         return interrupted.code or NOT_ENOUGH
     with stage("comparing the texts"):
         result = replace(
-            BenchResult.of(methods, plan.settings, llm, record),
+            BenchResult.of(methods, settings, llm, record),
             left_out=left_out,
             interrupted=bool(interrupted.code),
             unequal=factory.unequal,
@@ -129,8 +118,11 @@ def bench(
     return interrupted.code or int(bool(failures))
 
 
-def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) -> _Plan:
-    """Check the command line before a model is loaded. Raises ConfigError and DataError."""
+def _checked(
+    engine: ModelOptions, source: PromptOptions, options: BenchOptions
+) -> tuple[list[Method], Sweep, list[BenchPrompt], dict[str, Any]]:
+    """Check the command line before a model is loaded; the settings returned go into the record of
+    the result. Raises ConfigError and DataError."""
     from paceline.lab.bench.engines import parse_methods
 
     length, rule = engine.length_and_rule
@@ -149,7 +141,7 @@ def _plan(engine: ModelOptions, source: PromptOptions, options: BenchOptions) ->
         "rule": rule,
         "price": options.price,
     }
-    return _Plan(methods, sweep, prompts, settings)
+    return methods, sweep, prompts, settings
 
 
 _model = under("Model")
@@ -198,7 +190,7 @@ def tune(
 
     Exits with 3, and writes nothing, if the time was too short to confirm a result.
     """
-    budget = run.begin()
+    budget = Budget(run.seconds or None)
     chosen_prompts = prompts.load(_TUNING_PROMPTS)
     from paceline.lab.tune.candidates import at_hand
     from paceline.lab.tune.plan import TuningOutcome, num_tasks

@@ -112,7 +112,7 @@ def certify(
     Exits with 0 only if it does, with 1 if something is wrong, with 3 if the time was too short to
     certify anything.
     """
-    budget = run.begin()
+    budget = Budget(run.seconds or None)
     if url is not None:
         return _certify_server(context, url, against, pair["model"], prompts, effort, run, budget)
     if against is not None:

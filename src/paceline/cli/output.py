@@ -212,9 +212,6 @@ class RunOptions(ReportOptions):
 
     seconds: float = _budget(180.0, "Time limit, loading included; 0 is none.", low=0)
 
-    def begin(self) -> Budget:
-        return Budget(self.seconds or None)
-
 
 # -- Ctrl-C and the time ---------------------------------------------------------------------------
 

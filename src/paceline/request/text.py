@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import takewhile
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ class Spelling:
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
-        self._names: dict[int, str | None] = {}
+        self._name = cache(self._backend.id_to_token)
         self._speller = TokenSpeller(self._backend.decoder)
 
     @classmethod
@@ -38,10 +39,7 @@ class Spelling:
 
     def name(self, token: int, skip_special: bool) -> str | None:
         """The token's string in the vocabulary; None if the token is not part of the text."""
-        try:
-            name = self._names[token]
-        except KeyError:
-            name = self._names[token] = self._backend.id_to_token(token)
+        name: str | None = self._name(token)
         return None if skip_special and name in self._special else name
 
     def byte(self, token: int) -> int | None:

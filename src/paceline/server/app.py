@@ -119,12 +119,12 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/load")
     @app.get("/get_load", include_in_schema=False)  # for SGLang's routers
     async def load() -> dict[str, Any]:
-        current = service.client.load
+        requests, sequences, capacity = service.client.load
         return {
-            "server_load": current.requests,  # the field's name in vLLM
-            "load": current.requests,  # the field's name in SGLang
-            "sequences": current.sequences,
-            "capacity": current.capacity,
+            "server_load": requests,  # the field's name in vLLM
+            "load": requests,  # the field's name in SGLang
+            "sequences": sequences,
+            "capacity": capacity,
             "ready": service.client.ready,
         }
 

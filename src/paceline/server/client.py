@@ -14,7 +14,6 @@ import itertools
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.params import SamplingParams
@@ -41,15 +40,6 @@ class EngineEndpoint(Protocol):
 
     def close(self) -> None:
         """End the engine and wait for its end. The connection has been closed."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """Numbers of HTTP requests and of their sequences, and the most sequences accepted at once."""
-
-    requests: int
-    sequences: int
-    capacity: int
 
 
 class Ticket:
@@ -135,11 +125,12 @@ class EngineClient:
         return not self._tickets
 
     @property
-    def load(self) -> Load:
-        """The load, known without asking the engine: load balancers poll it often."""
+    def load(self) -> tuple[int, int, int]:
+        """Numbers of HTTP requests and of their sequences, and the most sequences accepted at once;
+        known without asking the engine, because load balancers poll them often."""
         tickets = self._tickets.values()
         capacity = self.facts.max_batch_size + self.config.max_queue
-        return Load(len(tickets), sum(ticket.unfinished for ticket in tickets), capacity)
+        return len(tickets), sum(ticket.unfinished for ticket in tickets), capacity
 
     async def submit(
         self,
@@ -174,15 +165,16 @@ class EngineClient:
 
     def _check_capacity(self, count: int) -> None:
         """Raise APIError if there is no room for ``count`` sequences now, ConfigError if never."""
-        load, batch = self.load, self.facts.max_batch_size
-        if count > load.capacity:
+        _, sequences, capacity = self.load
+        if count > capacity:
             raise ConfigError(
                 f"n: the request asks for {count} sequences, but this server accepts "
-                f"{load.capacity} at a time (max_queue plus max_batch_size); send fewer prompts or "
+                f"{capacity} at a time (max_queue plus max_batch_size); send fewer prompts or "
                 "a smaller n"
             )
-        if load.sequences + count > load.capacity:
-            waiting, running = max(0, load.sequences - batch), min(load.sequences, batch)
+        if sequences + count > capacity:
+            batch = self.facts.max_batch_size
+            waiting, running = max(0, sequences - batch), min(sequences, batch)
             seconds = max(1, round(self._request_seconds * (1 + waiting) / max(1, running)))
             raise failures.queue_full(
                 f"the queue is full ({waiting} requests are waiting, the limit is "

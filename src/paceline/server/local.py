@@ -9,10 +9,13 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from paceline.core.children import exit_now, ignore_signals
 from paceline.core.libraries import quiet_libraries, set_threads
 from paceline.errors import debugging, error_line
 from paceline.server import wire
+from paceline.server.config import ServeConfig
 from paceline.server.loop import EngineLoop, Link
 from paceline.server.run import set_up_logging
 from paceline.server.service import Service
@@ -20,7 +23,6 @@ from paceline.settings import explicit
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
-    from paceline.server.config import ServeConfig
 
 
 def load_llm(settings: ServeConfig) -> LLM:
@@ -40,14 +42,13 @@ def main() -> None:
     first = wire.read_message(connection)
     if first is None:
         return
-    message = wire.REQUESTS.decode(first)
-    assert isinstance(message, wire.LoadModel)
+    config = msgspec.msgpack.decode(first, type=ServeConfig)
     link = Link(connection, lambda: exit_now(0))
     # Read while the model loads, so that the end of the parent ends this process.
     threading.Thread(target=link.read, name="paceline-link", daemon=True).start()
-    set_up_logging(message.config.log_level)
+    set_up_logging(config.log_level)
     try:
-        loop = link.loop = EngineLoop(load_llm(message.config), link.send, message.config.alias_of)
+        loop = link.loop = EngineLoop(load_llm(config), link.send, config.alias_of)
     except Exception as error:
         if debugging():
             traceback.print_exc()

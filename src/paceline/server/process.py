@@ -37,7 +37,7 @@ class EngineProcess:
                 pass_fds=[child_end.fileno()],
             )
         with suppress(OSError):  # ``wait_until_loaded`` reports a process that has ended
-            self.connection.sendall(wire.encode_message(wire.LoadModel(config)))
+            self.connection.sendall(wire.encode_message(config))
 
     def wait_until_loaded(self) -> None:
         """Raises PacelineError if loading fails, EngineLostError if the process ends."""

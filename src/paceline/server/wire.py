@@ -1,7 +1,7 @@
 """The messages between the HTTP side and the engine, and their encoding on a socket.
 
     HTTP                                        engine
-    LoadModel(config) ------------------------>           (only between two processes)
+    ServeConfig ------------------------------>           (only between two processes)
            <-------------------------------------- Hello(facts) | Lost(reason)
     Submit(number, prompts, params, ...) ----->
            <-------------------------------------- Done(number, "") | Ended(number, error)
@@ -71,12 +71,6 @@ class WireMessage(msgspec.Struct, array_like=True, gc=False, tag=True):
     """The base of all messages. ``number``: of a ticket or another call, and of its replies."""
 
 
-class LoadModel(WireMessage):
-    """The first message to an engine process."""
-
-    config: ServeConfig
-
-
 class Submit(WireMessage):
     """Generate ``params.n`` completions for each prompt. With ``streams`` there is an event for
     each step, otherwise one event for each completion."""
@@ -141,7 +135,7 @@ class Lost(WireMessage):
     reason: str
 
 
-EngineCommand = LoadModel | Submit | Cancel | Scrape | SetAdapter
+EngineCommand = Submit | Cancel | Scrape | SetAdapter
 Reply = Hello | Done | StepEvents | Ended | Lost
 
 
@@ -155,7 +149,7 @@ REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(
 )
 
 
-def encode_message(message: WireMessage) -> bytes:
+def encode_message(message: WireMessage | ServeConfig) -> bytes:
     """A message with its length, as bytes. Raises UnicodeEncodeError or OverflowError."""
     buffer = bytearray(_HEADER.size)
     _ENCODER.encode_into(message, buffer, _HEADER.size)

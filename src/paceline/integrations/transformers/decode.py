@@ -206,7 +206,8 @@ def generate(
             _row(engine, replace(params, seed=row_seed), terms, input_ids, number, prompt)
             for number, (prompt, row_seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
-        pad = _pad_token(generation_config)
+        pad = getattr(generation_config, "_pad_token_tensor", None)
+        pad = generation_config.pad_token_id if pad is None else int(pad)
         _decode(engine, rows, pad, streamer)
     sequences = torch.cat((input_ids, input_ids.new_tensor(_columns(rows, pad)).T), 1)
     if generation_config.return_dict_in_generate:
@@ -303,12 +304,6 @@ def _decode(engine: Engine, rows: list[SequenceState], pad: int | None, streamer
                     streamer.put(torch.tensor(tokens))
     if streamer is not None:
         streamer.end()
-
-
-def _pad_token(config: Any) -> int | None:
-    pad = getattr(config, "_pad_token_tensor", None)
-    pad = config.pad_token_id if pad is None else pad
-    return None if pad is None else int(pad)
 
 
 def generate_whole(
