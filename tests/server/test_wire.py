@@ -6,6 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +34,6 @@ from paceline.server.wire import (
     REQUESTS,
     Done,
     Ended,
-    LoadModel,
     SetAdapter,
     StepEvents,
     Submit,
@@ -61,9 +61,10 @@ def test_requests_arrive_as_they_were_sent() -> None:
         Submit(9, [[0]], SamplingParams(lora="sql"), False),
         SetAdapter(10, "sql", "/a/folder"),
         SetAdapter(11, "sql", None),
-        LoadModel(ServeConfig(draft=("ngram", "suffix"), draft_length=3, cors_origin=("*",))),
     ):
         assert REQUESTS.decode(encode_message(message)[4:]) == message
+    config = ServeConfig(draft=("ngram", "suffix"), draft_length=3, cors_origin=("*",))
+    assert msgspec.msgpack.decode(encode_message(config)[4:], type=ServeConfig) == config
 
 
 def test_answers_arrive_as_they_were_sent() -> None:

@@ -119,15 +119,12 @@ class RankProcesses:
                 return
         callback(self.lost)
 
-    def _check(self) -> None:
-        if self.lost is not None:
-            raise EngineLostError(self.lost)
-
     @contextmanager
     def loading(self) -> Iterator[None]:
         """A step before the first forward. Raises ModelLoadError if another rank is lost."""
         try:
-            self._check()
+            if self.lost is not None:
+                raise EngineLostError(self.lost)
             with rank_environment(0):
                 yield
         except Exception as error:
@@ -141,7 +138,8 @@ class RankProcesses:
     def together(self) -> Iterator[None]:
         """Enclose a collective operation of all ranks. If it fails here, the ranks are out of step
         and lost; if it takes too long, the others are killed. Raises EngineLostError."""
-        self._check()
+        if self.lost is not None:
+            raise EngineLostError(self.lost)
         self._until = time.monotonic() + STALL_SECONDS
         try:
             yield

@@ -87,7 +87,10 @@ class Request:
                     self._stream.consume(commit.tokens)
                     text = self._stream.take()
                 if commit.finish_reason is not None:
-                    text += self._finish_text(commit.finish_reason)
+                    stream, reason = self._stream or self._decode_all(), commit.finish_reason
+                    text += stream.finish(whole=self.whole_characters and reason == "length")
+                    # A stop string may be complete only at the very end.
+                    self._build_completion(stream.text, "stop" if stream.stopped else reason)
         except Exception as error:
             reason = Failure.of(error).message
             text = self._end_with_error(f"the text could not be decoded: {reason}")
@@ -113,14 +116,6 @@ class Request:
         if self.completion is None:
             seq_id = self.seq.seq_id
             self.apply_commit(Commit(seq_id, (), finish_reason="error", error=message))
-
-    def _finish_text(self, reason: str) -> str:
-        """Build the completion; returns the text that had been held back until now."""
-        text = self._stream or self._decode_all()
-        rest = text.finish(whole=self.whole_characters and reason == "length")
-        # A stop string may be complete only at the very end.
-        self._build_completion(text.text, "stop" if text.stopped else reason)
-        return rest
 
     def _end_with_error(self, error: str) -> str:
         """Build the completion of a failed request; returns the rest of its text. The text is

@@ -108,7 +108,18 @@ def _weights(model: Any) -> tuple[Hashable, ...]:
 def _built(
     model: Any, draft: str | DraftSpec | Drafter, options: EngineOptions, tokenizer: Any
 ) -> Engine:
-    target = _target(model, options.backend)
+    check_backend(options.backend)
+    kind = type(model).__name__
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1 or "meta" in devices:
+        where = ", ".join(sorted(devices))
+        raise ConfigError(
+            f"the weights of this {kind} are on {where}; put all of them on one device to decode "
+            "speculatively (no device_map that splits or offloads)"
+        )
+    register()
+    # New modules that share the weights.
+    target = CausalModel.from_module(model, str(model.name_or_path) or kind, options.backend)
     draft = parse_draft(draft) if isinstance(draft, str) else draft
     tokenizer = _tokenizer(model, draft, tokenizer)
     dtype = str(target.dtype).removeprefix("torch.")
@@ -130,21 +141,6 @@ def _tokenizer(model: Any, draft: DraftSpec | Drafter, given: Any) -> Any:
             f"a draft model needs the target's tokenizer, and {error}; give "
             "target_tokenizer=AutoTokenizer.from_pretrained(...)"
         ) from None
-
-
-def _target(model: Any, backend: str) -> CausalModel:
-    """New modules that share the weights. Raises ConfigError if these are on several devices."""
-    check_backend(backend)
-    kind = type(model).__name__
-    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) != 1 or "meta" in devices:
-        where = ", ".join(sorted(devices))
-        raise ConfigError(
-            f"the weights of this {kind} are on {where}; put all of them on one device to decode "
-            "speculatively (no device_map that splits or offloads)"
-        )
-    register()
-    return CausalModel.from_module(model, str(model.name_or_path) or kind, backend)
 
 
 @dataclass

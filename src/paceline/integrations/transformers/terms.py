@@ -61,8 +61,16 @@ def read_terms(
     mode = str(getattr(config.get_generation_mode(), "value", "")).replace("_", " ")
     if mode not in ("greedy search", "sample"):
         raise refuse(mode, "use greedy decoding or sampling (num_beams=1)")
-    stop_ids, max_length, other_criteria = _read_criteria(criteria)
-    max_tokens = min(max_length, config.max_length) - length
+    stop_ids: set[int] = set()
+    max_length, other_criteria = config.max_length, []
+    for criterion in criteria:
+        if type(criterion) is stopping.EosTokenCriteria:
+            stop_ids.update(int(token) for token in criterion.eos_token_id.flatten())
+        elif type(criterion) is stopping.MaxLengthCriteria:
+            max_length = min(max_length, int(criterion.max_length))
+        else:
+            other_criteria.append(criterion)
+    max_tokens = max_length - length
     if max_tokens < 1:
         raise ConfigError(
             f"the prompt has {length} tokens and max_length is {config.max_length}, so nothing can "
@@ -77,20 +85,6 @@ def read_terms(
     values["min_tokens"] = min(values.get("min_tokens", 0), max_tokens)
     params = SamplingParams(max_tokens=max_tokens, **values)
     return Terms(params, frozenset(stop_ids), kept_processors, other_criteria)
-
-
-def _read_criteria(criteria: Sequence[Any]) -> tuple[set[int], int, list[Any]]:
-    """The end tokens, the maximum length of a row including its prompt, and all other criteria."""
-    stop_ids: set[int] = set()
-    lengths, others = [], []
-    for criterion in criteria:
-        if type(criterion) is stopping.EosTokenCriteria:
-            stop_ids.update(int(token) for token in criterion.eos_token_id.flatten())
-        elif type(criterion) is stopping.MaxLengthCriteria:
-            lengths.append(int(criterion.max_length))
-        else:
-            others.append(criterion)
-    return stop_ids, min(lengths, default=1 << 62), others
 
 
 # Processors that correspond to a field of SamplingParams: the field, and the attribute with its

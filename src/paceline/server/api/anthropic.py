@@ -100,7 +100,7 @@ class CountRequest(Generation):
         if messages and messages[-1]["role"] == "assistant":
             messages[-1]["prefix"] = True
         config = self.output_config or OutputConfig()
-        fields = {
+        fields: dict[str, Any] = {
             "messages": messages,
             "max_tokens": self.max_tokens,
             "stop": [*self.stop, *self.stop_sequences],
@@ -112,23 +112,16 @@ class CountRequest(Generation):
         if output_format is not None:
             schema = {"schema": output_format.schema_}
             fields["response_format"] = {"type": output_format.type, "json_schema": schema}
-        return blocks.to_chat_request(self, fields | self._tool_fields(), "messages")
-
-    def _tool_fields(self) -> dict[str, Any]:
-        """The fields of the chat request that are about tools."""
-        tools = [
-            blocks.function_tool(tool.name, tool.description, tool.input_schema)
-            for tool in self.tools
-        ]
-        if not tools or self.tool_choice is None:
-            return {"tools": tools or None}
-        choice = self.tool_choice
-        converted: Any = {"any": "required", "tool": blocks.named_tool(choice.name or "")}
-        return {
-            "tools": tools,
-            "tool_choice": converted.get(choice.type, choice.type),
-            "parallel_tool_calls": not choice.disable_parallel_tool_use,
-        }
+        if self.tools:
+            fields["tools"] = [
+                blocks.function_tool(tool.name, tool.description, tool.input_schema)
+                for tool in self.tools
+            ]
+        if self.tools and (choice := self.tool_choice) is not None:
+            converted: Any = {"any": "required", "tool": blocks.named_tool(choice.name or "")}
+            fields["tool_choice"] = converted.get(choice.type, choice.type)
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        return blocks.to_chat_request(self, fields, "messages")
 
 
 class MessagesRequest(CountRequest):

@@ -129,7 +129,11 @@ def render(
     if tool_fields and with_tools:
         options["tools"] = tool_fields
     elif tool_fields:
-        inputs = _describe_tools(inputs, tool_fields)
+        functions = "\n".join(json.dumps(tool["function"]) for tool in tool_fields)
+        if inputs and inputs[0]["role"] == "system":
+            inputs[0]["content"] += f"\n\n{_INSTRUCTION}\n{functions}"
+        else:
+            inputs.insert(0, {"role": "system", "content": f"{_INSTRUCTION}\n{functions}"})
     try:
         return apply_template(
             tokenizer,
@@ -178,18 +182,6 @@ def parse_arguments(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _describe_tools(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Describe the tools in the system message, for templates that do not support tools."""
-    functions = "\n".join(json.dumps(tool["function"]) for tool in tools)
-    text = f"{_INSTRUCTION}\n{functions}"
-    if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
-        return [first, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
 
 
 # The special tokens before the prefix, before the suffix and at the end of the prompt, by model
