@@ -132,8 +132,8 @@ def receipt_of(
     origin: dict[str, Any], params: SamplingParams, prompt: list[int], done: Completion
 ) -> dict[str, Any]:
     """Make the receipt of a finished answer, from the LLM's ``origin``."""
-    sampling = {name: getattr(params, name) for name in _DECIDING}
-    sampling = {k: v for k, v in sampling.items() if v != getattr(_NEUTRAL, k)}
+    sampling, neutral = {name: getattr(params, name) for name in _DECIDING}, SamplingParams()
+    sampling = {k: v for k, v in sampling.items() if v != getattr(neutral, k)}
     if params.grammar is not None:
         sampling["grammar"] = [params.grammar.kind, params.grammar.text]
     record = {
@@ -204,6 +204,3 @@ def _find_receipts(value: Any) -> Any:
 def _hash(value: Any) -> str:
     """SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-_NEUTRAL = SamplingParams()

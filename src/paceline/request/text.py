@@ -239,13 +239,12 @@ def first_stop(text: str, stops: Sequence[str], ignored: int = 0) -> tuple[int, 
 
 def longest_overlap(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of ``text`` that is the beginning of a stop string."""
-    return max((_overlap(text, stop) for stop in stops), default=0)
-
-
-def _overlap(text: str, stop: str) -> int:
-    start = max(0, len(text) + 1 - len(stop))
-    while (start := text.find(stop[0], start)) >= 0:
-        if stop.startswith(text[start:]):
-            return len(text) - start
-        start += 1
-    return 0
+    longest = 0
+    for stop in stops:
+        start = max(0, len(text) + 1 - len(stop))
+        while (start := text.find(stop[0], start)) >= 0:
+            if stop.startswith(text[start:]):
+                longest = max(longest, len(text) - start)
+                break
+            start += 1
+    return longest

@@ -237,7 +237,16 @@ class EngineClient:
 
     def _receive(self, message: wire.WireMessage) -> None:
         if isinstance(message, wire.StepEvents):
-            self._deliver(message.events)
+            for number, event in message.events:
+                ticket = self._tickets.get(number)
+                if ticket is None:  # cancelled in the meantime
+                    continue
+                ticket.add(event)
+                if event.completion is not None:
+                    seconds = event.completion.stats.decode_seconds
+                    self._request_seconds += 0.1 * (seconds - self._request_seconds)
+                if not ticket.unfinished:
+                    self._remove(number)
         elif isinstance(message, wire.Done):
             future = self._replies.get(message.number)
             if future is not None and not future.done():
@@ -246,19 +255,6 @@ class EngineClient:
             self._fail(message.number, message.error)
         elif isinstance(message, wire.Lost):
             self._engine_failed(message.reason)
-
-    def _deliver(self, events: Sequence[tuple[int, StreamEvent]]) -> None:
-        """Give the events of a step to their tickets."""
-        for number, event in events:
-            ticket = self._tickets.get(number)
-            if ticket is None:  # cancelled in the meantime
-                continue
-            ticket.add(event)
-            if event.completion is not None:
-                seconds = event.completion.stats.decode_seconds
-                self._request_seconds += 0.1 * (seconds - self._request_seconds)
-            if not ticket.unfinished:
-                self._remove(number)
 
     def _engine_failed(self, reason: str) -> None:
         """Fail all requests, unless the engine ended because this server stopped it."""

@@ -75,7 +75,10 @@ class Telemetry:
         operation = _OPERATIONS.get(exchange.scope["path"].rstrip("/"))
         if operation is None:
             return
-        shared = {
+        from opentelemetry.propagate import extract
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        shared: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.system": _SYSTEM,
             "gen_ai.provider.name": _SYSTEM,
@@ -92,12 +95,7 @@ class Telemetry:
             if later_tokens > 0:
                 seconds = (stats.arrivals[-1][0] - first) / later_tokens
                 self._per_token.record(seconds, shared)
-        self._export_span(exchange, f"{operation} {self._model}", shared)
-
-    def _export_span(self, exchange: Exchange, name: str, shared: dict[str, Any]) -> None:
-        from opentelemetry.propagate import extract
-        from opentelemetry.trace import SpanKind, Status, StatusCode
-
+        name, parent = f"{operation} {self._model}", extract(Headers(scope=exchange.scope))
         start = int(exchange.started_at * 1e9)  # nanoseconds
         attributes = {
             **shared,
@@ -107,7 +105,6 @@ class Telemetry:
             "paceline.request_id": exchange.id,
             **_attributes(exchange.ticket),
         }
-        parent = extract(Headers(scope=exchange.scope))
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=start)
         if exchange.status >= 500:
             span.set_status(Status(StatusCode.ERROR))

@@ -207,21 +207,16 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
 
     def complete(self, events: Sequence[StreamEvent]) -> Chunk:
         answer = super().complete(list(map(self._without_extra_token, events)))
-        if self._n > self._body.n:
-            answer["choices"] = self._best_choices(answer["choices"], events)
-        return answer
-
-    def _best_choices(
-        self, choices: Sequence[dict[str, Any]], events: Sequence[StreamEvent]
-    ) -> list[dict[str, Any]]:
-        """Of a prompt's ``best_of`` choices the ``n`` with the highest mean log-probability."""
+        if self._n == self._body.n:
+            return answer
+        # Of a prompt's ``best_of`` choices keep the ``n`` with the highest mean log-probability.
         logprobs = [[entry.logprob for entry in event.logprobs or ()] for event in events]
         means = [fmean(values or [0.0]) for values in logprobs]
         best: list[dict[str, Any]] = []
-        for first in range(0, len(choices), self._n):
+        for first in range(0, len(means), self._n):
             ranked = sorted(range(first, first + self._n), key=lambda index: -means[index])
-            best += [choices[index] for index in ranked[: self._body.n]]
-        return [choice | {"index": index} for index, choice in enumerate(best)]
+            best += [answer["choices"][index] for index in ranked[: self._body.n]]
+        return answer | {"choices": [one | {"index": index} for index, one in enumerate(best)]}
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
         event = self._without_extra_token(event)
