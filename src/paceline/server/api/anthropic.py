@@ -168,12 +168,11 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 class MessagesAnswer(blocks.BlocksAnswer):
-    """An answer of text and tool use blocks. The JSON input of a tool use is parsed at its end."""
+    """An answer of text and tool use blocks."""
 
     def __init__(self, chat: SubmittedChat) -> None:
         super().__init__(chat)
         self._id = chat.body.request_id or new_id("msg_")
-        self._input = ""  # JSON of the open tool use, so far
 
     # -- the complete answer -------------------------------------------------------------------
 
@@ -186,7 +185,7 @@ class MessagesAnswer(blocks.BlocksAnswer):
             "type": "message",
             "role": "assistant",
             "model": self._chat.body.model or self._service.model,
-            "content": [dict(block) for block in self._blocks],
+            "content": list(map(self._content, self._blocks)),
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._usage(),
@@ -226,11 +225,8 @@ class MessagesAnswer(blocks.BlocksAnswer):
 
     # -- events --------------------------------------------------------------------------------
 
-    def _block_event(self, kind: str, **fields: Any) -> Chunk:
-        return {"type": kind, "index": len(self._blocks) - 1, **fields}
-
     def _first_events(self) -> Iterator[Chunk]:
-        yield {"type": "message_start", "message": {**self._message(), "content": []}}
+        yield {"type": "message_start", "message": self._message()}
         yield {"type": "ping"}
 
     def final_chunks(self) -> list[Chunk]:
@@ -240,27 +236,23 @@ class MessagesAnswer(blocks.BlocksAnswer):
     def error_chunk(self, error: APIError) -> Chunk:
         return anthropic_body(error)
 
-    def _new_text(self) -> dict[str, Any]:
-        return {"type": "text", "text": ""}
+    def _content(self, block: blocks.Block) -> dict[str, Any]:
+        """The content block in Anthropic's format. An input that is not complete is {}."""
+        if not block.call_id:
+            return {"type": "text", "text": block.text}
+        value, identifier = parse_arguments(block.text), block.call_id.replace("call_", "toolu_")
+        fields = {"name": block.name, "input": value if isinstance(value, dict) else {}}
+        return {"type": "tool_use", "id": identifier, **fields}
 
-    def _new_call(self, call_id: str, name: str) -> dict[str, Any]:
-        identifier = call_id.replace("call_", "toolu_")
-        return {"type": "tool_use", "id": identifier, "name": name, "input": {}}
+    def _start_events(self, block: blocks.Block) -> Iterator[Chunk]:
+        started = self._content(block)
+        yield {"type": "content_block_start", "index": block.index, "content_block": started}
 
-    def _start_block(self, block: dict[str, Any]) -> Iterator[Chunk]:
-        yield self._block_event("content_block_start", content_block=dict(block))
+    def _delta_event(self, block: blocks.Block, piece: str, logprobs: Any) -> Chunk:
+        delta = {"type": "text_delta", "text": piece}
+        if block.call_id:
+            delta = {"type": "input_json_delta", "partial_json": piece}
+        return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
-    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Chunk]:
-        self._blocks[-1]["text"] += text
-        yield self._block_event("content_block_delta", delta={"type": "text_delta", "text": text})
-
-    def _add_arguments(self, piece: str) -> Iterator[Chunk]:
-        self._input += piece
-        delta = {"type": "input_json_delta", "partial_json": piece}
-        yield self._block_event("content_block_delta", delta=delta)
-
-    def _end_block(self, block: dict[str, Any], truncated: bool) -> Iterator[Chunk]:
-        if not self._is_text(block):
-            value, self._input = parse_arguments(self._input), ""
-            block["input"] = value if isinstance(value, dict) else {}  # {}: it was cut off
-        yield self._block_event("content_block_stop")
+    def _end_events(self, block: blocks.Block) -> Iterator[Chunk]:
+        yield {"type": "content_block_stop", "index": block.index}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pydantic import BeforeValidator, ValidationError
@@ -33,6 +34,18 @@ def errors_at(where: str) -> Iterator[None]:
         raise APIError(f"{where}: {reason}", param=where) from None
 
 
+@dataclass
+class Block:
+    """A part of an answer: a text or, with a ``call_id``, a tool call, whose ``text`` is JSON."""
+
+    index: int
+    call_id: str = ""
+    name: str = ""  # of the called function
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    status: str = "in_progress"  # then "completed", or "incomplete" if it was cut off
+
+
 class BlocksAnswer(Answer):
     """An answer with one completion. ``_blocks`` were started; the last one may still be open."""
 
@@ -41,8 +54,9 @@ class BlocksAnswer(Answer):
     def __init__(self, chat: SubmittedChat) -> None:
         self._chat, self._service = chat, chat.service
         self._parser = chat.new_parser()
-        self._blocks: list[dict[str, Any]] = []
-        self._open = self._started = False
+        self._blocks: list[Block] = []
+        self._open: Block | None = None
+        self._started = False
         self._completion: Completion | None = None  # set by the last event
         self._reason: str | None = None  # the finish reason
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not known yet
@@ -54,35 +68,40 @@ class BlocksAnswer(Answer):
             self._logprobs += token_records(self._service.tokenizer, event)
         for delta in deltas:
             if text := delta.get("content"):
-                if not self._text_is_open:
-                    yield from self._next_block(self._new_text())
-                yield from self._add_text(text, self._logprobs)
+                if self._open is None or self._open.call_id:
+                    yield from self._next_block(Block(len(self._blocks)))
+                yield self._extend(text)
             self._logprobs = []
             for part in delta.get("tool_calls", ()):
                 function = part["function"]
                 if "id" in part:
-                    yield from self._next_block(self._new_call(part["id"], function["name"]))
+                    block = Block(len(self._blocks), part["id"], function["name"])
+                    yield from self._next_block(block)
                 if function["arguments"]:
-                    yield from self._add_arguments(function["arguments"])
+                    yield self._extend(function["arguments"])
         if self._completion is not None:
-            if self._logprobs and self._text_is_open:
-                yield from self._add_text("", self._logprobs)
+            if self._logprobs and self._open is not None and not self._open.call_id:
+                yield self._extend("")
             yield from self._next_block(None)
 
-    @property
-    def _text_is_open(self) -> bool:
-        return self._open and self._is_text(self._blocks[-1])
+    def _extend(self, piece: str) -> Chunk:
+        """Add to the open block a piece of its text, with the log-probabilities of its tokens."""
+        block = self._blocks[-1]
+        block.text += piece
+        block.logprobs = [*block.logprobs, *self._logprobs]
+        return self._delta_event(block, piece, self._logprobs)
 
-    def _next_block(self, block: dict[str, Any] | None) -> Iterator[Chunk]:
+    def _next_block(self, block: Block | None) -> Iterator[Chunk]:
         """End the open block and start the next one; None ends the answer."""
-        if self._open:
-            yield from self._end_block(self._blocks[-1], truncated=self._reason == "length")
+        if self._open is not None:
+            self._open.status = "incomplete" if self._reason == "length" else "completed"
+            yield from self._end_events(self._open)
         if not self._started:
             yield from self._first_events()
-        self._started, self._open = True, block is not None
+        self._started, self._open = True, block
         if block is not None:
             self._blocks.append(block)
-            yield from self._start_block(block)
+            yield from self._start_events(block)
 
     def complete(self, events: Sequence[StreamEvent]) -> Chunk:
         for _ in self.feed(events[0]):
@@ -99,30 +118,18 @@ class BlocksAnswer(Answer):
 
     # -- the format of an API ------------------------------------------------------------------
 
-    def _is_text(self, block: dict[str, Any]) -> bool:
-        return block["type"] in ("text", "message")
-
     @abstractmethod
     def _first_events(self) -> Iterable[Chunk]:
         """The events before the first block."""
 
     @abstractmethod
-    def _new_text(self) -> dict[str, Any]: ...
+    def _start_events(self, block: Block) -> Iterable[Chunk]: ...
 
     @abstractmethod
-    def _new_call(self, call_id: str, name: str) -> dict[str, Any]: ...
+    def _delta_event(self, block: Block, piece: str, logprobs: list[dict[str, Any]]) -> Chunk: ...
 
     @abstractmethod
-    def _start_block(self, block: dict[str, Any]) -> Iterable[Chunk]: ...
-
-    @abstractmethod
-    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterable[Chunk]: ...
-
-    @abstractmethod
-    def _add_arguments(self, piece: str) -> Iterable[Chunk]: ...
-
-    @abstractmethod
-    def _end_block(self, block: dict[str, Any], truncated: bool) -> Iterable[Chunk]: ...
+    def _end_events(self, block: Block) -> Iterable[Chunk]: ...
 
     @abstractmethod
     def _result(self) -> Chunk:

@@ -93,7 +93,8 @@ class ResponsesAnswer(blocks.BlocksAnswer):
     def _result(self) -> Chunk:
         response = self._response()
         if self._request.store and response["status"] != "in_progress":
-            messages = [*self._messages, *messages_from_items(self._blocks, lambda name: None)]
+            answered = messages_from_items(response["output"], lambda name: None)
+            messages = [*self._messages, *answered]
             self._store(StoredResponse(messages, response))
         return response
 
@@ -113,7 +114,7 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
             "model": request.model or self._service.model,
-            "output": [dict(block) for block in self._blocks],
+            "output": list(map(self._item, self._blocks)),
             "temperature": sampling["temperature"],
             "text": {"format": format},
             "top_p": sampling["top_p"] if request.top_p is None else request.top_p,
@@ -141,11 +142,10 @@ class ResponsesAnswer(blocks.BlocksAnswer):
         self._sequence_number += 1
         return {"type": kind, "sequence_number": self._sequence_number - 1, **fields}
 
-    def _item_event(self, kind: str, **fields: Any) -> Chunk:
-        """An event about the open block."""
-        index = len(self._blocks) - 1
-        position = {"item_id": self._blocks[index]["id"], "output_index": index}
-        if self._is_text(self._blocks[index]):
+    def _item_event(self, kind: str, block: blocks.Block, **fields: Any) -> Chunk:
+        """An event about a block."""
+        position = {"item_id": self._item_id(block), "output_index": block.index}
+        if not block.call_id:
             position["content_index"] = 0
         return self._event(kind, **position, **fields)
 
@@ -162,61 +162,52 @@ class ResponsesAnswer(blocks.BlocksAnswer):
         body = openai_body(error)
         return self._event("error", **{**body["error"], "type": "error"}, **body)
 
-    def _item_id(self, kind: str) -> str:
-        """The id of the next block."""
-        return f"{kind}_{self._id.removeprefix('resp_')}_{len(self._blocks)}"
+    def _item_id(self, block: blocks.Block) -> str:
+        kind = "fc" if block.call_id else "msg"
+        return f"{kind}_{self._id.removeprefix('resp_')}_{block.index}"
 
-    def _new_text(self) -> dict[str, Any]:
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    def _item(self, block: blocks.Block) -> dict[str, Any]:
+        """The output item of a block."""
+        kind = "function_call" if block.call_id else "message"
+        item = {"id": self._item_id(block), "type": kind, "status": block.status}
+        if not block.call_id:
+            part = {"type": "output_text", "text": block.text, "annotations": []}
+            content = [part | {"logprobs": block.logprobs}]
+            return {**item, "role": "assistant", "content": content}
+        namespace, tool = self._request.functions[block.name]
         return {
-            "id": self._item_id("msg"),
-            "type": "message",
-            "status": "in_progress",
-            "role": "assistant",
-            "content": [part],
-        }
-
-    def _new_call(self, call_id: str, name: str) -> dict[str, Any]:
-        namespace, tool = self._request.functions[name]
-        return {
-            "id": self._item_id("fc"),
-            "type": "function_call",
-            "status": "in_progress",
-            "call_id": call_id,
+            **item,
+            "call_id": block.call_id,
             **({} if namespace is None else {"namespace": namespace}),
             "name": tool.name,
-            "arguments": "",
+            "arguments": block.text,
         }
 
-    def _start_block(self, block: dict[str, Any]) -> Iterator[Chunk]:
-        is_text, index = self._is_text(block), len(self._blocks) - 1
-        item = block | ({"content": []} if is_text else {})
-        yield self._event("response.output_item.added", output_index=index, item=item)
-        if is_text:
-            yield self._item_event("response.content_part.added", part=dict(block["content"][0]))
+    def _start_events(self, block: blocks.Block) -> Iterator[Chunk]:
+        item = self._item(block)
+        added = item if block.call_id else item | {"content": []}
+        yield self._event("response.output_item.added", output_index=block.index, item=added)
+        for part in item.get("content", ()):
+            yield self._item_event("response.content_part.added", block, part=part)
 
-    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Chunk]:
-        part = self._blocks[-1]["content"][0]
-        part["text"] += text
-        part["logprobs"] = [*part["logprobs"], *logprobs]
-        yield self._item_event("response.output_text.delta", delta=text, logprobs=logprobs)
+    def _delta_event(
+        self, block: blocks.Block, piece: str, logprobs: list[dict[str, Any]]
+    ) -> Chunk:
+        if block.call_id:
+            return self._item_event("response.function_call_arguments.delta", block, delta=piece)
+        return self._item_event("response.output_text.delta", block, delta=piece, logprobs=logprobs)
 
-    def _add_arguments(self, piece: str) -> Iterator[Chunk]:
-        self._blocks[-1]["arguments"] += piece
-        yield self._item_event("response.function_call_arguments.delta", delta=piece)
-
-    def _end_block(self, block: dict[str, Any], truncated: bool) -> Iterator[Chunk]:
-        block["status"] = "incomplete" if truncated else "completed"
-        if self._is_text(block):
-            part = block["content"][0]
-            text, logprobs = part["text"], part["logprobs"]
-            yield self._item_event("response.output_text.done", text=text, logprobs=logprobs)
-            yield self._item_event("response.content_part.done", part=part)
+    def _end_events(self, block: blocks.Block) -> Iterator[Chunk]:
+        item = self._item(block)
+        if block.call_id:
+            call = {name: item[name] for name in ("name", "arguments")}
+            yield self._item_event("response.function_call_arguments.done", block, **call)
         else:
-            call = {name: block[name] for name in ("name", "arguments")}
-            yield self._item_event("response.function_call_arguments.done", **call)
-        index = len(self._blocks) - 1
-        yield self._event("response.output_item.done", output_index=index, item=dict(block))
+            done = {"text": block.text, "logprobs": block.logprobs}
+            yield self._item_event("response.output_text.done", block, **done)
+            part = item["content"][0]
+            yield self._item_event("response.content_part.done", block, part=part)
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
 
 
 @dataclass(frozen=True)
