@@ -165,10 +165,10 @@ def test_a_damaged_token_stream_is_made_again(
 def test_damaged_features_are_looked_at_again(tmp_path: Path, seed: int) -> None:
     looked = []
 
-    def run_target(windows: Windows) -> TargetOutputs:
+    def run_target(ids: torch.Tensor, loss_mask: torch.Tensor, _: object) -> TargetOutputs:
         looked.append(1)
         final = torch.ones(1, 3, 4)
-        return TargetOutputs(windows.ids, windows.loss_mask, 2 * final, final, None)
+        return TargetOutputs(ids, loss_mask, 2 * final, final, None)
 
     cache = FeatureCache(tmp_path / "features", run_target, torch.device("cpu"), 4)
     ids = torch.zeros(1, 3, dtype=torch.long)
@@ -194,9 +194,9 @@ def test_runs_of_different_precision_share_features(tmp_path: Path) -> None:
     """Of two texts, one is in the folder, from a run in bf16 (on another processor)."""
 
     def cache_of(dtype: torch.dtype) -> FeatureCache:
-        def run_target(windows: Windows) -> TargetOutputs:
-            final = windows.ids[..., None].expand(-1, -1, 4).to(dtype)
-            return TargetOutputs(windows.ids, windows.loss_mask, 2 * final, final, None)
+        def run_target(ids: torch.Tensor, loss_mask: torch.Tensor, _: object) -> TargetOutputs:
+            final = ids[..., None].expand(-1, -1, 4).to(dtype)
+            return TargetOutputs(ids, loss_mask, 2 * final, final, None)
 
         return FeatureCache(tmp_path / "features", run_target, torch.device("cpu"), 4, "", dtype)
 

@@ -17,8 +17,8 @@ from embedded_target import TargetTrainer
 from paceline.cli.main import app
 from paceline.errors import WriteError
 from paceline.lab.profiling import steady
-from paceline.train.card import write_card
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer
+from paceline.train.trainer import write_card
 from support.full_disk import PLACES, content_of, full_disk, small_files
 from support.training_runs import SHORTEST, SMALLEST, options, smallest_run, write_words
 from support.written_kinds import KINDS

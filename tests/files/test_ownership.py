@@ -220,7 +220,7 @@ def test_quantize_with_force_says_what_goes(tmp_path: Path) -> None:
 
 def test_a_trained_model_and_its_card(tmp_path: Path) -> None:
     """The card that training writes beside it belongs to it; a user's words in it do too much."""
-    from paceline.train.card import write_card
+    from paceline.train.trainer import write_card
 
     corpus = write_words(tmp_path / "toy.jsonl")
     trainer = TargetTrainer(smallest_run(corpus), tmp_path / "run", device="cpu")

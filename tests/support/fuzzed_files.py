@@ -335,9 +335,9 @@ def prompts(root: Path) -> Made:
 def features(root: Path) -> Made:
     """A target's features, kept for a training: damaged ones are computed again."""
 
-    def run_target(windows: Windows) -> TargetOutputs:
+    def run_target(ids: torch.Tensor, loss_mask: torch.Tensor, _: object) -> TargetOutputs:
         final = torch.arange(12.0).reshape(1, 3, 4)
-        return TargetOutputs(windows.ids, windows.loss_mask, final, final, None)
+        return TargetOutputs(ids, loss_mask, final, final, None)
 
     kept = FeatureCache(root / "f", run_target, torch.device("cpu"), 4)
     ids = torch.full((1, 3), 7)

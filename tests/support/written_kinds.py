@@ -23,10 +23,10 @@ from paceline.lab.report.render import write
 from paceline.settings import tuned
 from paceline.settings.tuned import ModelIdentity, TunedSettings
 from paceline.train.acceptance import load_held_out_texts
-from paceline.train.card import write_card
 from paceline.train.configs import DraftConfig
 from paceline.train.data import TokenStream, Windows, write_stream
 from paceline.train.reading import FeatureCache, TargetOutputs
+from paceline.train.trainer import write_card
 
 Write = Callable[[Path, int], Any]  # writes another content for every number
 
@@ -82,9 +82,9 @@ def medusa(folder: Path, number: int) -> None:
 
 
 def features(folder: Path, number: int) -> None:
-    def run_target(windows: Windows) -> TargetOutputs:
+    def run_target(ids: torch.Tensor, loss_mask: torch.Tensor, _: object) -> TargetOutputs:
         final = torch.full((1, 3, 4), float(number))
-        return TargetOutputs(windows.ids, windows.loss_mask, final, final, None)
+        return TargetOutputs(ids, loss_mask, final, final, None)
 
     ids = torch.full((1, 3), number)
     windows = Windows(ids, ids > 0, (3,))

@@ -255,7 +255,7 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     assert cache is not None
     for windows in trainer.micro_batches(0):
         first, again = cache.get(windows), cache.get(windows)
-        streamed = trainer.run_target_on_windows(windows)
+        streamed = trainer.run_target(*windows)
         real = torch.arange(windows.ids.shape[1]) < torch.tensor(windows.lengths)[:, None]
         for name in ("ids", "loss_mask", "features", "final"):
             expected = getattr(streamed, name)[real]
@@ -277,7 +277,7 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     windows = others.micro_batches(0)[0]
     assert others._cache is not None
     features = others._cache.get(windows).features[0, :4]
-    expected = others.run_target_on_windows(windows).features[0, :4]
+    expected = others.run_target(*windows).features[0, :4]
     torch.testing.assert_close(features, expected, rtol=0.01, atol=float(expected.abs().max()) / 50)
     whole = EagleTrainer(own, tmp_path / "again", device="cpu")
     whole.run()

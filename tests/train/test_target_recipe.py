@@ -15,8 +15,7 @@ import torch
 from embedded_target import TargetConfig, TargetTrainer
 from paceline import ConfigError, DataError
 from paceline.model.tokenizer import template_digest
-from paceline.train.card import write_card
-from paceline.train.trainer import learning_rate_scale
+from paceline.train.trainer import learning_rate_scale, write_card
 from support import training_runs
 
 train = partial(training_runs.train, TargetTrainer)

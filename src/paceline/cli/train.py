@@ -162,7 +162,7 @@ def train(config: TrainConfig, running: RunningOptions, program: str = "paceline
     its first word. Ctrl-C saves a checkpoint and raises KeyboardInterrupt."""
     set_threads(running.threads)
     from paceline.train.acceptance import total
-    from paceline.train.card import counts_of, write_card
+    from paceline.train.trainer import counts_of, write_card
 
     module, _, name = config.trainer.partition(":")
     trainer_class = getattr(import_module(module), name)

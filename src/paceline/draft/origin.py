@@ -24,7 +24,7 @@ from paceline.model.names import model_path
 from paceline.model.precision import usual_bits
 from paceline.model.tokenizer import template_digest
 
-# In the card's table of acceptance (train/card.py): the first position, over all tasks.
+# In the card's table of acceptance (train/trainer.py): the first position, over all tasks.
 _STATED = re.compile(r"^\| all \| [\d.]+ \| ([\d.]+)", re.M)
 _TEMPLATE = re.compile(r"^Chat template: ([0-9a-f]{12}|none)$", re.M)
 _TEXT, _CONTEXT = 128, 24  # last tokens of a text that are examined; the first of these only read

@@ -108,7 +108,7 @@ class BlockTrainer(HeadTrainer):
 
     def logits(self, outputs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """The logits ``[N, vocab]`` of outputs ``[N, d]`` that follow the tokens ``before [N]``."""
-        logits: torch.Tensor = self.target.get_output_embeddings()(outputs)
+        logits: torch.Tensor = self.lm_head(outputs)
         bias = self.head.bias(outputs, before)
         return logits if bias is None else logits + bias
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import ZipFile
 
 import numpy as np
@@ -217,8 +217,7 @@ def write_stream(file: Path, stream: TokenStream) -> None:
 SHORTEST = 4  # tokens of a piece; shorter ones have no position to draft from
 
 
-@dataclass(frozen=True)
-class Windows:
+class Windows(NamedTuple):
     """B sequences, padded at the end to ``ids`` int64 and ``loss_mask`` bool ``[B, W]``."""
 
     ids: torch.Tensor

@@ -67,7 +67,7 @@ class EagleTrainer(HeadTrainer):
 
     def new_head(self) -> EagleHead:
         shape: EagleConfig = self.head_shape
-        target_head = self.target.get_output_embeddings()
+        target_head = self.lm_head
         if self.config.init not in ("", _FROM_TARGET):
             target = TargetShape(self.shape.hidden_size, self.vocab_size, self.num_layers)
             head = load_eagle(self.config.init, target, shape.version, target_head=target_head)

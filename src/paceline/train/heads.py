@@ -41,6 +41,9 @@ class HeadTrainer(Trainer):
         self.tokenizer = load_tokenizer(config.model)
         self.target = self.load(config.model).requires_grad_(False)
         self.shape = self.target.config.get_text_config(decoder=True)
+        self.lm_head: nn.Linear = self.target.get_output_embeddings()
+        self.num_layers = int(self.shape.num_hidden_layers)
+        self.vocab_size = int(self.lm_head.weight.shape[0])  # width of the target's logits
         self.head_shape = self.head_config()  # fails before data is read
         self.read_data(acceptance.max_context(self.target, config.max_positions))
         torch.manual_seed(config.seed)
@@ -56,7 +59,7 @@ class HeadTrainer(Trainer):
         self._held_out_outputs: dict[int, TargetOutputs] = {}  # by id(text)
         self._cache: FeatureCache | None = None
         if config.cache_features:
-            location = self.out / "features", self.run_target_on_windows, self.device
+            location = self.out / "features", self.run_target, self.device
             origin = f"{config.model} {self.feature_layers}"
             self._cache = FeatureCache(*location, self.shape.hidden_size, origin, self.dtype)
 
@@ -106,26 +109,13 @@ class HeadTrainer(Trainer):
             "rms_norm_eps": getattr(shape, "rms_norm_eps", 1e-6),
         }
 
-    @property
-    def num_layers(self) -> int:
-        return int(self.shape.num_hidden_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the target's logits."""
-        return int(self.target.get_output_embeddings().weight.shape[0])
-
-    def run_target_on_windows(self, windows: Windows) -> TargetOutputs:
-        ids, loss_mask = windows.ids.to(self.device), windows.loss_mask.to(self.device)
-        return self.run_target(ids, loss_mask, windows.lengths)
-
     @torch.no_grad()
     def run_target(
         self, ids: torch.Tensor, loss_mask: torch.Tensor | None = None, lengths: Sequence[int] = ()
     ) -> TargetOutputs:
         """Run the target on token ids ``[B, W]``, padded at the end if ``lengths`` are given.
         Without ``loss_mask`` all tokens are trained on."""
-        logits = None
+        ids, logits = ids.to(self.device), None
         if self._reader is not None:
             layers = (*self.feature_layers, self.num_layers)
             *chosen, final = self._reader.read(ids, lengths or ids.shape[1:] * len(ids), layers)
@@ -137,7 +127,7 @@ class HeadTrainer(Trainer):
         only = len(chosen) == 1 and self.feature_layers[0] == self.num_layers
         features = final if only else torch.cat(chosen, -1)
         loss_mask = torch.ones_like(ids, dtype=torch.bool) if loss_mask is None else loss_mask
-        return TargetOutputs(ids, loss_mask, features, final, logits)
+        return TargetOutputs(ids, loss_mask.to(self.device), features, final, logits)
 
     def _is_product(self) -> bool:
         """Whether the target's logits are just the product of its lm_head with the final hidden
@@ -145,7 +135,7 @@ class HeadTrainer(Trainer):
         ids = torch.arange(8, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             out = self.target(input_ids=ids, use_cache=False, output_hidden_states=True)
-            product = self.target.get_output_embeddings()(out.hidden_states[-1]).float()
+            product = self.lm_head(out.hidden_states[-1]).float()
         logits = out.logits.float()
         tolerance = 0.02 * float(logits.abs().max())
         return product.shape == logits.shape and torch.allclose(product, logits, 0.02, tolerance)
@@ -160,8 +150,7 @@ class HeadTrainer(Trainer):
         flat = F.pad(target_out.loss_mask[:, 1:], (0, 1)).flatten().nonzero()[:, 0]
         row_of = torch.zeros(target_out.ids.numel(), dtype=torch.long, device=flat.device)
         row_of[flat] = torch.arange(len(flat), device=flat.device)
-        head = self.target.get_output_embeddings()
-        chosen = slice(None) if ids is None else ids
+        head, chosen = self.lm_head, slice(None) if ids is None else ids
         weight, bias = head.weight[chosen], None if head.bias is None else head.bias[chosen]
         source = target_out.final if target_out.logits is None else target_out.logits
         source = source.flatten(0, 1)
@@ -176,7 +165,7 @@ class HeadTrainer(Trainer):
     def loss(self, windows: Windows) -> torch.Tensor:
         # Packed sequences are not cached, as they do not occur again.
         if self._cache is None or self.is_packed_step(self.step):
-            return self.loss_of(self.run_target_on_windows(windows))
+            return self.loss_of(self.run_target(*windows))
         return self.loss_of(self._cache.get(windows))
 
     def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
@@ -190,7 +179,7 @@ class HeadTrainer(Trainer):
     def outputs_for_text(self, text: HeldOutText) -> TargetOutputs:
         """The target's outputs for a held-out text, which are computed once."""
         if id(text) not in self._held_out_outputs:
-            target_out = self.run_target(torch.tensor([text.token_ids], device=self.device))
+            target_out = self.run_target(torch.tensor([text.token_ids]))
             # Only the loss needs logits; without them a held-out text takes little memory.
             self._held_out_outputs[id(text)] = replace(target_out, logits=None)
         return self._held_out_outputs[id(text)]

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 from paceline.errors import ConfigError
@@ -40,11 +39,6 @@ class MedusaTrainer(HeadTrainer):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return (self.num_layers,)
-
-    @property
-    def lm_head(self) -> nn.Linear:
-        module: nn.Linear = self.target.get_output_embeddings()
-        return module
 
     def head_config(self) -> MedusaConfig:
         config = self.config

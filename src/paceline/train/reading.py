@@ -47,7 +47,6 @@ class NativeReader:
     def __init__(self, model: CausalModel) -> None:
         self._model = model
         self._cache: PagedCache | None = None
-        self._tokens = 0
 
     @classmethod
     def of(cls, target: Any, name: str) -> NativeReader | None:
@@ -64,10 +63,9 @@ class NativeReader:
     ) -> list[torch.Tensor]:
         """The inputs of ``layers`` (their number: the final norm's output) for ``ids`` int64 ``[B,
         W]`` of the given lengths, each ``[B, W, hidden]`` with zeros as padding."""
-        tokens, spans = ids.numel() + len(ids) * _BLOCK, []
-        if self._cache is None or tokens > self._tokens:
-            self._tokens = tokens
-            self._cache = self._model.new_cache(-(-tokens // _BLOCK), _BLOCK, share=False)
+        blocks, spans = -(-ids.numel() // _BLOCK) + len(ids), []
+        if self._cache is None or blocks > self._cache.num_blocks:
+            self._cache = self._model.new_cache(blocks, _BLOCK, share=False)
         cache = self._cache
         for number, (window, length) in enumerate(zip(ids.tolist(), lengths, strict=True)):
             cache.admit(number, [], share=False)
@@ -93,7 +91,7 @@ class FeatureCache:
     of 256 tokens of a model of width 4096 takes 4.3 MB with three feature layers."""
 
     folder: Path
-    run_target: Callable[[Windows], TargetOutputs]
+    run_target: Callable[..., TargetOutputs]
     device: torch.device
     hidden: int
     origin: str = ""
@@ -107,8 +105,7 @@ class FeatureCache:
         missing = [row for row, values in kept.items() if values is None]
         if missing:
             lengths = tuple(windows.lengths[row] for row in missing)
-            selected = Windows(windows.ids[missing], windows.loss_mask[missing], lengths)
-            target_out = self.run_target(selected)
+            target_out = self.run_target(windows.ids[missing], windows.loss_mask[missing], lengths)
             parts = [target_out.final]
             if target_out.features is not target_out.final:
                 parts.insert(0, target_out.features)

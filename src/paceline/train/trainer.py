@@ -1,10 +1,11 @@
-"""The training loop of all trainings. Batches depend only on the seed and the step,
-so a resumed run continues exactly."""
+"""The training loop of all trainings, and the model card of a result. Batches depend only on the
+seed and the step, so a resumed run continues exactly."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -12,20 +13,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, DataError
-from paceline.files import check_writable
+from paceline.files import check_writable, render_template, replace_in
 from paceline.model.loading import load_module, resolve_device, resolve_dtype
+from paceline.model.tokenizer import template_digest
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText, load_held_out_texts, total
 from paceline.train.checkpoint import lock_folder, previous, read_state, write_state
 from paceline.train.configs import TrainConfig
 from paceline.train.data import Documents, Windows, load_token_stream
 from paceline.train.optimizer import MasterOptimizer
-from paceline.train.records import Source
+from paceline.train.records import Records, Source
 
 
 def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
@@ -51,12 +54,6 @@ class Progress:
     loss: float
     tokens_per_second: float
     acceptance: dict[str, AcceptanceCounts] = field(default_factory=dict)
-
-    @property
-    def entry(self) -> dict[str, Any]:
-        """The entry for the history of the run, which has plain values."""
-        acceptance = {name: counts.to_dict() for name, counts in self.acceptance.items()}
-        return {"step": self.step, "loss": self.loss, "acceptance": acceptance}
 
 
 class Trainer(ABC):
@@ -230,7 +227,8 @@ class Trainer(ABC):
                 progress = Progress(self.step, loss, speed)
                 if self.step % eval_every == 0 or self.step == self.config.steps:
                     progress.acceptance = self.measure()
-                    self.history.append(progress.entry)
+                    plain = {name: c.to_dict() for name, c in progress.acceptance.items()}
+                    self.history.append({"step": self.step, "loss": loss, "acceptance": plain})
                 on_progress(progress)
                 if time.monotonic() - saved > save_seconds:
                     self.save_checkpoint()
@@ -261,3 +259,33 @@ class Trainer(ABC):
                 "the target's answers to all held-out prompts are empty; give other --valid files"
             )
         return texts
+
+
+_MAX_LOSS_ROWS = 12
+
+
+def counts_of(entry: dict[str, Any]) -> dict[str, AcceptanceCounts]:
+    """The held-out acceptance in one entry of a history, by file."""
+    return msgspec.convert(entry["acceptance"], dict[str, AcceptanceCounts])
+
+
+def write_card(trainer: Trainer, command: str) -> Path:
+    """Write README.md into the folder of a finished run's result; returns its path. ``command`` is
+    the user's command line. Data files are named without their folders."""
+    config, history = trainer.config, trainer.history
+    data = []  # each file with its number of records by licence
+    for source in trainer.sources:
+        records = Records(source.path, config.exclude_licenses)
+        counts = Counter(str(record.get("license", "unknown")) for record in records)
+        data.append((source, ", ".join(f"{name} {n:,}" for name, n in counts.most_common())))
+    every = max(1, -(-len(history) // _MAX_LOSS_ROWS))
+    losses = [(entry, total(counts_of(entry).values())) for entry in history[::-1][::every][::-1]]
+    tasks = counts_of(history[-1]) if history else {}
+    if tasks:
+        tasks["all"] = total(tasks.values())
+    digest = template_digest(trainer.tokenizer)
+    tables = {"data": data, "losses": losses, "tasks": tasks, "form": digest}
+    template = Path(__file__).with_name("card.md")
+    text = render_template(template, trainer=trainer, config=config, command=command, **tables)
+    replace_in(trainer.folder, {"README.md": text.encode("utf-8")}, "the model card")
+    return trainer.folder / "README.md"

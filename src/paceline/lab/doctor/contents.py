@@ -156,11 +156,8 @@ _MARKER = re.compile(
 )
 
 
-def check_chat(model: Model) -> Iterator[Finding]:
+def check_chat(model: Model, tokenizer: PreTrainedTokenizerFast) -> Iterator[Finding]:
     """Try a target's chat template on a question and an answer."""
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        return
     if tokenizer.chat_template is None:
         yield finding("chat-template-absent")
         return
@@ -197,10 +194,7 @@ def check_chat(model: Model) -> Iterator[Finding]:
         yield finding("turn-end-ignored", token=token, id=written[0], ends=listed)
 
 
-def check_ends(model: Model) -> Iterator[Finding]:
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        return
+def check_ends(model: Model, tokenizer: PreTrainedTokenizerFast) -> Iterator[Finding]:
     ends = _ends(model)
     widest = ends.get("generation_config.json") or ends.get("config.json") or set()
     outside = [source for source, ids in ends.items() if not ids <= widest]

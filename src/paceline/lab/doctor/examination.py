@@ -97,8 +97,9 @@ def _check_model(
     findings += contents.check_files(files)
     if model is not None:
         findings += [*contents.check_weights(model), *machine.check_precision(model, setting)]
-        if about == "target":
-            findings += [*contents.check_chat(model), *contents.check_ends(model)]
+        if about == "target" and (tokenizer := model.tokenizer) is not None:
+            findings += contents.check_chat(model, tokenizer)
+            findings += contents.check_ends(model, tokenizer)
         if recurrent := model.recurrent_layers:
             values: Any = {"kinds": ", ".join(sorted({*recurrent})), "layers": model.num_layers}
             values["size"] = machine.size(model.state_bytes(setting.loaded))
