@@ -39,9 +39,6 @@ _ABOUT_REAL_MODEL = (
 _TURN = 0.05  # seconds
 
 
-# -- decoding side by side -------------------------------------------------------------------------
-
-
 def measure(
     console: Console,
     plain: LLM,
@@ -116,9 +113,6 @@ def _describe_difference(
         f"Token {at} differs after {decode(plain[max(0, at - 8) : at])!r}: plain "
         f"{decode(plain[at : at + 4])!r}, speculative {decode(fast[at : at + 4])!r}; {reason}"
     )
-
-
-# -- the command -----------------------------------------------------------------------------------
 
 
 @expand

@@ -257,7 +257,12 @@ def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str
         for event in events:
             text, completion = text + event.text, event.completion
             from_draft += event.from_draft
-            start_of_block, shown = shown, _end_of_complete_blocks(text, shown)
+            end = text.rfind(
+                "\n\n", shown
+            )  # of complete blocks: an empty line, not in a code fence
+            while end >= 0 and text.count("```", shown, end) % 2:
+                end = text.rfind("\n\n", shown, end)
+            start_of_block, shown = shown, shown if end < 0 else end + 2
             live.update(Markdown(text[shown:]))
             if shown > start_of_block:
                 console.print(Markdown(text[start_of_block:shown]), "")  # and an empty line
@@ -270,14 +275,6 @@ def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str
     else:
         note(summary(completion, llm.drafters != ("none",)))
     return text
-
-
-def _end_of_complete_blocks(text: str, shown: int) -> int:
-    """Where the last complete block ends: at an empty line outside of code fences."""
-    end = text.rfind("\n\n", shown)
-    while end >= 0 and text.count("```", shown, end) % 2:
-        end = text.rfind("\n\n", shown, end)
-    return shown if end < 0 else end + 2
 
 
 # -- reading input ---------------------------------------------------------------------------------

@@ -158,8 +158,20 @@ def _add_pages(app: FastAPI) -> None:
     template = Environment(autoescape=True).from_string(reference)
 
     def html(text: str) -> HTMLResponse:
+        # The page's own script and style, by hash, and connections to this server only.
+        script, style = (
+            " ".join(
+                f"'sha256-{base64.b64encode(sha256(part.encode()).digest()).decode()}'"
+                for part in re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
+            )
+            for tag in ("script", "style")
+        )
+        policy = (
+            f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
+            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
         headers = {
-            "Content-Security-Policy": content_security_policy(text),
+            "Content-Security-Policy": policy,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             "Cache-Control": "no-cache",
@@ -173,18 +185,3 @@ def _add_pages(app: FastAPI) -> None:
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> HTMLResponse:
         return html(template.render(api=app.openapi()))
-
-
-def content_security_policy(page: str) -> str:
-    """Allow the page's own script and style, by hash, and connections to this server only."""
-    script, style = (
-        " ".join(
-            f"'sha256-{base64.b64encode(sha256(part.encode()).digest()).decode()}'"
-            for part in re.findall(f"<{tag}>(.*?)</{tag}>", page, re.S)
-        )
-        for tag in ("script", "style")
-    )
-    return (
-        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )

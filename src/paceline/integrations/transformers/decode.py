@@ -197,7 +197,7 @@ def generate(
     params = replace(terms.params, seed=seed)
     seeds = [_seed(params, rule, number) for number in range(len(prompts))]
     with engine_over(model, draft, options, target_tokenizer) as engine:
-        engine.verifier.reseed(_drawn_seed())
+        engine.verifier.reseed(int(torch.randint(2**62, ())))
         rows = [
             _row(engine, replace(params, seed=row_seed), terms, input_ids, number, prompt)
             for number, (prompt, row_seed) in enumerate(zip(prompts, seeds, strict=True))
@@ -223,18 +223,14 @@ def _checked_streamer(given: Any, synced_gpus: bool) -> Any:
     return caller.get("streamer") if given is None else given
 
 
-def _drawn_seed() -> int:
-    """A seed from PyTorch's global generator, so that ``torch.manual_seed`` has an effect."""
-    return int(torch.randint(2**62, ()))
-
-
 def _seed(params: SamplingParams, rule: str, number: int) -> int | None:
     """The seed of a row; None if it is greedy or uses the engine's random numbers."""
     if params.greedy:
         return None
     if params.seed is not None:
         return (params.seed + number) % 2**63
-    return _drawn_seed() if rule in ("auto", "coupled") else None
+    # From PyTorch's global generator, so that ``torch.manual_seed`` has an effect.
+    return int(torch.randint(2**62, ())) if rule in ("auto", "coupled") else None
 
 
 def _row(

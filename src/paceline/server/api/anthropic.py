@@ -174,8 +174,6 @@ class MessagesAnswer(blocks.BlocksAnswer):
         super().__init__(chat)
         self._id = chat.body.request_id or new_id("msg_")
 
-    # -- the complete answer -------------------------------------------------------------------
-
     def _result(self) -> Chunk:
         return {**self._message(), **self._stop_fields(), "usage": self._usage(), **self.receipt}
 
@@ -222,8 +220,6 @@ class MessagesAnswer(blocks.BlocksAnswer):
         end = text.find(completion.text, len(str(decode(lead)))) + len(completion.text)
         cut_off = text[end:]
         return max((stop for stop in stops if cut_off.startswith(stop)), key=len, default=None)
-
-    # -- events --------------------------------------------------------------------------------
 
     def _first_events(self) -> Iterator[Chunk]:
         yield {"type": "message_start", "message": self._message()}

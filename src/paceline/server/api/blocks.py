@@ -56,7 +56,6 @@ class BlocksAnswer(Answer):
         self._parser = chat.new_parser()
         self._blocks: list[Block] = []
         self._open: Block | None = None
-        self._started = False
         self._completion: Completion | None = None  # set by the last event
         self._reason: str | None = None  # the finish reason
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not known yet
@@ -96,9 +95,9 @@ class BlocksAnswer(Answer):
         if self._open is not None:
             self._open.status = "incomplete" if self._reason == "length" else "completed"
             yield from self._end_events(self._open)
-        if not self._started:
+        if not self._blocks:
             yield from self._first_events()
-        self._started, self._open = True, block
+        self._open = block
         if block is not None:
             self._blocks.append(block)
             yield from self._start_events(block)
@@ -111,10 +110,8 @@ class BlocksAnswer(Answer):
     @property
     def receipt(self) -> dict[str, Any]:
         """The field ``receipt`` of the answer, if the request asked for it and has ended."""
-        completion = self._completion
-        if completion is None or completion.receipt is None:
-            return {}
-        return {"receipt": completion.receipt}
+        receipt = self._completion and self._completion.receipt
+        return {} if receipt is None else {"receipt": receipt}
 
     # -- the format of an API ------------------------------------------------------------------
 

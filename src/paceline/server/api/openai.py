@@ -93,8 +93,6 @@ class OpenAIAnswer(Answer, Generic[_Body]):
             fields["receipt"] = event.completion.receipt
         return fields
 
-    # -- the complete answer -------------------------------------------------------------------
-
     def complete(self, events: Sequence[StreamEvent]) -> Chunk:
         choices = [self._choice(self._register(event), event) for event in events]
         return {**self._header, "choices": choices, **self._totals(with_usage=True)}
@@ -138,8 +136,6 @@ class OpenAIAnswer(Answer, Generic[_Body]):
         prompt = self._ticket.prompt_tokens
         total = prompt + output
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": total}
-
-    # -- streaming -----------------------------------------------------------------------------
 
     def _chunk(self, choice: dict[str, Any]) -> Chunk:
         chunk = {**self._header, "choices": [choice]}
@@ -313,8 +309,6 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
         if not self._body.logprobs or event.logprobs is None:
             return None
         return {"content": token_records(self._tokenizer, event), "refusal": None}
-
-    # -- streaming -----------------------------------------------------------------------------
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
         index = self._register(event)

@@ -88,8 +88,6 @@ class ResponsesAnswer(blocks.BlocksAnswer):
         self._created = self._service.now()
         self._sequence_number = 0  # of the next event
 
-    # -- the complete answer -------------------------------------------------------------------
-
     def _result(self) -> Chunk:
         response = self._response()
         if self._request.store and response["status"] != "in_progress":
@@ -135,8 +133,6 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": input_tokens + output_tokens,
         }
-
-    # -- events --------------------------------------------------------------------------------
 
     def _event(self, kind: str, **fields: Any) -> Chunk:
         self._sequence_number += 1
