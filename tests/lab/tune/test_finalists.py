@@ -11,9 +11,9 @@ from paceline.engine.driver import StepTotals
 from paceline.lab.bench.runner import BenchJob, JobResult
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
-from paceline.lab.tune.candidates import DrafterCandidate
-from paceline.lab.tune.finalists import (
+from paceline.lab.tune.candidates import (
     Confirmation,
+    DrafterCandidate,
     DrafterTrial,
     Finalist,
     affordable,

@@ -97,7 +97,7 @@ def test_rounds_beyond_those_wanted_are_complete(
     folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rounds of different prompts, twice: "4 of 3 rounds. More --seconds measure the rest"."""
-    monkeypatch.setattr("paceline.lab.tune.finalists.ROUND_SIZES", (2, 1))
+    monkeypatch.setattr("paceline.lab.tune.candidates.ROUND_SIZES", (2, 1))
     llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
     outcome = TuningOutcome.start(TuneOptions(max_tokens=4, rounds=3), llm)
     tune(llm, variants("ngram"), words(4), outcome, lambda what: None)

@@ -97,17 +97,13 @@ class BenchPrompt:
     earlier: tuple[tuple[str, str], ...] = ()
 
     def encode(self, llm: LLM) -> list[int]:
-        """Token ids for the target. Raises what ``render`` raises."""
-        return render(llm, [*self.earlier, ("user", self.text)], self.chat)
-
-
-def render(llm: LLM, messages: Sequence[tuple[str, str]], chat: bool = True) -> list[int]:
-    """Token ids of a conversation in the chat template. Without a template, or unless ``chat``, the
-    texts are joined by blank lines. Raises PromptError if the template refuses the conversation."""
-    if chat and llm.tokenizer.chat_template is not None:
-        return llm.render_chat([{"role": role, "content": message} for role, message in messages])
-    text = "\n\n".join(message for _, message in messages)
-    return [int(token) for token in llm.tokenizer(text)["input_ids"]]
+        """Token ids for the target, in its chat template. Without a template, or unless ``chat``,
+        the texts are joined by blank lines. Raises PromptError if the template refuses them."""
+        said = [*self.earlier, ("user", self.text)]
+        if self.chat and llm.tokenizer.chat_template is not None:
+            return llm.render_chat([{"role": role, "content": message} for role, message in said])
+        text = "\n\n".join(message for _, message in said)
+        return [int(token) for token in llm.tokenizer(text)["input_ids"]]
 
 
 def load_prompts(

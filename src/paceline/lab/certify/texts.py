@@ -98,7 +98,6 @@ class TextCertifier:
 
     @property
     def complete(self) -> bool:
-        """Whether all wanted texts were compared and all wanted prefixes sampled."""
         amounts = self.amounts()
         return all(amounts[what] >= amounts[f"{what}_wanted"] for what in ("texts", "prefixes"))
 

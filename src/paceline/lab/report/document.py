@@ -52,8 +52,6 @@ class Section:
 
 @dataclass
 class Report:
-    """A title and sections, in order."""
-
     title: str
     sections: list[Section] = field(default_factory=list)
 
@@ -104,10 +102,6 @@ def size(count: float) -> str:
     return decimal(round(count))
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True)
 class Spread:
     """The median over rounds, with the lowest and the highest value."""
@@ -135,8 +129,8 @@ class Column(NamedTuple):
     key: str
     heading: str = ""
     path: str | None = None
-    shown: Callable[[Any], Cell] = _same
-    stored: Callable[[Any], Any] = _same
+    shown: Callable[[Any], Cell] = lambda value: value
+    stored: Callable[[Any], Any] = lambda value: value
 
     def value(self, item: Any) -> Any:
         path = self.key if self.path is None else self.path

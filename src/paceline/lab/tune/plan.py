@@ -17,16 +17,17 @@ from paceline.lab.bench.engines import PLAIN, EngineFactory, Paceline
 from paceline.lab.bench.prompts import BenchPrompt, fit, interleave, tokens_needed
 from paceline.lab.budget import Budget, Spending
 from paceline.lab.tune import TuneOptions
-from paceline.lab.tune.candidates import DrafterCandidate, default_candidate
-from paceline.lab.tune.finalists import (
+from paceline.lab.tune.candidates import (
     MIN_ROUNDS,
     ROUND_SIZES,
     Confirmation,
+    DrafterCandidate,
     DrafterTrial,
     Finalist,
     affordable,
     choose,
     confirmations,
+    default_candidate,
     timing_spread_of,
     winner,
 )

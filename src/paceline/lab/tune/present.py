@@ -20,7 +20,7 @@ from paceline.lab.report.document import (
     table_of,
     times,
 )
-from paceline.lab.tune.finalists import MAX_TIMING_SPREAD, Confirmation, DrafterTrial
+from paceline.lab.tune.candidates import MAX_TIMING_SPREAD, Confirmation, DrafterTrial
 from paceline.lab.tune.plan import TuningOutcome
 from paceline.llm import LLM
 from paceline.settings import tuned
