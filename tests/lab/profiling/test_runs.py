@@ -21,11 +21,11 @@ def run_profile(**changes: Any) -> RunProfile:
 
 
 def test_warnings() -> None:
-    assert run_profile(processor_busy_elsewhere=0.09).warnings == []
+    assert run_profile(busy=0.09).warnings == []
     assert run_profile(name="plain", sums=StepTotals()).warnings == []
     (silent,) = run_profile(sums=StepTotals()).warnings
     assert silent.startswith("model: nothing was drafted")
-    (busy,) = run_profile(processor_busy_elsewhere=0.25).warnings
+    (busy,) = run_profile(busy=0.25).warnings
     assert busy.startswith("the machine is busy: ")
     assert "had the processor for 25% of the time" in busy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,8 +110,10 @@ def test_an_interrupted_round_does_not_count(llm: LLM, folders: tuple[str, str])
         if sum(entry.startswith("confirming") for entry in seen) == 2:
             raise KeyboardInterrupt
 
+    # The default draft is a finalist even if it drafts nothing, as it may on a busy machine.
+    default = replace(variants(f"model:{folders[1]}")[0], default=True)
     with pytest.raises(KeyboardInterrupt):
-        tune(llm, variants(f"model:{folders[1]}")[:1], prompts(), outcome, interrupt)
+        tune(llm, [default], prompts(), outcome, interrupt)
     assert outcome.results and all(not r.ratios and not r.run.rate for r in outcome.results)
     assert outcome.chosen is None
     assert outcome.completed is not None and not outcome.job_results

@@ -99,10 +99,10 @@ class BenchPrompt:
     def encode(self, llm: LLM) -> list[int]:
         """Token ids for the target, in its chat template. Without a template, or unless ``chat``,
         the texts are joined by blank lines. Raises PromptError if the template refuses them."""
-        said = [*self.earlier, ("user", self.text)]
+        messages = [*self.earlier, ("user", self.text)]
         if self.chat and llm.tokenizer.chat_template is not None:
-            return llm.render_chat([{"role": role, "content": message} for role, message in said])
-        text = "\n\n".join(message for _, message in said)
+            return llm.render_chat([{"role": role, "content": text} for role, text in messages])
+        text = "\n\n".join(text for _, text in messages)
         return [int(token) for token in llm.tokenizer(text)["input_ids"]]
 
 

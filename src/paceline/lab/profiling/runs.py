@@ -36,21 +36,14 @@ PLAIN = "plain"  # the name of decoding without a drafter
 
 
 @dataclass(frozen=True)
-class RunProfile:
-    """The profile of one way of decoding. ``sums``: over the steps of all timed rounds.
-    ``working_set_bytes``: distinct bytes that a step reads. ``drafters``: accepted tokens by
-    drafter. ``not_drafted``: steps without a draft, by the controller's reason.
-    ``processor_busy_elsewhere``: share of the time in which other programs had the processor.
-    ``profiler_slowdown``: step time under the profiler by that without.
+class RunProfile(steady.Stretch):
+    """The profile of one way of decoding, over all timed rounds. ``working_set_bytes``: distinct
+    bytes that a step reads. ``profiler_slowdown``: step time under the profiler by that without.
     ``active_threads``: threads of the last forward."""
 
     name: str
     phases: tuple[limits.Phase, ...]
-    sums: StepTotals
     working_set_bytes: float
-    drafters: Counter[str]
-    not_drafted: Counter[str]
-    processor_busy_elsewhere: float
     profiler_slowdown: float
     profiled_steps: int
     active_threads: int
@@ -76,10 +69,10 @@ class RunProfile:
     def warnings(self) -> list[str]:
         """Why the figures may not be what they seem."""
         notes = []
-        if self.processor_busy_elsewhere > BUSY:
+        if self.busy > BUSY:
             notes.append(
                 "the machine is busy: other programs had the processor for "
-                f"{self.processor_busy_elsewhere:.0%} of the time; times are too long and limits "
+                f"{self.busy:.0%} of the time; times are too long and limits "
                 "seem further away than they are; measure again on an idle machine"
             )
         if self.name != PLAIN and not self.sums.drafted:
@@ -181,7 +174,7 @@ def _assemble(
         working_set_bytes=working_set,
         drafters=sum((stretch.drafters for stretch in stretches), Counter()),
         not_drafted=sum((stretch.not_drafted for stretch in stretches), Counter()),
-        processor_busy_elsewhere=max(slow.busy, busy),
+        busy=max(slow.busy, busy),
         profiler_slowdown=slow.sums.whole / slow.sums.steps / step,
         profiled_steps=slow.sums.steps,
         active_threads=threads,
@@ -238,7 +231,8 @@ _RUN = (
     *map(Column, ("name", "context", "working_set_bytes")),
     Column("drafted_tokens", path="sums.drafted"),
     Column("accepted_tokens", path="sums.accepted"),
-    *map(Column, ("processor_busy_elsewhere", "profiler_slowdown", "profiled_steps")),
+    Column("processor_busy_elsewhere", path="busy"),
+    *map(Column, ("profiler_slowdown", "profiled_steps")),
     Column("phases", stored=lambda ps: {p.name: record_of(p, _TIMES + _LIMITS) for p in ps}),
     *map(Column, ("warnings", "verdict")),
 )

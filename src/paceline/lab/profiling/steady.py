@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,13 @@ Enter = Callable[[str], AbstractContextManager[Any]]
 @dataclass(frozen=True)
 class Stretch:
     """A run of steady steps. ``busy``: share of the time in which this thread did not run, because
-    others had the processor; 0 on devices. ``drafters``, ``not_drafted``: see RunProfile."""
+    others had the processor; 0 on devices. ``drafters``: accepted tokens by drafter.
+    ``not_drafted``: steps without a draft, by the controller's reason."""
 
     sums: StepTotals
     busy: float
-    drafters: Counter[str] = field(default_factory=Counter)
-    not_drafted: Counter[str] = field(default_factory=Counter)
+    drafters: Counter[str]
+    not_drafted: Counter[str]
 
 
 def run(
