@@ -232,7 +232,7 @@ class MessagesAnswer(blocks.BlocksAnswer):
     def error_chunk(self, error: APIError) -> Chunk:
         return anthropic_body(error)
 
-    def _content(self, block: blocks.Block) -> dict[str, Any]:
+    def _content(self, block: blocks.AnswerBlock) -> dict[str, Any]:
         """The content block in Anthropic's format. An input that is not complete is {}."""
         if not block.call_id:
             return {"type": "text", "text": block.text}
@@ -240,15 +240,15 @@ class MessagesAnswer(blocks.BlocksAnswer):
         fields = {"name": block.name, "input": value if isinstance(value, dict) else {}}
         return {"type": "tool_use", "id": identifier, **fields}
 
-    def _start_events(self, block: blocks.Block) -> Iterator[Chunk]:
+    def _start_events(self, block: blocks.AnswerBlock) -> Iterator[Chunk]:
         started = self._content(block)
         yield {"type": "content_block_start", "index": block.index, "content_block": started}
 
-    def _delta_event(self, block: blocks.Block, piece: str, logprobs: Any) -> Chunk:
+    def _delta_event(self, block: blocks.AnswerBlock, piece: str, logprobs: Any) -> Chunk:
         delta = {"type": "text_delta", "text": piece}
         if block.call_id:
             delta = {"type": "input_json_delta", "partial_json": piece}
         return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
-    def _end_events(self, block: blocks.Block) -> Iterator[Chunk]:
+    def _end_events(self, block: blocks.AnswerBlock) -> Iterator[Chunk]:
         yield {"type": "content_block_stop", "index": block.index}

@@ -35,7 +35,7 @@ def errors_at(where: str) -> Iterator[None]:
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """A part of an answer: a text or, with a ``call_id``, a tool call, whose ``text`` is JSON."""
 
     index: int
@@ -54,8 +54,8 @@ class BlocksAnswer(Answer):
     def __init__(self, chat: SubmittedChat) -> None:
         self._chat, self._service = chat, chat.service
         self._parser = chat.new_parser()
-        self._blocks: list[Block] = []
-        self._open: Block | None = None
+        self._blocks: list[AnswerBlock] = []
+        self._open: AnswerBlock | None = None
         self._completion: Completion | None = None  # set by the last event
         self._reason: str | None = None  # the finish reason
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not known yet
@@ -68,13 +68,13 @@ class BlocksAnswer(Answer):
         for delta in deltas:
             if text := delta.get("content"):
                 if self._open is None or self._open.call_id:
-                    yield from self._next_block(Block(len(self._blocks)))
+                    yield from self._next_block(AnswerBlock(len(self._blocks)))
                 yield self._extend(text)
             self._logprobs = []
             for part in delta.get("tool_calls", ()):
                 function = part["function"]
                 if "id" in part:
-                    block = Block(len(self._blocks), part["id"], function["name"])
+                    block = AnswerBlock(len(self._blocks), part["id"], function["name"])
                     yield from self._next_block(block)
                 if function["arguments"]:
                     yield self._extend(function["arguments"])
@@ -90,7 +90,7 @@ class BlocksAnswer(Answer):
         block.logprobs = [*block.logprobs, *self._logprobs]
         return self._delta_event(block, piece, self._logprobs)
 
-    def _next_block(self, block: Block | None) -> Iterator[Chunk]:
+    def _next_block(self, block: AnswerBlock | None) -> Iterator[Chunk]:
         """End the open block and start the next one; None ends the answer."""
         if self._open is not None:
             self._open.status = "incomplete" if self._reason == "length" else "completed"
@@ -120,13 +120,15 @@ class BlocksAnswer(Answer):
         """The events before the first block."""
 
     @abstractmethod
-    def _start_events(self, block: Block) -> Iterable[Chunk]: ...
+    def _start_events(self, block: AnswerBlock) -> Iterable[Chunk]: ...
 
     @abstractmethod
-    def _delta_event(self, block: Block, piece: str, logprobs: list[dict[str, Any]]) -> Chunk: ...
+    def _delta_event(
+        self, block: AnswerBlock, piece: str, logprobs: list[dict[str, Any]]
+    ) -> Chunk: ...
 
     @abstractmethod
-    def _end_events(self, block: Block) -> Iterable[Chunk]: ...
+    def _end_events(self, block: AnswerBlock) -> Iterable[Chunk]: ...
 
     @abstractmethod
     def _result(self) -> Chunk:

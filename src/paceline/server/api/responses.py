@@ -138,7 +138,7 @@ class ResponsesAnswer(blocks.BlocksAnswer):
         self._sequence_number += 1
         return {"type": kind, "sequence_number": self._sequence_number - 1, **fields}
 
-    def _item_event(self, kind: str, block: blocks.Block, **fields: Any) -> Chunk:
+    def _item_event(self, kind: str, block: blocks.AnswerBlock, **fields: Any) -> Chunk:
         """An event about a block."""
         position = {"item_id": self._item_id(block), "output_index": block.index}
         if not block.call_id:
@@ -158,11 +158,11 @@ class ResponsesAnswer(blocks.BlocksAnswer):
         body = openai_body(error)
         return self._event("error", **{**body["error"], "type": "error"}, **body)
 
-    def _item_id(self, block: blocks.Block) -> str:
+    def _item_id(self, block: blocks.AnswerBlock) -> str:
         kind = "fc" if block.call_id else "msg"
         return f"{kind}_{self._id.removeprefix('resp_')}_{block.index}"
 
-    def _item(self, block: blocks.Block) -> dict[str, Any]:
+    def _item(self, block: blocks.AnswerBlock) -> dict[str, Any]:
         """The output item of a block."""
         kind = "function_call" if block.call_id else "message"
         item = {"id": self._item_id(block), "type": kind, "status": block.status}
@@ -179,7 +179,7 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             "arguments": block.text,
         }
 
-    def _start_events(self, block: blocks.Block) -> Iterator[Chunk]:
+    def _start_events(self, block: blocks.AnswerBlock) -> Iterator[Chunk]:
         item = self._item(block)
         added = item if block.call_id else item | {"content": []}
         yield self._event("response.output_item.added", output_index=block.index, item=added)
@@ -187,13 +187,13 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             yield self._item_event("response.content_part.added", block, part=part)
 
     def _delta_event(
-        self, block: blocks.Block, piece: str, logprobs: list[dict[str, Any]]
+        self, block: blocks.AnswerBlock, piece: str, logprobs: list[dict[str, Any]]
     ) -> Chunk:
         if block.call_id:
             return self._item_event("response.function_call_arguments.delta", block, delta=piece)
         return self._item_event("response.output_text.delta", block, delta=piece, logprobs=logprobs)
 
-    def _end_events(self, block: blocks.Block) -> Iterator[Chunk]:
+    def _end_events(self, block: blocks.AnswerBlock) -> Iterator[Chunk]:
         item = self._item(block)
         if block.call_id:
             call = {name: item[name] for name in ("name", "arguments")}
