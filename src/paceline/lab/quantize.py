@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
@@ -111,7 +112,12 @@ def quantize(
     report = QuantizeReport(name, str(out), scheme, kind, text, before, after, rounded)
     card = render_template(_CARD, report=report, table=as_table(report.table()), method=METHOD)
     with stage(f"writing {out}"), atomic_folder(out, "the quantised model") as folder:
-        _write(hf, tokenizer, folder, scheme)
+        tensors, config = tensors_of(hf, torch.bfloat16), hf.config.to_dict()
+        config |= {"dtype": "bfloat16", "quantization_config": quantization_config(hf, scheme)}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        hf.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "README.md").write_text(card, encoding="utf-8")
     if rounded.left:
         info(f"{len(rounded.left)} layers do not divide into groups and stay as they are")
@@ -144,15 +150,3 @@ def _perplexity(hf: Any, name: str, windows: Sequence[Sequence[int]]) -> Perplex
         return perplexity(CausalModel(hf, name), windows)
     finally:
         hf.set_attn_implementation(before)
-
-
-def _write(hf: Any, tokenizer: Any, folder: Path, scheme: Scheme) -> None:
-    from safetensors.torch import save_file
-
-    tensors = tensors_of(hf, torch.bfloat16)
-    config = hf.config.to_dict()
-    config |= {"dtype": "bfloat16", "quantization_config": quantization_config(hf, scheme)}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    hf.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -176,8 +176,8 @@ def _check_draft(
     model, findings = _check_model(files, "draft", setting)
     yield from findings
     if model is not None:
-        yield from (*contents.compare(target, model, spec.vocab), *_context(target, model))
-        yield from _size(target, model)
+        yield from contents.compare(target, model, spec.vocab)
+        yield from _compare_shapes(target, model)
         yield Needs.of_model(model, setting, setting.dtype)
 
 
@@ -225,7 +225,7 @@ def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Sett
     yield from contents.check_values(files)
 
 
-def _context(target: Model, draft: Model) -> Iterator[Finding]:
+def _compare_shapes(target: Model, draft: Model) -> Iterator[Finding]:
     ours, theirs = target.max_positions, draft.max_positions
     code = "draft-context-short" if theirs < ours else "context-covered"
     yield finding(code, draft=theirs, target=ours)
@@ -234,9 +234,6 @@ def _context(target: Model, draft: Model) -> Iterator[Finding]:
     whole = slides is False or "full_attention" in (kinds or ())
     if window and int(window) < ours and not whole:
         yield finding("draft-window", window=int(window))
-
-
-def _size(target: Model, draft: Model) -> Iterator[Finding]:
     ratio, depth = target.parameters / max(1, draft.parameters), draft.num_layers
     than = "larger" if ratio < 1 else f"{ratio:,.1f} times smaller"
     counts = f"{millions(draft.parameters)} against {millions(target.parameters)} parameters"
