@@ -69,7 +69,7 @@ def test_a_run_ends_with_a_head_a_card_and_a_json_line(
     --feature-layers two | it must be numbers, as in 2,6,11
     --data no.jsonl | data file no.jsonl does not exist
     --data tests | data file tests is a folder
-    --lr -1 | Input should be greater than or equal to 0
+    --lr -1 | Invalid value for '--lr':
     --model ./nowhere | ./nowhere
     """),
 )
