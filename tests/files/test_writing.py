@@ -370,7 +370,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 # Into a folder that ``atomic_folder`` puts in its place, or never over anything.
 FREE = {
     ("files/ownership.py", "write_text"),  # the manifest of a folder that is just being made
-    ("train/trainer.py", "save_pretrained"),
+    ("train/draft.py", "save_pretrained"),
     ("train/data.py", "open"),  # an entry of the archive in the file that is given
     ("pull/run.py", "write_text"),
     ("pull/run.py", "save_pretrained"),

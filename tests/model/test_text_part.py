@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_every_architecture import alone, check, prompts, together
 from tiny_architectures import VOCAB
 
-from paceline.model.backends.base import NATIVE, REFERENCE
+from paceline.model.backends.base import NATIVE
 from paceline.model.target import CausalModel
 
 _TEXT: dict[str, Any] = {
@@ -63,7 +63,6 @@ def test_the_text_is_that_of_the_whole(whole: Any, newer: bool, tmp_path: Path) 
         save_file(renamed, file, {"format": "pt"})
     target = CausalModel.load(str(tmp_path), dtype="float32", device="cpu")
     assert type(target.hf).__name__.endswith("ForCausalLM")
-    scaled = target.hf.config.model_type == "ministral3"  # queries by their position
-    assert target.backend.name == (REFERENCE if scaled else NATIVE), target.backend_refusal
+    assert target.backend.name == NATIVE, target.backend_refusal
     for prompt, answer in zip(prompts(), together(target), strict=True):
         check(prompt, answer, *alone(whole, prompt, whole=False))
