@@ -20,7 +20,7 @@ from paceline.model.backends.counters import NativeWork, report_work, traced
 from paceline.model.backends.native.handle import ModelHandle, Rotation, count_logit_rows
 from paceline.model.backends.native.packing import PackedMatrix, WeightPacker, pack_children
 from paceline.model.backends.native.recognise import (
-    HEAD_NORMS,
+    QUERY_KEY_NORMS,
     STATIC_ROPE,
     DecoderShape,
     scaled_norm,
@@ -62,7 +62,10 @@ def _head_model(
             **weights.pack_layer(module, dtype),
             attention_norm=weights.norm(getattr(module, "input_layernorm", None)),
             mlp_norm=weights.norm(module.post_attention_layernorm),
-            **{name: weights.norm(norm) for name, norm in _query_norms(module.self_attn).items()},
+            **{
+                name: weights.norm(norm)
+                for name, norm in _query_key_norms(module.self_attn).items()
+            },
         )
         for module in layers
     ]
@@ -89,9 +92,9 @@ def _head_model(
     )
 
 
-def _query_norms(attention: Any) -> dict[str, Any]:
+def _query_key_norms(attention: Any) -> dict[str, Any]:
     """The RMS norms of each head's queries and keys; EAGLE heads have none."""
-    norms = {name: getattr(attention, name) for name in HEAD_NORMS}
+    norms = {name: getattr(attention, name) for name in QUERY_KEY_NORMS}
     return {name: norm for name, norm in norms.items() if isinstance(norm, nn.RMSNorm)}
 
 

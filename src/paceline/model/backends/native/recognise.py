@@ -50,7 +50,7 @@ _GLM_NORMS = {
     "mlp_norm": "post_attention_layernorm",
     "post_mlp_norm": "post_mlp_layernorm",
 }
-HEAD_NORMS = ("q_norm", "k_norm")
+QUERY_KEY_NORMS = ("q_norm", "k_norm")
 _TANH = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
 _ACTIVATIONS = {"silu": SILU, "swish": SILU, **dict.fromkeys(_TANH, GELU_TANH)}
 
@@ -102,7 +102,8 @@ def scaled_norm(norm: Any, factor: float) -> RMSNorm | None:
 def describe_decoder(
     hf: Any, shapes: Sequence[LayerShape], patterns: Sequence[Pattern]
 ) -> DecoderShape | str:
-    """Describe a model for the kernels, or say why they cannot run it."""
+    """Describe a model for the kernels, or say why they cannot run it. Splits its linear layers in
+    place where the kernels need that (split.py)."""
     kind = type(hf).__name__
     if hf.device.type != "cpu":
         return "only a processor is supported"
@@ -268,7 +269,9 @@ def _norms(layer: Any, gemma: bool) -> dict[str, RMSNorm | None]:
     names = next(names for names in tables if all(hasattr(layer, n) for n in names.values()))
     modules = {field: getattr(layer, name) for field, name in names.items()}
     attention = layer.self_attn
-    modules |= {name: getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)}
+    modules |= {
+        name: getattr(attention, name) for name in QUERY_KEY_NORMS if hasattr(attention, name)
+    }
     return {field: as_rms_norm(module, gemma) for field, module in modules.items()}
 
 
