@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from paceline.core.batch import Batch
+from paceline.core.batch import Batch, Span
 from paceline.core.draws import GREEDY_SHARPNESS
 from paceline.core.noise import id_hashes, splitmix64
 from paceline.core.tree import Draw, TokenTree
@@ -233,6 +233,13 @@ class ModelHandle:
             tables.extend(tree.table)
         return trees, tables
 
+    def _rope_of(self, span: Span, positions: Sequence[int]) -> int:
+        """Which table of a layer the rows of a span take; without longrope there is only one. The
+        cache of a draft model may not have marked a sequence as long yet."""
+        if self._short_length is None:
+            return 0
+        return int(span.long or self._is_long(positions[span.start + span.rows - 1]))
+
     def _is_long(self, position: int) -> bool:
         """Whether a text that has this position takes the angles of long texts."""
         return self._short_length is not None and position >= self._short_length
@@ -247,8 +254,7 @@ class ModelHandle:
         for span, table in zip(batch.spans, batch.tables, strict=True):
             nodes = span.parents
             span_fields += (span.start, span.context, span.pending, len(nodes), span.first_new)
-            last = batch.positions[span.start + span.rows - 1]
-            span_fields += (len(tables), len(parents), span.long or self._is_long(last))
+            span_fields += (len(tables), len(parents), self._rope_of(span, batch.positions))
             tables += table
             parents += nodes
         rows, logit_rows = len(batch.input_ids), batch.logit_rows
