@@ -96,7 +96,7 @@ inline void quantised_panel(const pl_weight& w, const uint8_t* panel, const Tile
 
 #if !defined(PACELINE_AMX)
 constexpr bool AMX = false;
-constexpr long AMX_INT8_ROWS = 0;
+constexpr long AMX_INT8_ROWS = 0, AMX_INT16_ROWS = 0;
 struct TileConfig {};
 template <bool INT16>
 inline void amx_panel(const pl_weight&, const uint8_t*, const TiledRows&, const RowTiles&, TileConfig&, float*) {}
@@ -106,7 +106,8 @@ inline void amx_panel(const pl_weight&, const uint8_t*, const TiledRows&, const 
 void quantised_gemm(const Gemm& g, long part, long parts, float* scratch) {
   const pl_weight& w = *g.weight;
   long span = span_inputs(w);
-  bool tiled = AMX && (w.int16_activations ? g.rows > 1 : w.bits == 8 && span == GROUP && g.rows >= AMX_INT8_ROWS);
+  bool tiled = AMX && (w.int16_activations ? g.rows >= AMX_INT16_ROWS
+                                           : w.bits == 8 && span == GROUP && g.rows >= AMX_INT8_ROWS);
   ActivationOrder order = tiled || INT16_AS_BYTES                              ? w.int16_activations ? BYTES : PLAIN
                           : w.bits == 8 && (w.int16_activations || !BYTE_DOTS) ? PAIRS
                                                                                : PLAIN;

@@ -11,7 +11,9 @@ namespace {
 
 constexpr bool AMX = true;
 constexpr long SPANS = 4;           // spans whose sums are in memory at once
-constexpr long AMX_INT8_ROWS = 16;  // with int8 activations (and 8-bit weights) tiles are used from so many rows on
+// Tiles are used from so many rows on, with int8 activations (and 8-bit weights) and with int16 ones. A tile of few
+// rows takes as long as a full one.
+constexpr long AMX_INT8_ROWS = 16, AMX_INT16_ROWS = 7;
 
 // Stores the integer sums of one span, of up to 16 rows: [row, PANEL]. With INT16 those of the upper bytes (tiles 0
 // and 1), then those of the lower bytes (tiles 2 and 3).
