@@ -90,15 +90,15 @@ KERNELS = {
     *("llama:tied", "mistral:0.3", "mixtral:window", "qwen2:yarn", "qwen2:window", "qwen3:yarn"),
     *("qwen3_moe:yarn", "qwen3_moe:dense"),
     *("ernie4_5", "gemma", "glm", "glm4", "helium", "phi3", "phi3:window", "smollm3"),
-    *("exaone4", "exaone4:32B", "ministral3", "olmo2", "olmo3", "olmo3:32B"),
+    *("gpt_oss", "gpt_oss:20B", "exaone4", "exaone4:32B", "ministral3", "olmo2", "olmo3", "olmo3:32B"),
     *("mellum", "smollm3:yarn", "llama:longrope", "phi3:3.5", "phi3:4-mini"),
 }
 
 
-# What torch runs: learnt and partly rotated positions, one latent for all keys, sinks,
+# What torch runs: learnt and partly rotated positions, one latent for all keys,
 # windows, chunks, shared keys, experts, and every recurrence.
 ON_TORCH = {
-    *("gpt2", "opt", "gpt_neox", "phi", "stablelm", "cohere2", "deepseek_v3", "gpt_oss"),
+    *("gpt2", "opt", "gpt_neox", "phi", "stablelm", "cohere2", "deepseek_v3"),
     *("gemma3n_text", "gemma4_text", "llama4_text", "qwen3_moe", "bamba", "jamba", "lfm2"),
     *("qwen3_next", "llama:dynamic"),
 }

@@ -24,7 +24,7 @@ SCALE_FLOAT, SCALE_BFLOAT16, SCALE_HALF = 0, 1, 2
 OFFSETS_NONE, OFFSETS_SIGNED, OFFSETS_UNSIGNED = 0, 1, 2
 PLAIN, GATE, UP = 0, 1, 2  # parts of a packed matrix
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-SILU, GELU_TANH = 0, 1
+SILU, GELU_TANH, CLAMPED_SILU = 0, 1, 2
 _ARM = platform.machine() in ("aarch64", "arm64")
 INSTRUCTIONS = (*(("i8mm", "neon") if _ARM else ("amx", "dpbf16", "avx512", "avx2")), "portable")
 SAME_BITS = tuple(name for name in INSTRUCTIONS if name != "dpbf16")

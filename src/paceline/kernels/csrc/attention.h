@@ -56,11 +56,14 @@ inline void merge(const Results& left, const Results& right, long heads, long wi
   }
 }
 
-// out = sums / l
-inline void write_output(const Attention& a, const float* sums, float l, long row, long head) {
-  long d = a.model->head_dim;
+// out = sums / l, of which `r` has those of its query head number `from`.
+inline void write_output(const Attention& a, const Results& r, long from, long row, long head) {
+  long d = a.model->head_dim, width = round_up(d, STRIPE);
+  const float* sums = r.sums + from * width;
+  F32x16 l = set1(r.l[from]);
+  if (a.sinks) l = l + exp(set1(a.sinks[head] - r.m[from]));
   float* out = a.out + row * a.ldo + head * d;
-  for (long i = 0; i < d; i += 16) store_partial(out + i, d - i, rounded(a.model->dtype, load(sums + i) / set1(l)));
+  for (long i = 0; i < d; i += 16) store_partial(out + i, d - i, rounded(a.model->dtype, load(sums + i) / l));
 }
 
 // The first position that a row sees.
@@ -79,7 +82,7 @@ void merge_partials(const Attention& a, const PartialResults& p, long row) {
   for (long block = first > p.first_block ? first : p.first_block; block <= last && block < p.end_block; block++)
     merge(all, Results(p.at(block, row, *a.model), heads, width), heads, width);
   if (last < p.first_block || last >= p.end_block) return;
-  for (long head = 0; head < heads; head++) write_output(a, all.sums + head * width, all.l[head], row, head);
+  for (long head = 0; head < heads; head++) write_output(a, all, head, row, head);
 }
 
 // How a panel of keys is read, see gemm.h: bf16 numbers stay pairs, int8 become floats.
@@ -338,7 +341,7 @@ struct AttentionTile {
         merge(all, block, heads, width);
     }
     for (long h = 0; h < heads && !item.partial; h++)
-      write_output(a, all.sums + h * width, all.l[h], item.first_row + h / group, item.kv_head * group + h % group);
+      write_output(a, all, h, item.first_row + h / group, item.kv_head * group + h % group);
   }
 
   void store_partials(long number) {

@@ -149,7 +149,7 @@ long Forward::set_positions_read(long window, AttentionItem& item) const {
 
 void Forward::attend(const Worker& worker, long index) {
   const pl_layer& l = m_.layer[index];
-  Attention a{&m_, b_.keys[index], b_.values[index], b_.int8_cache != 0, b_.block_size, l.window, qkv_.row(0), qkv_.stride,
+  Attention a{&m_, b_.keys[index], b_.values[index], b_.int8_cache != 0, b_.block_size, l.window, l.sinks, qkv_.row(0), qkv_.stride,
               attended_.row(0), attended_.stride, attention_rows_.data(), scratch_.row(worker.index)};
   for (long first = 0; first < key_blocks_; first += round_blocks_) {
     long end = std::min(first + round_blocks_, key_blocks_);

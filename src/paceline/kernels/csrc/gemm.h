@@ -151,7 +151,7 @@ inline void apply_epilogue(const Gemm& g, long row, long panel, const float* c) 
   for (const float* bias : biases)
     if (bias) low = low + load(bias + panel * PANEL), high = high + load(bias + panel * PANEL + 16);
   if (g.epilogue == GATED) {  // the panel is 16 gates, then the 16 up projections
-    F32x16 h = rounded(g.dtype, activate(low, g.activation) * high);
+    F32x16 h = rounded(g.dtype, gated(low, high, g.activation));
     return store(static_cast<float*>(g.y) + row * g.ldy + panel * 16, h);
   }
   auto write = [&](F32x16 sum, long column) {

@@ -109,6 +109,7 @@ struct Attention {
   const void *keys, *values;
   bool int8_kv;
   long block_size, window;
+  const float* sinks;  // as in pl_layer
   const float* q;  // [rows, ldq], scaled
   long ldq;
   float* out;  // [rows, ldo]

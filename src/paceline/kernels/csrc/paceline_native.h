@@ -41,6 +41,7 @@ typedef struct {
   pl_norm attention_norm, mlp_norm;    // before attention and MLP
   pl_norm post_attention_norm, post_mlp_norm;  // after them (Gemma)
   pl_norm q_norm, k_norm;              // of each head, or of all heads together (pl_model.norms_all_heads)
+  const float* sinks;  // [heads]: a further score of each row, which has no value (GPT-OSS); or NULL
   int64_t window;  // how many keys a row sees, its own included; 0: all
   int64_t rope;    // index into the tables of pl_batch
   // Mixture of experts: each row goes through `experts_per_row` of them. experts 0: the layer has gate_up and down.

@@ -308,11 +308,18 @@ static inline F32x16 tanh(F32x16 x) { return set1(1.0f) - set1(2.0f) / (exp(x + 
 
 static inline F32x16 softcap(F32x16 x, float cap) { return set1(cap) * tanh(x / set1(cap)); }
 
-enum Activation { SILU = 0, GELU_TANH = 1 };
+enum Activation { SILU = 0, GELU_TANH = 1, CLAMPED_SILU = 2 };
 
 static inline F32x16 activate(F32x16 x, int kind) {
   if (kind == SILU) return x / (set1(1.0f) + exp(zero() - x));
   F32x16 cube = x * x * x;
   F32x16 inner = set1(0.79788456f) * fma(cube, set1(0.044715f), x);
   return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
+}
+
+// The output of an MLP's gate and what it gates.
+static inline F32x16 gated(F32x16 gate, F32x16 up, int kind) {
+  if (kind != CLAMPED_SILU) return activate(gate, kind) * up;
+  const F32x16 limit = set1(7.0f), alpha = set1(1.702f);  // GPT-OSS
+  return activate(alpha * min(gate, limit), SILU) / alpha * (max(zero() - limit, min(up, limit)) + set1(1.0f));
 }

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,36 +26,53 @@ from paceline.model.quantised.weights import (
     plain_linear,
 )
 
-# Classes of transformers that compute what Experts does, and whose checkpoints use its names.
-_EXPERT_CLASSES = {"Qwen3MoeExperts"}
+# Classes of transformers that compute what Experts does, and whose checkpoints either use its names
+# or are read by us (GPT-OSS).
+GPT_OSS = "GptOssExperts"
+_EXPERT_CLASSES = {"Qwen3MoeExperts", GPT_OSS}
 
 
 class Expert(nn.Module):
-    """One expert's MLP: ``down(activation(gate(x)) * up(x))``."""
+    """One expert's MLP: ``down(gated(gate(x), up(x)))``, with ``gated(gate, up)``."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, act_fn: Any) -> None:
-        """``gate_up [2 width, hidden]`` and ``down [hidden, width]`` are shared, not copied."""
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, gated: Any) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = map(plain_linear, gate_up.chunk(2))
-        self.down_proj, self.act_fn = plain_linear(down), act_fn
+        self.gate_proj, self.up_proj, self.down_proj, self.gated = gate, up, down, gated
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        down: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        down: torch.Tensor = self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
         return down
 
 
 class Experts(nn.ModuleList):
     """The experts of a layer as separate modules. They take the weights of ``fused``, a module with
     ``gate_up_proj [experts, 2 width, hidden]`` and ``down_proj [experts, hidden, width]``, which is
-    left without weights."""
+    left without weights. In GPT-OSS both are transposed, gates and ups alternate, and there are
+    biases, which ``fused`` keeps."""
 
     _fused: Any
 
     def __init__(self, fused: Any) -> None:
-        pairs = zip(fused.gate_up_proj.detach(), fused.down_proj.detach(), strict=True)
-        super().__init__(Expert(*pair, fused.act_fn) for pair in pairs)
+        gate_up, down = fused.gate_up_proj.detach(), fused.down_proj.detach()
+        biases: Any = [(None, None, None)] * len(down)
+        if self._is_gpt_oss(fused):
+            pairs = [(t[:, ::2].t(), t[:, 1::2].t()) for t in gate_up]
+            down, both = down.transpose(1, 2), fused.gate_up_proj_bias.detach()
+            biases = zip(both[:, ::2], both[:, 1::2], fused.down_proj_bias.detach(), strict=True)
+            gated: Any = partial(_clamped_silu, fused.alpha, fused.limit)
+        else:
+            pairs = [t.chunk(2) for t in gate_up]
+            gated = partial(_activated, fused.act_fn)
+        super().__init__(
+            Expert(*map(plain_linear, (*pair, out), bias), gated)
+            for pair, out, bias in zip(pairs, down, biases, strict=True)
+        )
         self.__dict__["_fused"] = fused  # not registered as a submodule: it has no weights
         fused.gate_up_proj = fused.down_proj = None
+
+    @staticmethod
+    def _is_gpt_oss(fused: Any) -> bool:
+        return type(fused).__name__ == GPT_OSS
 
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
@@ -74,16 +92,32 @@ class Experts(nn.ModuleList):
         matrices: list[list[Any]] = [[e.gate_proj, e.up_proj, e.down_proj] for e in self]
         if any(type(linear) is not nn.Linear for expert in matrices for linear in expert):
             return self
-        weights = [[linear.weight for linear in expert] for expert in matrices]
+        gates, ups, downs = (
+            torch.stack([expert[part].weight for expert in matrices]) for part in range(3)
+        )
         module = copy.copy(self._fused)
-        tensors = {
-            "gate_up_proj": torch.stack([torch.cat((gate, up)) for gate, up, _ in weights]),
-            "down_proj": torch.stack([down for _, _, down in weights]),
-        }
-        module._parameters = {
-            name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()
+        if self._is_gpt_oss(module):
+            tensors = {
+                "gate_up_proj": torch.stack((gates, ups), 2).flatten(1, 2).transpose(1, 2),
+                "down_proj": downs.transpose(1, 2),
+            }
+        else:
+            tensors = {"gate_up_proj": torch.cat((gates, ups), 1), "down_proj": downs}
+        module._parameters = module._parameters | {
+            name: nn.Parameter(tensor.contiguous(), requires_grad=False)
+            for name, tensor in tensors.items()
         }
         return module
+
+
+def _activated(act_fn: Any, gate: torch.Tensor, up: torch.Tensor) -> Any:
+    return act_fn(gate) * up
+
+
+def _clamped_silu(alpha: float, limit: float, gate: torch.Tensor, up: torch.Tensor) -> Any:
+    """What GPT-OSS's experts compute between their matrices."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
 def split_experts(hf: Any) -> Any:

@@ -45,6 +45,7 @@ from paceline.model.backends.native.packing import PackedLinear, WeightPacker, p
 from paceline.model.backends.native.recognise import (
     DecoderShape,
     describe_decoder,
+    rotary_of,
     scaled_norm,
 )
 from paceline.model.backends.native.split import SplitLinear
@@ -91,7 +92,7 @@ class NativeModel(Backend):
         trim()
         self.adapters = NativeAdapters(hf, self.dtype)
         rotation = Rotation(
-            hf.model.rotary_emb, decoder.rope_kinds, decoder.short_length, decoder.query_scaling
+            rotary_of(hf.model), decoder.rope_kinds, decoder.short_length, decoder.query_scaling
         )
         self._handle = ModelHandle(model, weights, rotation, self.adapters)
         total_bytes = sum(matrix.data.nbytes for matrix, _, _ in weights.matrices)
@@ -101,6 +102,7 @@ class NativeModel(Backend):
         return CLayer(
             **weights.pack_layer(layer, self.dtype, index),
             **{name: weights.norm(norm) for name, norm in self.decoder.norms[index].items()},
+            sinks=weights.numbers(getattr(layer.self_attn, "sinks", None)),
             window=self.decoder.windows[index],
             rope=self.decoder.ropes[index],
         )

@@ -32,7 +32,6 @@ from paceline.kernels.library import (
 from paceline.kernels.pages import zeros
 from paceline.model.backends.counters import NativeWork, WeightRead, report_work
 from paceline.model.backends.native.split import linear_of, owner
-from paceline.model.quantised.convert import Experts
 from paceline.model.quantised.weights import (
     ROW_GROUP,
     LinearBase,
@@ -291,25 +290,27 @@ class WeightPacker:
             fields["gate_up"] = add(pack_children(mlp, GATED, dtype, gated=True))
             fields["down"] = add(pack_children(mlp, ("down_proj",), dtype))
             return fields
-        if not isinstance(mlp.experts, Experts):
-            mlp.experts = Experts(mlp.experts)
-        experts = mlp.experts
-        chosen, count = mlp.gate.top_k, len(experts)
+        experts, gate = mlp.experts, mlp.router if hasattr(mlp, "router") else mlp.gate
+        chosen, count = gate.top_k, len(experts)
         share, array_of = chosen / count, CWeight * count
         gate_up = array_of(*(add(pack_children(e, GATED, dtype, True), share) for e in experts))
         down = array_of(*(add(pack_children(e, ("down_proj",), dtype), share) for e in experts))
         self.keep_alive += (gate_up, down)
-        router = add(PackedMatrix.pack([plain_linear(mlp.gate.weight)], dtype))
+        linear = plain_linear(gate.weight, getattr(gate, "bias", None))
+        router = add(PackedMatrix.pack([linear], dtype))
         fields |= {"experts": count, "experts_per_row": chosen, "router": router}
         return fields | {"expert_gate_up": gate_up, "expert_down": down}
 
     def norm(self, norm: Any) -> Any:
         """The CNorm of an object with ``weight`` and ``eps``; None: there is no norm."""
-        if norm is None:
-            return CNorm(None, 0.0)
-        weight = norm.weight.detach().float().contiguous()
-        self.keep_alive.append(weight)
-        return CNorm(weight.data_ptr(), norm.eps)
+        return CNorm(None, 0.0) if norm is None else CNorm(self.numbers(norm.weight), norm.eps)
+
+    def numbers(self, tensor: torch.Tensor | None) -> int | None:
+        """The address of a tensor's numbers in float32; None without a tensor."""
+        if tensor is None:
+            return None
+        self.keep_alive.append(tensor.detach().float().contiguous())
+        return pointer(self.keep_alive[-1])
 
     def weight_reads(self, rows: int, logit_rows: int, skipped: Any) -> tuple[WeightRead, ...]:
         """The matrices that a forward over ``rows`` rows reads, ``logit_rows`` of them with logits.

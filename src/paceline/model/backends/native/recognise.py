@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from paceline.kernels.library import DTYPES, GELU_TANH, SILU, CModel
+from paceline.kernels.library import CLAMPED_SILU, DTYPES, GELU_TANH, SILU, CModel
 from paceline.model.backends.native.packing import GATED, PROJECTIONS, all_or_none_quantised
 from paceline.model.backends.native.split import NO_ROPE, PARTIAL, linear_of, split_layers
 from paceline.model.paged.cache import LayerShape
@@ -24,11 +24,11 @@ from paceline.model.quantised.weights import QuantisedLinear, is_plain
 _GEMMA = {"GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"}
 _LLAMA = """
     Llama Mistral Ministral Ministral3 Mixtral Qwen2 Qwen3 Qwen3Moe Granite Cwm SeedOss
-    SmolLM3 Phi3 Glm Glm4 Ernie4_5 Helium Mellum Olmo2 Olmo3 Exaone4
+    SmolLM3 Phi3 Glm Glm4 Ernie4_5 Helium Mellum Olmo2 Olmo3 Exaone4 GptOss
 """
 _KNOWN = _GEMMA | {f"{name}ForCausalLM" for name in _LLAMA.split()}
 # Config options that the kernels do not implement, and the value with which each has no effect.
-_NEUTRAL = {"norm_topk_prob": True}
+_NEUTRAL = {"norm_topk_prob": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _BETA = "llama_4_scaling_beta"
 _LONGROPE = "longrope"  # two tables: of texts up to the original length, and of longer ones
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables do not depend on the text's length
@@ -103,7 +103,7 @@ def describe_decoder(
     hf: Any, shapes: Sequence[LayerShape], patterns: Sequence[Pattern]
 ) -> DecoderShape | str:
     """Describe a model for the kernels, or say why they cannot run it. Splits its linear layers in
-    place where the kernels need that (split.py)."""
+    place where the kernels need that (split.py), and makes its experts modules of their own."""
     kind = type(hf).__name__
     if hf.device.type != "cpu":
         return "only a processor is supported"
@@ -119,12 +119,15 @@ def describe_decoder(
     kinds = {*rope.values()} if isinstance(rope, dict) else {rope}
     if rope != _LONGROPE and not kinds <= STATIC_ROPE:
         return f"the rotary embedding {rope} depends on the length"
-    split_layers(hf, shapes[0][1])
-    if not all(map(_is_packable, (hf.lm_head, *_matrices(hf)))):
-        return "weights that are no plain numbers"
     option = unsupported_option(hf)
     if option is not None:
         return f"the kernels do not have {option}"
+    split_layers(hf, shapes[0][1])
+    for layer in hf.model.layers:
+        if hasattr(layer.mlp, "experts") and not isinstance(layer.mlp.experts, Experts):
+            layer.mlp.experts = Experts(layer.mlp.experts)
+    if not all(map(_is_packable, (hf.lm_head, *_matrices(hf)))):
+        return "weights that are no plain numbers"
     if not all(map(_shares_precision, hf.model.layers)):
         return "matrices of one input differ in precision"
     if {parameter.dtype for parameter in hf.parameters()} != {hf.dtype}:
@@ -143,13 +146,13 @@ def _described(
     first = base.layers[0]
     attention = first.self_attn
     name = getattr(config, "hidden_activation", None) or config.hidden_act
-    activation = _ACTIVATIONS.get(name)
+    activation = CLAMPED_SILU if hasattr(config, "swiglu_limit") else _ACTIVATIONS.get(name)
     if activation is None:
         return f"the activation {name} is not known"
     layer_types = _rotations(base, config)
     rope_kinds = tuple(dict.fromkeys(layer_types))
     for kind in {*rope_kinds} - {NO_ROPE}:
-        cos, _ = base.rotary_emb(torch.zeros(1), torch.arange(1)[None], *([kind] if kind else ()))
+        cos, _ = rotary_of(base)(torch.zeros(1), torch.arange(1)[None], *([kind] if kind else ()))
         if cos.shape[-1] != shape[1] and type(hf).__name__ not in PARTIAL:
             return f"the rotary embedding turns {cos.shape[-1]} of {shape[1]} numbers of a head"
     options, q_norm = config.rope_parameters or {}, norms[0].get("q_norm")
@@ -186,6 +189,15 @@ def _described(
     )
 
 
+def rotary_of(base: Any) -> Any:
+    """What gives the cosines and sines of all numbers of a head: GPT-OSS's module gives those of
+    the first half, which are those of the second."""
+    module = base.rotary_emb
+    if type(module).__name__ != "GptOssRotaryEmbedding":
+        return module
+    return lambda *where: tuple(torch.cat((part, part), -1) for part in module(*where))
+
+
 def _rotations(base: Any, config: Any) -> list[str | None]:
     """The type of each layer for the rotary module; NO_ROPE for layers that do not rotate."""
     types: list[str | None] = [None] * len(base.layers)
@@ -202,14 +214,11 @@ def _rotations(base: Any, config: Any) -> list[str | None]:
 
 def _ffn(layer: Any) -> int:
     """The width of a layer's MLP, or of each of its experts."""
-    mlps = _mlps(layer)
-    if mlps:
-        return int(linear_of(mlps[0], "gate_proj").out_features)
-    return int(layer.mlp.experts.down_proj.shape[-1])
+    return int(linear_of(_mlps(layer)[0], "gate_proj").out_features)
 
 
 def _matrices(hf: Any) -> list[Any]:
-    """The matrices of all layers: linear modules, and parameters of experts."""
+    """The matrices of all layers: linear modules, and parameters of routers and experts."""
     matrices: list[Any] = []
     for layer in hf.model.layers:
         matrices += [linear_of(layer.self_attn, name) for name in (*PROJECTIONS, "o_proj")]
@@ -247,11 +256,8 @@ def _same_activations(linears: Sequence[Any]) -> bool:
 
 
 def _mlps(layer: Any) -> list[Any]:
-    """The layer's MLP or its experts; empty if the experts are parameters, not modules."""
-    experts = getattr(layer.mlp, "experts", None)
-    if isinstance(experts, Experts):
-        return list(experts)
-    return [layer.mlp] if experts is None else []
+    """The layer's MLP or its experts."""
+    return list(getattr(layer.mlp, "experts", (layer.mlp,)))
 
 
 def as_rms_norm(module: Any, gemma: bool) -> RMSNorm | None:
