@@ -90,7 +90,16 @@ KERNELS = {
     *("llama:tied", "mistral:0.3", "mixtral:window", "qwen2:yarn", "qwen2:window", "qwen3:yarn"),
     *("qwen3_moe:yarn", "qwen3_moe:dense"),
     *("ernie4_5", "gemma", "glm", "glm4", "helium", "phi3", "phi3:window", "smollm3"),
-    *("gpt_oss", "gpt_oss:20B", "exaone4", "exaone4:32B", "ministral3", "olmo2", "olmo3", "olmo3:32B"),
+    *(
+        "gpt_oss",
+        "gpt_oss:20B",
+        "exaone4",
+        "exaone4:32B",
+        "ministral3",
+        "olmo2",
+        "olmo3",
+        "olmo3:32B",
+    ),
     *("mellum", "smollm3:yarn", "llama:longrope", "phi3:3.5", "phi3:4-mini"),
 }
 

@@ -20,7 +20,12 @@ from paceline.lab.report.render import as_table
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.precision import is_quantised, quantization_of
 from paceline.model.probe import ATTENTION
-from paceline.model.quantised.convert import Quantised, Scheme, quantise_module
+from paceline.model.quantised.convert import (
+    Quantised,
+    Scheme,
+    quantise_module,
+    split_experts,
+)
 from paceline.model.quantised.formats import METHOD, quantization_config, tensors_of
 from paceline.model.target import CausalModel
 
@@ -103,7 +108,7 @@ def quantize(
         raise ConfigError(f"{name} is quantised already; give the model it was made from")
     texts, read = _texts(tokenizer, calibrate, tokens, evaluate, seed)
     before = _perplexity(hf, name, texts)
-    rounded = quantise_module(hf, scheme, read)
+    rounded = quantise_module(split_experts(hf, writable=True), scheme, read)
     if not rounded.layers:
         raise ConfigError(f"{name} has no linear layer that divides into groups of 32 inputs")
     after = _perplexity(hf, name, texts)

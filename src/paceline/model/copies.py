@@ -13,7 +13,12 @@ from torch import nn
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.model.offload import make_resident
-from paceline.model.quantised.convert import Scheme, copy_sharing_parameters, quantise_module
+from paceline.model.quantised.convert import (
+    Scheme,
+    copy_sharing_parameters,
+    quantise_module,
+    split_experts,
+)
 from paceline.model.quantised.weights import ROW_GROUP, LinearBase, is_plain
 from paceline.model.target import CausalModel
 
@@ -67,7 +72,7 @@ def _module_copy(model: CausalModel, precision: str) -> CausalModel:
         raise ConfigError(
             f"{name}: weights are rounded on a CPU, not on {model.device}; use another drafter"
         )
-    hf = copy_sharing_parameters(model.hf, _if_quantisable, make_resident)
+    hf = split_experts(copy_sharing_parameters(model.hf, _if_quantisable, make_resident))
     with stage(f"quantising {name}"):
         result = quantise_module(hf, Scheme(precision, head="int8", finer=True))
     if not result.layers:

@@ -343,8 +343,11 @@ def _load_weights(
     source, options = _source(path)
     has_tensors = tensors is not None  # AutoModelForCausalLM does not take a state_dict
     mapped = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not has_tensors
-    loader: Any = AutoModelForCausalLM if mapped else causal_class(config)
-    placement["key_mapping"] = key_mapping(causal_class(config))
+    model_class = causal_class(config)
+    loader: Any = AutoModelForCausalLM if mapped else model_class
+    placement["key_mapping"] = key_mapping(model_class)
+    if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
+        attention = "eager"  # GPT-OSS, for its sinks
     try:
         module, info = loader.from_pretrained(
             None if has_tensors else source,

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
+from paceline.model.quantised import mxfp4
 from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_module, split_experts
 from paceline.model.quantised.formats import is_supported, quantised_weights, tensor_suffixes
 from paceline.model.quantised.weights import (
@@ -52,6 +53,8 @@ def dense_tensors(
 ) -> tuple[dict[str, torch.Tensor], dict[str, QuantisedWeight]]:
     """A checkpoint's tensors, dequantised, and its quantised weights. Raises ModelLoadError."""
     tensors = {key: tensor for file in files for key, tensor in load_tensors(file).items()}
+    if options.get("quant_method") == mxfp4.METHOD:
+        return mxfp4.expert_weights(tensors, dtype)
     weights = quantised_weights(options, tensors)
     packed = {f"{layer}{ending}" for layer in weights for ending in tensor_suffixes(options)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in packed}
@@ -93,7 +96,7 @@ def quantise_loaded(name: str, hf: Any, precision: str) -> Any:
             "checkpoint by paceline quantize and serve that"
         )
     with stage(f"quantising {name} to {precision}"):
-        quantise_module(hf, Scheme(precision, head="int8", finer=True))
+        quantise_module(split_experts(hf), Scheme(precision, head="int8", finer=True))
     return hf
 
 

@@ -39,7 +39,7 @@ std::vector<Table> tables() {
 
 struct Form {
   const char* name;
-  int64_t bits, groups_per_scale, offset_kind, int16, dtype = PL_BFLOAT16, scale = PL_SCALE_FLOAT;
+  int64_t bits, groups_per_scale, offset_kind, int16, dtype = PL_BFLOAT16, scale = PL_SCALE_FLOAT, e2m1 = 0;
 };
 constexpr Form FORMS[] = {
     {"bf16", 0, 0, 0, 0},         {"8 bits wide", 8, 2, 0, 1},   {"8 bits wide, offsets", 8, 4, PL_OFFSETS_SIGNED, 1},
@@ -47,6 +47,7 @@ constexpr Form FORMS[] = {
     {"8 bits, groups of 16", 8, 0, 0, 0}, {"4 bits", 4, 1, PL_OFFSETS_UNSIGNED, 0},
     {"float32", 0, 0, 0, 0, PL_FLOAT32}, {"8 bits, halves", 8, 2, PL_OFFSETS_SIGNED, 1, PL_FLOAT32, PL_SCALE_HALF},
     {"4 bits, bf16", 4, 1, 0, 0, PL_FLOAT32, PL_SCALE_BFLOAT16},
+    {"4-bit floats", 4, 1, 0, 0, PL_BFLOAT16, PL_SCALE_BFLOAT16, 1},
 };
 
 // The results, and behind them the rows in whole numbers.
@@ -73,7 +74,7 @@ float as_bf16(float value) {
 bool same_products(const std::vector<Table>& all, const Form& form, long inputs, long rows) {
   pl_weight w{};
   w.outputs = 96, w.inputs = inputs, w.bits = form.bits, w.groups_per_scale = form.groups_per_scale;
-  w.scale_kind = form.scale, w.offset_kind = form.offset_kind, w.int16_activations = form.int16;
+  w.scale_kind = form.scale, w.offset_kind = form.offset_kind, w.int16_activations = form.int16, w.e2m1 = form.e2m1;
   if (form.groups_per_scale > 1 && inputs % (form.groups_per_scale * GROUP)) return true;
   std::vector<float> memory(form.bits ? (3 * panel_bytes(w) + 3) / 4 : 96 * inputs);
   uint8_t* data = reinterpret_cast<uint8_t*>(memory.data());

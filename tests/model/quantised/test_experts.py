@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from paceline import LLM, SamplingParams
 from paceline.lab.quantize import quantize
 from paceline.model.backends.base import NATIVE, REFERENCE, relative_error, trial_logits
 from paceline.model.copies import quantised_copy
+from paceline.model.precision import is_quantised
 from paceline.model.quantised.convert import Experts, scheme_named, split_experts
 from paceline.model.quantised.weights import QuantisedLinear
 from paceline.model.target import CausalModel
@@ -27,6 +28,12 @@ def folder(save: Callable[..., Path]) -> Path:
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
     sizes = {"head_dim": 16, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
     return save(Qwen3MoeConfig, **experts, **sizes)
+
+
+@pytest.fixture(scope="module", params=[MixtralConfig, GptOssConfig])
+def other(request: pytest.FixtureRequest, save: Callable[..., Path]) -> Path:
+    """Two layers of three experts, whose checkpoints do not name their matrices."""
+    return save(request.param, num_local_experts=3, num_experts_per_tok=2, head_dim=16)
 
 
 def load(folder: Path, backend: str, **options: Any) -> CausalModel:
@@ -66,6 +73,22 @@ def test_the_kernels_multiply_the_same_codes(folder: Path, precision: str) -> No
     reference = load(folder, REFERENCE, quantize=precision)
     assert len(of_experts(reference)) == 18
     check_alike(load(folder, NATIVE, quantize=precision), reference)
+
+
+def test_experts_of_other_models(other: Path, tmp_path: Path) -> None:
+    model = load(other, REFERENCE)
+    wanted = logits(model)
+    split_experts(model.hf)
+    assert torch.allclose(logits(model), wanted, atol=1e-4)
+    for layer in model.hf.model.layers:
+        layer.mlp.experts = layer.mlp.experts.merged()
+    assert torch.equal(logits(model), wanted)
+    reference = load(other, REFERENCE, quantize="int4")
+    assert len(of_experts(reference)) == 18
+    check_alike(load(other, NATIVE, quantize="int4"), reference)
+    quantize(str(other), tmp_path / "out", scheme_named("w4a16"))
+    read = load(tmp_path / "out", REFERENCE)  # only attention is in 4 bits
+    assert not of_experts(read) and is_quantised(read.hf)
 
 
 def test_drafted_text_is_plain_text(folder: Path) -> None:

@@ -17,6 +17,7 @@ from paceline.model.backends.native.packing import PackedFormat, PackedMatrix
 from paceline.model.quantised.rounding import ZeroPoint, nearest, round_to_nearest
 from paceline.model.quantised.weights import (
     QuantisedLinear,
+    QuantisedWeight,
     in_common_format,
     quantised_product,
 )
@@ -38,6 +39,10 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def linear_of(bits: int, group: int, zero: str, rows: int = 70) -> QuantisedLinear:
     generator = torch.Generator().manual_seed(bits + group)
+    if zero == "e2m1":
+        codes = E2M1[torch.randint(16, (rows, 192), generator=generator)]
+        scales = torch.exp2(torch.randint(-9, 2, (rows, 6), generator=generator).float())
+        return QuantisedLinear(QuantisedWeight(codes, scales, 4, e2m1=True), torch.randn(rows))
     weight = torch.randn(rows, 192, generator=generator) * 0.05 + 0.01
     # "least": codes of 0 to 15, as in GGUF's Q4_1
     grid = {"least": "free", "narrow": "none"}.get(zero, zero)
@@ -47,6 +52,7 @@ def linear_of(bits: int, group: int, zero: str, rows: int = 70) -> QuantisedLine
     return QuantisedLinear(rounded, torch.randn(rows))
 
 
+E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 FORMS = [
     *(
         (8, 192, "none"),
@@ -59,6 +65,7 @@ FORMS = [
         (8, 16, "free"),
     ),
     *((4, 32, "none"), (4, 32, "whole"), (4, 64, "whole"), (4, 32, "least"), (4, 96, "least")),
+    (4, 32, "e2m1"),
 ]
 
 
@@ -71,6 +78,20 @@ def test_products_are_those_of_the_readable_truth(
     x = torch.randn(13, 192, generator=torch.Generator().manual_seed(1))
     wanted = quantised_product(x, linear.quantised) + linear.bias
     result = packed.multiply(x)
+    assert float((result - wanted).abs().max() / wanted.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("zero", ["none", "whole", "least", "e2m1"])
+def test_sums_of_the_largest_codes_do_not_overflow(kernels: str, zero: str) -> None:
+    weight = linear_of(4, 32, zero).quantised
+    low, high = int(weight.codes.min()), int(weight.codes.max())
+    signs = torch.randint(2, weight.codes.shape, generator=torch.Generator().manual_seed(3)) == 1
+    codes = torch.where(signs, low, high).to(torch.int8)
+    codes[0], codes[1] = low, high
+    linear = QuantisedLinear(replace(weight, codes=codes), None)
+    x = torch.cat((torch.ones(1, 192), -torch.ones(1, 192), 2.0 * signs[2:] - 1))
+    wanted = quantised_product(x, linear.quantised)
+    result = PackedMatrix.pack([linear], torch.float32).multiply(x)
     assert float((result - wanted).abs().max() / wanted.abs().max()) < 1e-6
 
 
@@ -100,6 +121,7 @@ def test_what_was_packed_is_had_back(bits: int, group: int, zero: str, gated: bo
         assert torch.equal(unpacked.codes, linear.quantised.codes)
         assert torch.equal(unpacked.scales, linear.quantised.scales)
         assert unpacked.unsigned == linear.quantised.unsigned
+        assert unpacked.e2m1 == linear.quantised.e2m1
         assert unpacked.int16_activations == linear.quantised.int16_activations
         if unpacked.offsets is not None:
             assert torch.equal(unpacked.offsets, linear.quantised.offsets)
@@ -110,6 +132,7 @@ def test_what_was_packed_is_had_back(bits: int, group: int, zero: str, gated: bo
     [
         ([(4, 32, "none"), (4, 32, "whole")], 4, 32),
         ([(4, 32, "least"), (4, 32, "none")], 8, 32),
+        ([(4, 32, "e2m1"), (4, 32, "none")], 8, 32),
         ([(4, 32, "least"), (8, 16, "none"), (4, 64, "whole")], 8, 16),
         ([(8, 192, "none"), (4, 96, "least")], 8, 96),
     ],

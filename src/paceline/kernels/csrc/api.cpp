@@ -1,4 +1,5 @@
 // The C interface (paceline_native.h): choosing the instruction set, packing weights, and the calls that compute.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -138,7 +139,7 @@ void copy_quantised_row(bool unpack, const pl_weight& w, int64_t part, int64_t o
   const auto [panel, lane] = PackedOutput(part, output);
   const size_t scale_bytes = w.scale_kind == PL_SCALE_FLOAT ? 4 : 2;
   int64_t groups = w.inputs / group_inputs(w);
-  int64_t bias = w.bits == 8 ? 128 : w.offset_kind == PL_OFFSETS_UNSIGNED ? 0 : 8;  // codes are stored unsigned
+  int64_t bias = w.bits == 8 ? 128 : w.e2m1 || w.offset_kind == PL_OFFSETS_UNSIGNED ? 0 : 8;  // codes are stored unsigned
   uint8_t* at = static_cast<uint8_t*>(const_cast<void*>(w.data)) + panel * panel_bytes(w);
   auto copy_scale = [&](float& scale, uint8_t* header) {
     uint32_t bits = unpack ? 0 : encode_scale(w.scale_kind, scale);
@@ -158,10 +159,13 @@ void copy_quantised_row(bool unpack, const pl_weight& w, int64_t part, int64_t o
     // Where the code is: a byte, or four bits of one.
     uint8_t& byte = at[w.bits == 8 ? i / 4 * 128 + i % 4 : i / GROUP * 512 + i % 16 / 4 * 128 + i % 4];
     int shift = w.bits == 8 || i % GROUP < 16 ? 0 : 4, mask = (1 << w.bits) - 1;
-    if (unpack)
-      code = static_cast<int8_t>((byte >> shift & mask) - bias);
-    else
-      byte = static_cast<uint8_t>((byte & ~(mask << shift)) | (code + bias) << shift);
+    if (unpack) {
+      int stored = byte >> shift & mask;
+      code = static_cast<int8_t>(w.e2m1 ? E2M1[stored] : stored - bias);
+    } else {
+      int64_t stored = w.e2m1 ? std::find(E2M1, E2M1 + 16, code) - E2M1 : code + bias;
+      byte = static_cast<uint8_t>((byte & ~(mask << shift)) | stored << shift);
+    }
   }
 }
 

@@ -13,9 +13,10 @@
 // and all but NEON, which computes all sums of a span in span_sums():
 //
 //   dot4(s, w, x)              lane i of s plus the sum of four products w[4 i + j] (0 .. 255) * x[j] (int8). Without
-//                              BYTE_DOTS w is at most 15, and a lane of s is two 16-bit sums until widen_sums()
+//                              BYTE_DOTS w is at most 24, and a lane of s is two 16-bit sums until widen_sums()
 //   dot2(s, w, x)              lane i of s plus w[2 i] * x[0] + w[2 i + 1] * x[1], all 16-bit numbers
 #pragma once
+#include "kernels.h"
 #include "vec.h"
 
 typedef Vector<Words> U8x64;
@@ -24,7 +25,12 @@ typedef Vector<Words> U8x64;
 typedef Vector<Ints> I32x16;
 #endif
 
+// E2M1 + E2M1_BIAS
+static const uint8_t E2M1_UNSIGNED[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 #if defined(PACELINE_AVX512)  // with VNNI
+static inline __m128i e2m1_table() { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(E2M1_UNSIGNED)); }
+static inline Words e2m1_bytes(Words a) { return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(e2m1_table()), (__m512i)a); }
 static inline Floats widen_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 static inline I32x16 dot4(I32x16 s, U8x64 w, int32_t x) {
   return {(Ints)_mm512_dpbusd_epi32((__m512i)s.a, (__m512i)w.a, _mm512_set1_epi32(x))};
@@ -37,6 +43,8 @@ static inline I32x16 widen_sums(I32x16 s) { return s; }
 constexpr int MAX_QUANTISED_ROWS = 6, MAX_QUANTISED_ACCUMULATORS = 12;
 
 #elif defined(PACELINE_AVX2)
+static inline __m128i e2m1_table() { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(E2M1_UNSIGNED)); }
+static inline Words e2m1_bytes(Words a) { return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(e2m1_table()), (__m256i)a); }
 static inline Floats widen_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 // Two multiplications, then two additions: 1.51 such pairs per cycle (Zen 3), against 1.39 if each addition follows
 // its multiplication. In assembly, since GCC collects the products first, for which there are no registers.
@@ -49,9 +57,8 @@ static inline I32x16 dot2(I32x16 s, U8x64 w, int32_t x) {
   PACELINE_DOT_BOTH("vpmaddwd", "vpaddd");
   return s;
 }
-// With 4-bit weights, pairs of products are summed in 16 bits and do not overflow over the 32 inputs of a span: the
-// lower half of a lane, which holds the start as well, ends at 2 * 16 * 8 * 127 at most, the upper half at 16 * 15
-// * 127.
+// With 4-bit weights, pairs of products are summed in 16 bits, and what the 16 of a half end at fits: at most 16 * 15 *
+// 127 without a bias, since each half starts from its own.
 constexpr bool BYTE_DOTS = false;
 static inline I32x16 dot4(I32x16 s, U8x64 w, int32_t x) {
   __m256i inputs = _mm256_set1_epi32(x), products;
@@ -68,6 +75,12 @@ static inline Floats widen_half(const uint16_t* p) { return vcvt_f32_f16(vreinte
 #include "ints_neon.h"
 
 #else
+static inline Words e2m1_bytes(Words a) {
+  Words values{};
+  for (int j = 0; j < 32; j += 8)
+    for (size_t i = 0; i < sizeof a / 4; i++) values[i] |= static_cast<uint32_t>(E2M1_UNSIGNED[a[i] >> j & 15]) << j;
+  return values;
+}
 static inline Floats widen_half(const uint16_t* p) {
   Words half{p[0], p[1], p[2], p[3]}, sign = (half & 0x8000) << 16, rest = half & 0x7fff;
   Floats small = __builtin_convertvector((Ints)rest, Floats) * 0x1p-24f;  // subnormal, exact
@@ -104,6 +117,12 @@ static inline U8x64 load_line(const uint8_t* p) { return map<U8x64>([=](int i) {
 // The lower and the upper four bits of each byte.
 static inline U8x64 low_nibbles(U8x64 x) { return each<U8x64>([](Words a) { return a & 0x0f0f0f0f; }, x); }
 static inline U8x64 high_nibbles(U8x64 x) { return each<U8x64>([](Words a) { return a >> 4 & 0x0f0f0f0f; }, x); }
+#if !defined(PACELINE_NEON)
+// The unsigned values of 4-bit floats, one in each byte.
+static inline U8x64 e2m1_values(U8x64 x) {
+  return each<U8x64>([](Words a) { return e2m1_bytes(a); }, x);
+}
+#endif
 // Bytes 0 and 2, or 1 and 3, of each four, as 16-bit numbers.
 typedef uint16_t Pairs __attribute__((vector_size(sizeof(Words))));
 static inline U8x64 even_bytes(U8x64 x) { return each<U8x64>([](Words a) { return a & 0x00ff00ff; }, x); }

@@ -18,11 +18,11 @@ static inline int8x16_t broadcast4(const int8_t* four) {
   memcpy(&number, four, sizeof number);
   return vreinterpretq_s8_s32(vdupq_n_s32(number));
 }
-// 16 weights of a line: its bytes, or their low or high nibbles.
-template <int BITS>
+// 16 weights of a line: its bytes, or their low or high nibbles, or the 4-bit floats that these are.
+template <int BITS, bool FLOATS>
 static inline uint8x16_t unpack(const uint8_t* p, int upper) {
-  uint8x16_t bytes = vld1q_u8(p);
-  return BITS == 8 ? bytes : upper ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+  uint8x16_t bytes = vld1q_u8(p), codes = BITS == 8 ? bytes : upper ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+  return FLOATS ? vqtbl1q_u8(vld1q_u8(E2M1_UNSIGNED), codes) : codes;
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -31,7 +31,7 @@ constexpr int MAX_QUANTISED_ROWS = 6, MAX_INT16_ROWS = 3;
 constexpr int MAX_QUANTISED_ACCUMULATORS = 2;
 
 // s = starts + one span of R rows times W halves of a panel.
-template <int BITS, int SPAN, int R, int W>
+template <int BITS, int SPAN, bool FLOATS, int R, int W>
 static inline void span_sums(const uint8_t* lines, const int8_t* values, const int32_t* starts, I32x16 (&s)[R][W]) {
   constexpr bool INT16 = SPAN == 64;
   constexpr int PAIRS = INT16 ? R : (R + 1) / 2;  // of rows; an odd last row is paired with itself
@@ -50,8 +50,8 @@ static inline void span_sums(const uint8_t* lines, const int8_t* values, const i
       }
 #pragma GCC unroll 8
       for (int q = 0; q < 4 * W; q++) {
-        uint32x4_t left = vreinterpretq_u32_u8(unpack<BITS>(lines + 16 * q, upper));
-        uint32x4_t right = vreinterpretq_u32_u8(unpack<BITS>(lines + 128 + 16 * q, upper));
+        uint32x4_t left = vreinterpretq_u32_u8(unpack<BITS, FLOATS>(lines + 16 * q, upper));
+        uint32x4_t right = vreinterpretq_u32_u8(unpack<BITS, FLOATS>(lines + 128 + 16 * q, upper));
         uint8x16_t a = vreinterpretq_u8_u32(vzip1q_u32(left, right)), b = vreinterpretq_u8_u32(vzip2q_u32(left, right));
 #pragma GCC unroll 3
         for (int p = 0; p < PAIRS; p++) {
@@ -87,7 +87,7 @@ static inline int32x4_t dot(int32x4_t s, int8x16_t w, int8x16_t x) {
 #endif
 }
 
-template <int BITS, int SPAN, int R, int W>
+template <int BITS, int SPAN, bool FLOATS, int R, int W>
 static inline void span_sums(const uint8_t* lines, const int8_t* values, const int32_t* starts, I32x16 (&s)[R][W]) {
   constexpr bool INT16 = SPAN == 64;
   for (int lower = INT16 ? 0 : 1; lower < 2; lower++, values += R * SPAN) {
@@ -101,7 +101,7 @@ static inline void span_sums(const uint8_t* lines, const int8_t* values, const i
       for (int upper = 0; upper < 8 / BITS; upper++) {
         int8x16_t w[4 * W];
         for (int q = 0; q < 4 * W; q++) {
-          uint8x16_t part = unpack<BITS>(lines + 128 * j + 16 * q, upper);
+          uint8x16_t part = unpack<BITS, FLOATS>(lines + 128 * j + 16 * q, upper);
           w[q] = vreinterpretq_s8_u8(BITS == 8 ? veorq_u8(part, vdupq_n_u8(128)) : part);
         }
 #pragma GCC unroll 8

@@ -68,6 +68,10 @@ inline long group_header_bytes(const pl_weight& w) {
 inline long group_bytes(const pl_weight& w) { return group_header_bytes(w) + PANEL * group_inputs(w) * w.bits / 8; }
 inline long panel_bytes(const pl_weight& w) { return w.inputs / group_inputs(w) * group_bytes(w); }
 
+// The values of the 4-bit floats of MXFP4, twice as large, so that they are integers; and what makes them unsigned.
+constexpr int8_t E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int32_t E2M1_BIAS = 12;
+
 // Whether the hardware prefetcher follows a stream in huge pages by itself, so that software prefetches only
 // disturb it. AMD's processors do (Zen 4).
 inline bool prefetches_streams() {

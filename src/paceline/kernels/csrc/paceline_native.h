@@ -26,8 +26,9 @@ typedef struct {
   int64_t outputs, inputs;  // a gate and the output that it gates count as one
   // Quantised weights, see quantised.cpp. bits: 8, 4, or 0 if the weights are numbers in dtype; groups_per_scale:
   // how many groups of 32 inputs share a scale, 0 if each has two scales (8 bits only); scale_kind: PL_SCALE_...;
-  // offset_kind: PL_OFFSETS_...; int16_activations: else int8 (8-bit weights with an even groups_per_scale only).
-  int64_t bits, groups_per_scale, scale_kind, offset_kind, int16_activations;
+  // offset_kind: PL_OFFSETS_...; int16_activations: else int8 (8-bit weights with an even groups_per_scale only); e2m1:
+  // 4-bit codes are floats, see E2M1.
+  int64_t bits, groups_per_scale, scale_kind, offset_kind, int16_activations, e2m1;
 } pl_weight;
 
 // An RMSNorm.

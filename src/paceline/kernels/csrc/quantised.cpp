@@ -17,8 +17,9 @@ namespace {
 
 constexpr float INT16_MAX_VALUE = 32512.0f;  // of int16 activations: 127 * 256, so that both bytes fit into int8
 
-// c [R, PANEL] = R rows times W halves of a panel, starting at `half`. Inlined it would spill registers.
-template <int BITS, int SPAN, int R, int W>
+// c [R, PANEL] = R rows times W halves of a panel, starting at `half`. FLOATS: the codes are E2M1. Inlined it would spill
+// registers.
+template <int BITS, int SPAN, bool FLOATS, int R, int W>
 [[gnu::noinline]] void quantised_tile(const pl_weight& w, const uint8_t* panel, int half, const TiledRows& x, float* c,
                                       PanelPrefetcher prefetcher) {
   constexpr bool INT16 = SPAN == 2 * GROUP;
@@ -34,7 +35,7 @@ template <int BITS, int SPAN, int R, int W>
     if (n * SPAN % group_inputs(w) == 0) header.read(w, lines - 64 * half, half), lines += group_header_bytes(w);
     I32x16 s[R][W];
 #if defined(PACELINE_NEON)
-    span_sums<BITS, SPAN>(lines, values, x.starts + n * R, s);
+    span_sums<BITS, SPAN, FLOATS>(lines, values, x.starts + n * R, s);
     lines += SPAN * BITS * 4;
     values += R * SPAN * (INT16 ? 2 : 1);
 #else
@@ -65,8 +66,9 @@ template <int BITS, int SPAN, int R, int W>
       } else if (BITS == 8) {
         add(dot4, [](U8x64 x) { return x; }, line, 4 * j, SPAN);
       } else {
-        add(dot4, low_nibbles, line, 4 * j, SPAN);
-        add(dot4, high_nibbles, line, 16 + 4 * j, SPAN);
+        auto values = [](U8x64 x) { return FLOATS ? e2m1_values(x) : x; };
+        add(dot4, [=](U8x64 x) { return values(low_nibbles(x)); }, line, 4 * j, SPAN);
+        add(dot4, [=](U8x64 x) { return values(high_nibbles(x)); }, line, 16 + 4 * j, SPAN);
       }
     }
     for (int r = 0; r < R && !pairs; r++)
@@ -79,7 +81,7 @@ template <int BITS, int SPAN, int R, int W>
 }
 
 // c [rows, PANEL] = all rows times one panel.
-template <int BITS, int SPAN>
+template <int BITS, int SPAN, bool FLOATS = false>
 inline void quantised_panel(const pl_weight& w, const uint8_t* panel, const TiledRows& x, const RowTiles& tiles, float* c) {
   for (long t = 0; t < tiles.tiles; t++) {
     long from = tiles.from(t);
@@ -88,7 +90,7 @@ inline void quantised_panel(const pl_weight& w, const uint8_t* panel, const Tile
       // With more rows, a tile takes longer than the hardware prefetcher looks ahead.
       bool hardware = W == 2 && R <= (PREFETCH_IN_BURSTS ? 4 : 1) && tiles.tiles == 1 && prefetches_streams();
       for (int half = 0; half < 2; half += W)
-        quantised_tile<BITS, SPAN, R, W>(w, panel, half, from_row(x, from), c + from * PANEL,
+        quantised_tile<BITS, SPAN, FLOATS, R, W>(w, panel, half, from_row(x, from), c + from * PANEL,
                                          PanelPrefetcher(w, panel, 2 * t + half, 2 * tiles.tiles, W, hardware));
     });
   }
@@ -123,7 +125,7 @@ void quantised_gemm(const Gemm& g, long part, long parts, float* scratch) {
     if (tiled)
       (w.int16_activations ? amx_panel<true> : amx_panel<false>)(w, data, x, tiles, config, scratch);
     else if (w.bits == 4)
-      quantised_panel<4, 32>(w, data, x, tiles, scratch);
+      (w.e2m1 ? quantised_panel<4, 32, true> : quantised_panel<4, 32>)(w, data, x, tiles, scratch);
     else
       (span == 64   ? quantised_panel<8, 64>
        : span == 32 ? quantised_panel<8, 32>

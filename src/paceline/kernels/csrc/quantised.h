@@ -82,7 +82,7 @@ enum ActivationOrder { PLAIN, PAIRS, BYTES };
 struct TiledRows {
   int8_t* values;
   float *scales, *sums;  // sums: of a row's values in a span, which the offsets multiply
-  int32_t* starts;       // what an integer sum starts from: minus the weights' bias times `sums`, or its lower 16 bits
+  int32_t* starts;       // what an integer sum starts from: minus the weights' bias times `sums`; without BYTE_DOTS in 16-bit halves
   long row_bytes, spans, row_scales;  // per row
 };
 
@@ -93,15 +93,20 @@ inline TiledRows from_row(const TiledRows& x, long row) {
 
 // What packing added to the weights' values to make them unsigned.
 inline int32_t weight_bias(const pl_weight& w) {
-  return w.bits == 8 ? INT8_BIAS : w.offset_kind == PL_OFFSETS_UNSIGNED ? 0 : 8;
+  return w.bits == 8 ? INT8_BIAS : w.e2m1 ? E2M1_BIAS : w.offset_kind == PL_OFFSETS_UNSIGNED ? 0 : 8;
 }
 
-// Writes one span of one row and returns the sum of its values. `plane`: bytes from the upper bytes to the lower
+// The sums of a span's values: of inputs 0, 1, 4, 5, 8, 9 ... and of the others.
+struct SpanSums {
+  int32_t lower, upper;
+};
+
+// Writes one span of one row and returns the sums of its values. `plane`: bytes from the upper bytes to the lower
 // ones.
 template <long SPAN, class Number>
-inline int32_t write_span(const Number* from, ActivationOrder order, int8_t* to, long plane) {
-  int32_t sum = 0;
-  for (long k = 0; k < SPAN; k++) sum += from[k];
+inline SpanSums write_span(const Number* from, ActivationOrder order, int8_t* to, long plane) {
+  SpanSums sums{};
+  for (long k = 0; k < SPAN; k += 4) sums.lower += from[k] + from[k + 1], sums.upper += from[k + 2] + from[k + 3];
   if (order == PLAIN) memcpy(to, from, SPAN);
   for (long k = 0; k < SPAN && order == BYTES; k++) {
     to[k] = static_cast<int8_t>((from[k] + 128) >> 8);
@@ -114,7 +119,7 @@ inline int32_t write_span(const Number* from, ActivationOrder order, int8_t* to,
     pairs[k + 2] = words[k + 1], pairs[k + 3] = words[k + 3];
   }
   if (order == PAIRS) memcpy(to, pairs, sizeof pairs);
-  return sum;
+  return sums;
 }
 
 // Rows first .. first + rows for the tiles, in `memory`: at most three bytes per input.
@@ -131,12 +136,13 @@ inline TiledRows tile_rows(const QuantisedRows& x, long first, long rows, const 
       for (long r = 0; r < count; r++) {
         long row = first + begin + r, at = s * count + r, from = row * x.inputs + s * span;
         int8_t* block = to.values + s * count * span * (order == PLAIN ? 1 : 2) + r * span * (order == PAIRS ? 2 : 1);
-        int32_t sum = x.int16 ? write_span<2 * GROUP>(static_cast<const int16_t*>(x.values) + from, order, block, count * span)
-                      : span == GROUP ? write_span<GROUP>(static_cast<const int8_t*>(x.values) + from, order, block, 0)
-                                      : write_span<GROUP / 2>(static_cast<const int8_t*>(x.values) + from, order, block, 0);
+        SpanSums sums = x.int16 ? write_span<2 * GROUP>(static_cast<const int16_t*>(x.values) + from, order, block, count * span)
+                        : span == GROUP ? write_span<GROUP>(static_cast<const int8_t*>(x.values) + from, order, block, 0)
+                                        : write_span<GROUP / 2>(static_cast<const int8_t*>(x.values) + from, order, block, 0);
         if (s < row_scales) to.scales[at] = x.scales[x.int16 ? row : (row * x.inputs + s * span) / GROUP];
-        to.sums[at] = static_cast<float>(sum);
-        to.starts[at] = -weight_bias(w) * sum & (w.bits == 8 || BYTE_DOTS ? -1 : 0xffff);
+        to.sums[at] = static_cast<float>(sums.lower + sums.upper);
+        int32_t lower = -weight_bias(w) * sums.lower, upper = -weight_bias(w) * sums.upper;
+        to.starts[at] = w.bits == 8 || BYTE_DOTS ? lower + upper : (lower & 0xffff) | upper * 65536;
       }
   }
   return all;

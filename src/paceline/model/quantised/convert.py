@@ -26,10 +26,10 @@ from paceline.model.quantised.weights import (
     plain_linear,
 )
 
-# Classes of transformers that compute what Experts does, and whose checkpoints either use its names
-# or are read by us (GPT-OSS).
-GPT_OSS = "GptOssExperts"
-_EXPERT_CLASSES = {"Qwen3MoeExperts", GPT_OSS}
+# Classes of transformers that compute what Experts does. Checkpoints of the first use its names.
+_WRITABLE = {"Qwen3MoeExperts"}
+_GPT_OSS = "GptOssExperts"
+_EXPERT_CLASSES = _WRITABLE | {"MixtralExperts", _GPT_OSS}
 
 
 class Expert(nn.Module):
@@ -63,16 +63,17 @@ class Experts(nn.ModuleList):
         else:
             pairs = [t.chunk(2) for t in gate_up]
             gated = partial(_activated, fused.act_fn)
-        super().__init__(
-            Expert(*map(plain_linear, (*pair, out), bias), gated)
+        matrices = (
+            map(plain_linear, (*pair, out), bias)
             for pair, out, bias in zip(pairs, down, biases, strict=True)
         )
+        super().__init__(Expert(gate, up, out, gated) for gate, up, out in matrices)
         self.__dict__["_fused"] = fused  # not registered as a submodule: it has no weights
         fused.gate_up_proj = fused.down_proj = None
 
     @staticmethod
     def _is_gpt_oss(fused: Any) -> bool:
-        return type(fused).__name__ == GPT_OSS
+        return type(fused).__name__ == _GPT_OSS
 
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
@@ -120,11 +121,13 @@ def _clamped_silu(alpha: float, limit: float, gate: torch.Tensor, up: torch.Tens
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def split_experts(hf: Any) -> Any:
-    """Make experts of known classes separate linear modules, in place; returns ``hf``."""
+def split_experts(hf: Any, writable: bool = False) -> Any:
+    """Make experts of known classes separate linear modules, in place; returns ``hf``.
+    ``writable``: only where transformers reads a checkpoint with the modules' names."""
+    classes = _WRITABLE if writable else _EXPERT_CLASSES
     for parent in list(hf.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__ in _EXPERT_CLASSES:
+            if type(child).__name__ in classes:
                 setattr(parent, name, Experts(child))
     return hf
 
@@ -210,7 +213,6 @@ def quantise_module(
     texts, for rounding by GPTQ; None: round to the nearest code. Layers that do not divide into
     groups stay as they are, and are named in the result's ``left``."""
     result = Quantised()
-    split_experts(hf)
     head = hf.get_output_embeddings() if hasattr(hf, "get_output_embeddings") else None
     roundings: dict[str, Rounding] = {}
     for name, module in hf.named_modules():

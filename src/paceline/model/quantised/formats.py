@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelLoadError, UnsupportedModelError
+from paceline.model.quantised import mxfp4
 from paceline.model.quantised.convert import Scheme
 from paceline.model.quantised.weights import QuantisedLinear, QuantisedWeight
 
@@ -126,7 +127,7 @@ def _is_neutral(value: Any) -> bool:
 def is_supported(options: Mapping[str, Any]) -> bool:
     """Whether a checkpoint with this ``quantization_config`` is read here, not by transformers."""
     method = options.get("quant_method")
-    if method in ("gptq", "awq"):
+    if method in ("gptq", "awq", mxfp4.METHOD):
         return True
     groups = list((options.get("config_groups") or {}).values())
     if method != METHOD or not all(isinstance(group, Mapping) for group in groups):

@@ -34,6 +34,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,8 +59,9 @@ class QuantisedWeight:
     The inputs divide into ``groups`` equal groups; with one group there is a scale per output
     channel. Without ``offsets`` the codes are symmetric around 0. An integer zero point ``z``,
     which most formats have, is an offset of ``-z * scale``. In GGUF's Q4_1 and Q4_K offsets are any
-    number, and 4-bit codes are ``unsigned``: 0 to 15 instead of -8 to 7. ``int8_activations``: use
-    8-bit activations even with 8-bit weights in large groups."""
+    number, and 4-bit codes are ``unsigned``: 0 to 15 instead of -8 to 7. ``e2m1``: 4-bit codes are
+    floats, as in MXFP4, times two: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives.
+    ``int8_activations``: use 8-bit activations even with 8-bit weights in large groups."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -67,6 +69,7 @@ class QuantisedWeight:
     offsets: torch.Tensor | None = None
     unsigned: bool = False
     int8_activations: bool = False
+    e2m1: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -125,8 +128,9 @@ class QuantisedWeight:
         added = torch.zeros_like(scales) if offsets else None
         if self.offsets is not None:
             added = self.offsets.repeat_interleave(repeat, 1)
-        unsigned = bits == 4 and self.unsigned
-        return replace(self, scales=scales, bits=bits, offsets=added, unsigned=unsigned)
+        four = bits == 4
+        kinds: Any = {"unsigned": four and self.unsigned, "e2m1": four and self.e2m1}
+        return replace(self, scales=scales, bits=bits, offsets=added, **kinds)
 
     def check(self, name: str) -> QuantisedWeight:
         """Returns ``self``. Raises ModelLoadError, naming the tensor, if scales or zero points have
@@ -274,11 +278,11 @@ def quantised_product(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
 def in_common_format(weights: Sequence[QuantisedWeight]) -> list[QuantisedWeight]:
     """Weights that share an input, converted without loss to one format, for packing them into one
     matrix: 4-bit weights may become 8-bit ones, and groups smaller."""
-    if len({(w.bits, w.group, w.offsets is None, w.unsigned) for w in weights}) < 2:
+    if len({(w.bits, w.group, w.offsets is None, w.unsigned, w.e2m1) for w in weights}) < 2:
         return list(weights)
     group = math.gcd(*(weight.group for weight in weights))
     bits = max(weight.bits for weight in weights)
-    if len({weight.unsigned for weight in weights}) > 1 or group % ROW_GROUP:
+    if len({(weight.unsigned, weight.e2m1) for weight in weights}) > 1 or group % ROW_GROUP:
         bits = 8
     offsets = any(weight.offsets is not None for weight in weights)
     return [weight.expanded(bits, group, offsets) for weight in weights]

@@ -132,6 +132,7 @@ class PackedMatrix:
             torch.empty(rows, groups) if self.form.offset_kind else None,
             self.form.offset_kind == OFFSETS_UNSIGNED,
             not self.form.int16_activations,
+            self.form.e2m1,
         )
         self._copy_quantised(weight, part, first, out=1)
         return weight
@@ -159,13 +160,14 @@ class PackedMatrix:
 class PackedFormat(NamedTuple):
     """How quantised weights are packed; the fields are those of CWeight. ``groups_per_scale``: how
     many groups of 32 inputs share a scale; 0: every 16 inputs have their own. ``offset_kind``:
-    OFFSETS_NONE, or how codes with offsets are stored."""
+    OFFSETS_NONE, or how codes with offsets are stored. ``e2m1``: codes are 4-bit floats."""
 
     bits: int
     groups_per_scale: int
     scale_kind: int
     offset_kind: int
     int16_activations: bool
+    e2m1: bool = False
 
     def groups(self, inputs: int) -> int:
         groups = inputs // ROW_GROUP
@@ -184,7 +186,8 @@ class PackedFormat(NamedTuple):
         offset_kind = OFFSETS_NONE
         if first.offsets is not None:
             offset_kind = OFFSETS_UNSIGNED if first.unsigned else OFFSETS_SIGNED
-        return cls(first.bits, first.group // ROW_GROUP, kind, offset_kind, first.int16_activations)
+        group, wide = first.group // ROW_GROUP, first.int16_activations
+        return cls(first.bits, group, kind, offset_kind, wide, first.e2m1)
 
 
 def all_or_none_quantised(linears: Sequence[nn.Module]) -> bool:
