@@ -12,9 +12,10 @@ from torch import nn
 
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
-from paceline.model.quantised import mxfp4
 from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_module, split_experts
 from paceline.model.quantised.formats import is_supported, quantised_weights, tensor_suffixes
+from paceline.model.quantised.mxfp4 import METHOD as MXFP4
+from paceline.model.quantised.mxfp4 import Mxfp4Linear, Mxfp4Weight, expert_weights
 from paceline.model.quantised.weights import (
     ROW_GROUP,
     LinearBase,
@@ -26,6 +27,7 @@ from paceline.model.quantised.weights import (
 from paceline.model.tensorfile import load_tensors
 from paceline.model.text_part import plain_name
 
+StoredWeight = QuantisedWeight | Mxfp4Weight
 _LIBRARIES = {"fp8": "kernels", "quanto": "optimum-quanto"}  # others are named as their format
 
 
@@ -50,11 +52,11 @@ def stays_quantised(options: Mapping[str, Any], device: torch.device) -> bool:
 
 def dense_tensors(
     files: list[Path], options: Mapping[str, Any], dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor], dict[str, QuantisedWeight]]:
+) -> tuple[dict[str, torch.Tensor], Mapping[str, StoredWeight]]:
     """A checkpoint's tensors, dequantised, and its quantised weights. Raises ModelLoadError."""
     tensors = {key: tensor for file in files for key, tensor in load_tensors(file).items()}
-    if options.get("quant_method") == mxfp4.METHOD:
-        return mxfp4.expert_weights(tensors, dtype)
+    if options.get("quant_method") == MXFP4:
+        return expert_weights(tensors, dtype)
     weights = quantised_weights(options, tensors)
     packed = {f"{layer}{ending}" for layer in weights for ending in tensor_suffixes(options)}
     plain = {key: tensor for key, tensor in tensors.items() if key not in packed}
@@ -62,21 +64,29 @@ def dense_tensors(
     return plain, weights
 
 
-def restore_quantised(name: str, hf: Any, weights: Mapping[str, QuantisedWeight]) -> None:
+def restore_quantised(name: str, hf: Any, weights: Mapping[str, StoredWeight]) -> None:
     """Replace layers of a dequantised model by quantised ones; a log line counts the others."""
     left, modules = 0, dict(split_experts(hf).named_modules(remove_duplicate=False))
     for name_in_file, weight in weights.items():
         layer = name_in_file if name_in_file in modules else plain_name(name_in_file)
         module = modules.get(layer)
-        if type(module) is not nn.Linear or not weight.has_supported_groups:
+        if type(module) is not nn.Linear or not _can_stay(weight):
             left += 1
             continue
-        hf.set_submodule(layer, QuantisedLinear(weight.for_layer(layer), module.bias))
+        if isinstance(weight, Mxfp4Weight):
+            linear: QuantisedLinear = Mxfp4Linear(weight, module.bias)
+        else:
+            linear = QuantisedLinear(weight.for_layer(layer), module.bias)
+        hf.set_submodule(layer, linear)
     if left:
         info(
             f"{name}: {left} of {len(weights)} quantised layers are dequantised, as their shapes "
             f"do not divide into groups of {ROW_GROUP}"
         )
+
+
+def _can_stay(weight: StoredWeight) -> bool:
+    return isinstance(weight, Mxfp4Weight) or weight.has_supported_groups
 
 
 def quantise_loaded(name: str, hf: Any, precision: str) -> Any:

@@ -9,45 +9,83 @@ codes, the first in its low bits. ``..._scales`` uint8 ``[E, rows, groups]`` are
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
 from paceline.errors import ModelLoadError
-from paceline.model.quantised.weights import QuantisedWeight
+from paceline.model.quantised.weights import (
+    ROW_GROUP,
+    LinearBase,
+    MatrixSize,
+    QuantisedLinear,
+    QuantisedWeight,
+)
 
 METHOD = "mxfp4"
 # Codes 0 to 15 are these numbers divided by two.
 _DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_GROUP = 32
+_NO_NUMBER = 255
+
+
+class Mxfp4Weight(NamedTuple):
+    """A matrix as in the file: ``blocks [rows, groups, 16]``, ``exponents [rows, groups]``."""
+
+    blocks: torch.Tensor
+    exponents: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.blocks), ROW_GROUP * self.exponents.shape[1]
+
+    def decoded(self) -> QuantisedWeight:
+        pairs = torch.stack((self.blocks & 15, self.blocks >> 4), -1)
+        scales = torch.exp2(self.exponents.float() - 128)  # of the doubled numbers
+        return QuantisedWeight(_DOUBLED[pairs.flatten(1).int()], scales, 4, e2m1=True)
+
+
+class Mxfp4Linear(QuantisedLinear):
+    """A layer that decodes its weight at every access. The kernels read it once, from the mapped
+    file, so that a model needs no memory beside theirs."""
+
+    def __init__(self, weight: Mxfp4Weight, bias: torch.Tensor | None) -> None:
+        LinearBase.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.stored, self.bias = weight, None if bias is None else bias.detach()
+
+    @property
+    def quantised(self) -> QuantisedWeight:
+        return self.stored.decoded()
+
+    def matrix_size(self) -> MatrixSize:
+        blocks, exponents = self.stored
+        return MatrixSize(4, 2 * blocks.numel(), blocks.numel() + exponents.numel())
 
 
 def expert_weights(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor], dict[str, QuantisedWeight]]:
+) -> tuple[dict[str, torch.Tensor], dict[str, Mxfp4Weight]]:
     """The other tensors of a checkpoint, and its experts' weights by the names of their layers.
     The stacked matrices of the experts, which transformers asks for, are among the former: zeros
     that take no memory. Raises ModelLoadError for damaged tensors, naming one."""
     plain = {k: tensor for k, tensor in tensors.items() if not k.endswith((_BLOCKS, _SCALES))}
-    weights: dict[str, QuantisedWeight] = {}
+    weights: dict[str, Mxfp4Weight] = {}
     for key in tensors:
         if not key.endswith(_BLOCKS):
             continue
         name = key.removesuffix(_BLOCKS)
         experts, _, matrix = name.rpartition(".")
-        codes, scales = _numbers(name, tensors)
-        count, rows, inputs = codes.shape
-        plain[name] = torch.zeros((), dtype=dtype).expand(count, inputs, rows)
-        parts = {matrix: (codes, scales)}
+        stacked = _stacked(name, tensors)
+        count, rows, groups = stacked.exponents.shape
+        plain[name] = torch.zeros((), dtype=dtype).expand(count, ROW_GROUP * groups, rows)
+        parts = {matrix: slice(None)}
         if matrix == "gate_up_proj":
-            gates, ups = ((codes[:, n::2], scales[:, n::2]) for n in range(2))
-            parts = {"gate_proj": gates, "up_proj": ups}
-        for part, stacked in parts.items():
-            numbers, factors = (tensor.contiguous() for tensor in stacked)
-            for expert in range(count):
-                layer = f"{experts}.{expert}.{part}"
-                weight = QuantisedWeight(numbers[expert], factors[expert], 4, e2m1=True)
-                weights[layer] = weight.check(f"{layer}.weight")
+            parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        for number in range(count):
+            for part, outputs in parts.items():
+                pair = (tensor[number, outputs] for tensor in stacked)
+                weights[f"{experts}.{number}.{part}"] = Mxfp4Weight(*pair)
     if not weights:
         raise ModelLoadError(
             f"the config.json asks for {METHOD} weights, but the checkpoint has none; "
@@ -56,20 +94,20 @@ def expert_weights(
     return plain, weights
 
 
-def _numbers(name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes ``[experts, rows, inputs]`` and scales ``[experts, rows, groups]`` of a matrix."""
+def _stacked(name: str, tensors: Mapping[str, torch.Tensor]) -> Mxfp4Weight:
+    """The matrices of all experts, with a dimension for them in front."""
     blocks, exponents = tensors[name + _BLOCKS], tensors.get(name + _SCALES)
     if exponents is None:
         raise ModelLoadError(
             f"the checkpoint has {name}{_BLOCKS} but no {name}{_SCALES}; copy its files again"
         )
-    sizes = blocks.shape, exponents.shape
-    fits = blocks.dim() == 4 and blocks.shape[3] == _GROUP // 2 and sizes[0][:3] == sizes[1]
+    shapes = blocks.shape, exponents.shape
+    fits = exponents.dim() == 3 and shapes[0] == (*shapes[1], ROW_GROUP // 2)
     if not fits or {blocks.dtype, exponents.dtype} != {torch.uint8}:
         raise ModelLoadError(
-            f"{name}{_BLOCKS} is {list(sizes[0])} and {name}{_SCALES} {list(sizes[1])}, which do "
+            f"{name}{_BLOCKS} is {list(shapes[0])} and {name}{_SCALES} {list(shapes[1])}, which do "
             "not fit together; copy the files again"
         )
-    pairs = torch.stack((blocks & 15, blocks >> 4), -1)
-    scales = torch.where(exponents == 255, torch.nan, torch.exp2(exponents.float() - 128))
-    return _DOUBLED[pairs.flatten(2).int()], scales
+    if bool((exponents == _NO_NUMBER).any()):
+        raise ModelLoadError(f"{name}{_SCALES} has a scale that is no number; copy the files again")
+    return Mxfp4Weight(blocks, exponents)

@@ -200,13 +200,17 @@ class QuantisedLinear(LinearBase):
     def __init__(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.quantised = weight
+        self._quantised = weight
         self.bias = None if bias is None else bias.detach()
         if not weight.has_supported_groups:
             raise ModelLoadError(
                 f"a weight of {self.in_features} inputs in groups of {weight.group} cannot be "
                 f"multiplied in groups of {ROW_GROUP}; leave it unquantised"
             )
+
+    @property
+    def quantised(self) -> QuantisedWeight:
+        return self._quantised
 
     @property
     def weight(self) -> torch.Tensor:

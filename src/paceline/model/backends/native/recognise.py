@@ -232,7 +232,7 @@ def _matrices(hf: Any) -> list[Any]:
 def _is_packable(matrix: Any) -> bool:
     """Whether a module or parameter is just a linear product with plain or quantised weights."""
     weight = matrix.weight if type(matrix) is nn.Linear else matrix
-    return type(matrix) is QuantisedLinear or is_plain(weight)
+    return isinstance(matrix, QuantisedLinear) or is_plain(weight)
 
 
 def _shares_precision(layer: Any) -> bool:
