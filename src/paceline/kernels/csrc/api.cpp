@@ -1,5 +1,4 @@
 // The C interface (paceline_native.h): choosing the instruction set, packing weights, and the calls that compute.
-#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -133,6 +132,9 @@ float decode_scale(int64_t kind, uint32_t bits) {
   return x;
 }
 
+// The codes of -12 to 12.
+constexpr uint8_t E2M1_CODES[2 * E2M1_BIAS + 1] = {15, 0, 0, 0, 14, 0, 13, 0, 12, 11, 10, 9, 0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7};
+
 // Packs row `row` of a quantised matrix as output `output`, or unpacks it. quantised.h draws the layout.
 void copy_quantised_row(bool unpack, const pl_weight& w, int64_t part, int64_t output, int8_t* codes, float* scales,
                         float* offsets, int64_t row) {
@@ -153,18 +155,20 @@ void copy_quantised_row(bool unpack, const pl_weight& w, int64_t part, int64_t o
     if (w.offset_kind) copy_scale(offsets[g], header + group_header_bytes(w) / 2);
   }
   at += lane / 16 * 64 + lane % 16 * 4;
-  for (int64_t i = 0; i < w.inputs; i++) {
+  auto stored = [&](int8_t code) { return static_cast<int>(w.e2m1 ? E2M1_CODES[code + E2M1_BIAS] : code + bias); };
+  auto number = [&](int code) { return static_cast<int8_t>(w.e2m1 ? E2M1[code] : code - bias); };
+  const int64_t step = w.bits == 8 ? 16 : GROUP;  // inputs of 16 bytes
+  int8_t* next = codes + row * w.inputs;
+  for (int64_t i = 0; i < w.inputs; i += step, at += 512, next += step) {
     if (i % group_inputs(w) == 0) at += group_header_bytes(w);
-    int8_t& code = codes[row * w.inputs + i];
-    // Where the code is: a byte, or four bits of one.
-    uint8_t& byte = at[w.bits == 8 ? i / 4 * 128 + i % 4 : i / GROUP * 512 + i % 16 / 4 * 128 + i % 4];
-    int shift = w.bits == 8 || i % GROUP < 16 ? 0 : 4, mask = (1 << w.bits) - 1;
-    if (unpack) {
-      int stored = byte >> shift & mask;
-      code = static_cast<int8_t>(w.e2m1 ? E2M1[stored] : stored - bias);
-    } else {
-      int64_t stored = w.e2m1 ? std::find(E2M1, E2M1 + 16, code) - E2M1 : code + bias;
-      byte = static_cast<uint8_t>((byte & ~(mask << shift)) | stored << shift);
+    for (int64_t k = 0; k < 16; k++) {
+      uint8_t& byte = at[k / 4 * 128 + k % 4];
+      if (w.bits == 8)
+        unpack ? next[k] = number(byte) : byte = static_cast<uint8_t>(stored(next[k]));
+      else if (unpack)
+        next[k] = number(byte & 15), next[k + 16] = number(byte >> 4);
+      else
+        byte = static_cast<uint8_t>(stored(next[k]) | stored(next[k + 16]) << 4);
     }
   }
 }

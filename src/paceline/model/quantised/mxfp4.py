@@ -25,6 +25,8 @@ from paceline.model.quantised.weights import (
 METHOD = "mxfp4"
 # Codes 0 to 15 are these numbers divided by two.
 _DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+# [256]: both numbers of a byte, the first in the lower byte of an int16.
+_PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), 1).view(torch.int16)[:, 0]
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _NO_NUMBER = 255
 
@@ -40,9 +42,10 @@ class Mxfp4Weight(NamedTuple):
         return len(self.blocks), ROW_GROUP * self.exponents.shape[1]
 
     def decoded(self) -> QuantisedWeight:
-        pairs = torch.stack((self.blocks & 15, self.blocks >> 4), -1)
+        pairs = _PAIRS.index_select(0, self.blocks.flatten().int())
+        codes = pairs.view(torch.int8).reshape(self.shape)
         scales = torch.exp2(self.exponents.float() - 128)  # of the doubled numbers
-        return QuantisedWeight(_DOUBLED[pairs.flatten(1).int()], scales, 4, e2m1=True)
+        return QuantisedWeight(codes, scales, 4, e2m1=True)
 
 
 class Mxfp4Linear(QuantisedLinear):
@@ -57,6 +60,10 @@ class Mxfp4Linear(QuantisedLinear):
     @property
     def quantised(self) -> QuantisedWeight:
         return self.stored.decoded()
+
+    @property
+    def int16_activations(self) -> bool:
+        return False
 
     def matrix_size(self) -> MatrixSize:
         blocks, exponents = self.stored

@@ -213,6 +213,10 @@ class QuantisedLinear(LinearBase):
         return self._quantised
 
     @property
+    def int16_activations(self) -> bool:
+        return self.quantised.int16_activations
+
+    @property
     def weight(self) -> torch.Tensor:
         """A dense copy ``[out, in]``, float32, made at every access."""
         return self.quantised.dense()

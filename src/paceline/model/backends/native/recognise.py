@@ -248,7 +248,7 @@ def _shares_precision(layer: Any) -> bool:
 def _same_activations(linears: Sequence[Any]) -> bool:
     """Whether these quantise their input alike: the kernels do so once for all experts."""
     widths = {
-        linear.quantised.int16_activations
+        linear.int16_activations
         for linear in linears
         if isinstance(linear, QuantisedLinear)
     }
