@@ -71,11 +71,11 @@ class Model {
       l.gate_up = weight(s.ffn, s.hidden, PL_GATE, true);
       l.down = weight(s.hidden, s.ffn, PL_PLAIN, true);
       for (int e = 0; e < s.experts; e++) {
-        gate_up.push_back(weight(s.ffn, s.hidden, PL_GATE, false));
-        down.push_back(weight(s.hidden, s.ffn, PL_PLAIN, false));
+        gate_up.push_back(weight(s.ffn, s.hidden, PL_GATE, true));
+        down.push_back(weight(s.hidden, s.ffn, PL_PLAIN, true));
       }
       l.experts = s.experts, l.experts_per_row = s.experts / 2;
-      if (s.experts) l.router = weight(s.experts, s.hidden, PL_PLAIN, false);
+      if (s.experts) l.router = weight(s.experts, s.hidden, PL_PLAIN, true), l.sinks = norm(s.heads).weight;  // as GPT-OSS
       if (s.eagle != 1) l.attention_norm = norm(s.hidden);
       l.mlp_norm = norm(s.hidden);
       if (s.gemma) l.post_attention_norm = norm(s.hidden), l.post_mlp_norm = norm(s.hidden);
@@ -91,7 +91,7 @@ class Model {
     model = pl_model{};
     model.dtype = s.dtype, model.hidden = s.hidden, model.vocab = model.embedding_rows = VOCAB, model.layers = LAYERS;
     model.heads = s.heads, model.kv_heads = s.kv_heads, model.head_dim = s.head_dim, model.ffn = s.ffn;
-    model.activation = s.gemma, model.embedding_scale = s.gemma ? 3.0f : 1.0f, model.scaling = 0.4f;
+    model.activation = s.experts ? 2 : s.gemma, model.embedding_scale = s.gemma ? 3.0f : 1.0f, model.scaling = 0.4f;
     model.attention_cap = s.gemma ? 2.0f : 0.0f, model.logit_cap = s.gemma ? 4.0f : 0.0f;
     model.embedding = embedding.data(), model.layer = layers.data(), model.final_norm = norm(s.hidden);
     if (s.eagle) {
