@@ -27,6 +27,7 @@ from paceline.model.offload import OffloadPlan
 from paceline.model.paged.cache import blocks_within
 from paceline.model.paged.int8 import cache_dtype
 from paceline.model.precision import library_of, stays_quantised
+from paceline.model.quantised.mxfp4 import METHOD as MXFP4
 from paceline.model.quantised.weights import BITS
 
 _SHARE = 4  # the cache takes at most a quarter of the free memory by default
@@ -149,7 +150,7 @@ def held_bits(model: Model, setting: Setting) -> int:
     if asked in BITS:
         return BITS[asked]
     if options is not None and stays_quantised(options, setting.device):
-        return int(_of_weights(options, *_BITS) or 8)
+        return int(_bits_of(options) or 8)
     kept = [] if file is None else _kept_types(file, setting, asked)
     if kept:
         return int(next(letter for letter in kept[0] if letter.isdecimal()))
@@ -167,7 +168,7 @@ def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
         code = "gguf-kept" if kept else "gguf-dequantised"
         yield finding(code, file=described, stored=stored, unpacked=unpacked, **values)
     if (options := model.quantisation) is not None:
-        how, bits = str(options.get("quant_method") or "unknown"), _of_weights(options, *_BITS)
+        how, bits = str(options.get("quant_method") or "unknown"), _bits_of(options)
         if bits is not None:
             group = _of_weights(options, "group_size", "q_group_size")
             how += f", {bits} bits" + (f" in groups of {group}" if (group or -1) > 0 else "")
@@ -183,6 +184,10 @@ def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
     elif asked is not None:
         before, after = size(_unrounded_bytes(model, setting)), size(weight_bytes(model, setting))
         yield finding("quantised-when-loaded", asked=asked, before=before, after=after)
+
+
+def _bits_of(options: Mapping[str, Any]) -> Any:
+    return 4 if options.get("quant_method") == MXFP4 else _of_weights(options, *_BITS)
 
 
 def _of_weights(options: Mapping[str, Any], *names: str) -> Any:

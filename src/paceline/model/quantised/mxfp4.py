@@ -26,7 +26,9 @@ METHOD = "mxfp4"
 # Codes 0 to 15 are these numbers divided by two.
 _DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 # [256]: both numbers of a byte, the first in the lower byte of an int16.
-_PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), 1).view(torch.int16)[:, 0]
+_PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), 1).view(torch.int16)[
+    :, 0
+]
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _NO_NUMBER = 255
 

@@ -247,11 +247,7 @@ def _shares_precision(layer: Any) -> bool:
 
 def _same_activations(linears: Sequence[Any]) -> bool:
     """Whether these quantise their input alike: the kernels do so once for all experts."""
-    widths = {
-        linear.int16_activations
-        for linear in linears
-        if isinstance(linear, QuantisedLinear)
-    }
+    widths = {linear.int16_activations for linear in linears if isinstance(linear, QuantisedLinear)}
     return all_or_none_quantised(linears) and len(widths) < 2
 
 
