@@ -341,16 +341,15 @@ def _load_weights(
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     source, options = _source(path)
-    has_tensors = tensors is not None  # AutoModelForCausalLM does not take a state_dict
-    mapped = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not has_tensors
-    model_class = causal_class(config)
+    model_class: Any = causal_class(config)
+    mapped = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and tensors is None  # takes no state_dict
     loader: Any = AutoModelForCausalLM if mapped else model_class
     placement["key_mapping"] = key_mapping(model_class)
-    if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
+    if not getattr(model_class, "_supports_sdpa", True) and attention == "sdpa":
         attention = "eager"  # GPT-OSS, for its sinks
     try:
         module, info = loader.from_pretrained(
-            None if has_tensors else source,
+            source if tensors is None else None,
             **options,
             state_dict=tensors,
             config=config,
@@ -361,8 +360,7 @@ def _load_weights(
             **placement,
         )
     except ImportError as error:
-        quantization = quantization_of(config)
-        if quantization is None:
+        if (quantization := quantization_of(config)) is None:
             raise
         raise ModelLoadError(
             f"{name} is quantised in the format {quantization.get('quant_method')}, whose library "
@@ -371,8 +369,7 @@ def _load_weights(
         ) from None
     except Exception as error:  # transformers raises all kinds of errors for a wrong config
         raise ModelLoadError(
-            f"the weights of {name} cannot be read: {first_line(error)}; finish the download, or "
-            "copy the model again"
+            f"the weights of {name} cannot be read: {first_line(error)}; copy the model again"
         ) from None
     asks = "config.json asks for; the two files do not belong together"
     if options:
