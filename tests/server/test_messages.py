@@ -186,7 +186,7 @@ def test_what_has_no_effect_is_noted(server: Running) -> None:
         thinking={"type": "enabled", "budget_tokens": 1024},
         service_tier="auto",
     )
-    assert answer.headers["x-paceline-ignored"] == "metadata, service_tier, thinking"
+    assert answer.headers["x-paceline-ignored"] == "metadata, service_tier, thinking.budget_tokens"
     shown = say(server, return_token_ids=True, speculation={"stats": True, "tokens": True})
     assert shown.headers["x-paceline-ignored"] == (
         "return_token_ids, speculation.stats, speculation.tokens"

@@ -90,8 +90,12 @@ class CountRequest(Generation):
 
     def chat(self) -> ChatRequest:
         """Convert to a chat request. Raises APIError."""
-        if self.thinking is not None and self.thinking.type != "disabled":
-            report_ignored("thinking")
+        thinking, variables = self.thinking, self.chat_template_kwargs
+        thinks = thinking is not None and thinking.type != "disabled"
+        if thinking is not None:
+            variables = {"enable_thinking": thinks, **variables}
+            if thinking.budget_tokens is not None:
+                report_ignored("thinking.budget_tokens")
         messages: list[blocks.MessageFields] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
@@ -104,9 +108,10 @@ class CountRequest(Generation):
             "messages": messages,
             "max_tokens": self.max_tokens,
             "stop": [*self.stop, *self.stop_sequences],
-            "chat_template_kwargs": self.chat_template_kwargs,
+            "chat_template_kwargs": variables,
             "reasoning_effort": config.effort,
             "response_format": self.response_format,
+            "include_reasoning": thinks,  # clients that do not ask for thoughts expect text first
         }
         output_format = config.format or self.output_format
         if output_format is not None:
@@ -168,7 +173,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 class MessagesAnswer(blocks.BlocksAnswer):
-    """An answer of text and tool use blocks."""
+    """An answer of thinking, text and tool use blocks."""
 
     def __init__(self, chat: SubmittedChat) -> None:
         super().__init__(chat)
@@ -234,6 +239,8 @@ class MessagesAnswer(blocks.BlocksAnswer):
 
     def _content(self, block: blocks.AnswerBlock) -> dict[str, Any]:
         """The content block in Anthropic's format. An input that is not complete is {}."""
+        if block.is_thought:
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
         if not block.call_id:
             return {"type": "text", "text": block.text}
         value, identifier = parse_arguments(block.text), block.call_id.replace("call_", "toolu_")
@@ -246,6 +253,8 @@ class MessagesAnswer(blocks.BlocksAnswer):
 
     def _delta_event(self, block: blocks.AnswerBlock, piece: str, logprobs: Any) -> Chunk:
         delta = {"type": "text_delta", "text": piece}
+        if block.is_thought:
+            delta = {"type": "thinking_delta", "thinking": piece}
         if block.call_id:
             delta = {"type": "input_json_delta", "partial_json": piece}
         return {"type": "content_block_delta", "index": block.index, "delta": delta}

@@ -1,5 +1,5 @@
-"""What OpenAI's responses and Anthropic's messages share: answers that are lists of blocks (texts
-and tool calls), which events start, extend and end. A complete answer is fed as one event."""
+"""What OpenAI's responses and Anthropic's messages share: answers that are lists of blocks (texts,
+thoughts, tool calls), which events start, extend and end. A complete answer is fed as one event."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.request.completion import Completion, StreamEvent
 from paceline.server.api.chat import SubmittedChat
 from paceline.server.api.choices import token_records
 from paceline.server.api.protocol import ChatRequest, Generation, Speculation
-from paceline.server.api.tools import parse_event
+from paceline.server.api.tools import THOUGHT, parse_event
 from paceline.server.errors import validation_error
 from paceline.server.failures import APIError
 from paceline.server.requestlog import report_ignored
@@ -36,9 +36,11 @@ def errors_at(where: str) -> Iterator[None]:
 
 @dataclass
 class AnswerBlock:
-    """A part of an answer: a text or, with a ``call_id``, a tool call, whose ``text`` is JSON."""
+    """A part of an answer: a text, a thought or, with a ``call_id``, a tool call, whose ``text`` is
+    JSON."""
 
     index: int
+    is_thought: bool = False
     call_id: str = ""
     name: str = ""  # of the called function
     text: str = ""
@@ -66,15 +68,17 @@ class BlocksAnswer(Answer):
         if self._chat.body.logprobs:
             self._logprobs += token_records(self._service.tokenizer, event)
         for delta in deltas:
-            if text := delta.get("content"):
-                if self._open is None or self._open.call_id:
-                    yield from self._next_block(AnswerBlock(len(self._blocks)))
+            is_thought = THOUGHT in delta
+            if text := delta.get(THOUGHT if is_thought else "content"):
+                last = self._open
+                if last is None or last.call_id or last.is_thought != is_thought:
+                    yield from self._next_block(AnswerBlock(len(self._blocks), is_thought))
                 yield self._extend(text)
             self._logprobs = []
             for part in delta.get("tool_calls", ()):
                 function = part["function"]
                 if "id" in part:
-                    block = AnswerBlock(len(self._blocks), part["id"], function["name"])
+                    block = AnswerBlock(len(self._blocks), False, part["id"], function["name"])
                     yield from self._next_block(block)
                 if function["arguments"]:
                     yield self._extend(function["arguments"])

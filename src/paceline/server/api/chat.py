@@ -20,7 +20,14 @@ from paceline.model.tokenizer import Tokenizer
 from paceline.request.options import SamplingDefaults
 from paceline.request.validation import apply_template
 from paceline.server.api import protocol
-from paceline.server.api.tools import ForcedCallParser, TextParser, ToolCallParser, forced_grammar
+from paceline.server.api.reasoning import Marks
+from paceline.server.api.tools import (
+    THOUGHT,
+    ForcedCallParser,
+    TextParser,
+    ToolCallParser,
+    forced_grammar,
+)
 from paceline.server.client import Ticket
 from paceline.server.failures import APIError, check_text
 from paceline.server.requestlog import report_ignored
@@ -29,6 +36,7 @@ from paceline.server.wire import Facts
 
 PREDICTED_LENGTH = 16  # draft tokens per step for a request with a predicted output
 _MAX_DIGITS = 12  # of a token id
+_END_OF_PROMPT = 16  # tokens in which a template may begin the thoughts
 # Request fields that are fields of SamplingParams by the same name.
 _SAME_NAMED = (
     *("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
@@ -40,12 +48,14 @@ _GRAMMAR_FIELDS = ("response_format", "structured_outputs", *_GUIDED)
 
 @dataclass(frozen=True)
 class SubmittedChat:
-    """A chat request with the token ids of its prompt and the ticket of its engine requests."""
+    """A chat request with the token ids of its prompt and the ticket of its engine requests.
+    ``marks`` separate thoughts from text; None: nothing is separated."""
 
     service: Service
     body: protocol.ChatRequest
     prompt: list[int]
     ticket: Ticket
+    marks: Marks | None
 
     @classmethod
     async def submit(cls, service: Service, body: protocol.ChatRequest) -> SubmittedChat:
@@ -56,23 +66,38 @@ class SubmittedChat:
         limit = body.max_completion_tokens or body.max_tokens or remaining
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         grammar = forced_grammar(body)
-        has_tools = bool(body.shown_tools)  # whose calls may be marked by special tokens
-        params = sampling_params(body, service.facts, limit, logprobs, grammar, has_tools)
+        marks = Marks.of(service.tokenizer) if body.separate_reasoning else None
+        # Calls and thoughts may be marked by special tokens.
+        marked = bool(body.shown_tools) or (marks is not None and marks.special)
+        params = sampling_params(body, service.facts, limit, logprobs, grammar, marked)
         if body.prediction is not None and params.drafter != "none":
             expected = await service.encode(body.prediction.content, False, "prediction")
             length = PREDICTED_LENGTH if params.draft_length is None else params.draft_length
             params = replace(params, prediction=tuple(expected), draft_length=length)
-        return cls(service, body, prompt, await service.submit(body, [prompt], params))
+        return cls(service, body, prompt, await service.submit(body, [prompt], params), marks)
 
     def new_parser(self) -> TextParser:
         """A parser for the text of one choice."""
         tools, choice = self.body.shown_tools, self.body.tool_choice
-        if not tools:
-            return TextParser()
-        if choice in (None, "auto"):
+        parser = TextParser()
+        if tools and choice not in (None, "auto"):
+            return ForcedCallParser(list(self.body.callable_tools))
+        if tools:
             parallel = self.body.parallel_tool_calls is not False and not self.body.functions
-            return ToolCallParser(tools, parallel)
-        return ForcedCallParser(list(self.body.callable_tools))
+            parser = ToolCallParser(tools, parallel)
+        if self.marks is not None:
+            # Where a grammar rules the text, the model does not think first.
+            free = self.ticket.params.grammar is None
+            end = self.service.tokenizer.decode(self.prompt[-_END_OF_PROMPT:]) if free else ""
+            parser = self.marks.parser(parser, str(end))
+            parser.shows_thoughts = self.body.include_reasoning
+        return parser
+
+    def reasoning_tokens(self, parser: TextParser, tokens: Sequence[int]) -> int:
+        """How many tokens of a choice, parsed by ``parser``, are thoughts."""
+        if self.marks is None or not parser.has_thoughts:
+            return 0
+        return self.marks.count_tokens(self.service.tokenizer, tokens)
 
 
 _INSTRUCTION = (
@@ -116,8 +141,9 @@ def render(
         raise APIError(
             "this model has no chat template; use /v1/completions", code="no_chat_template"
         )
-    with_tools, with_reasoning = "tools" in template, "reasoning_content" in template
-    inputs = [_template_message(message, with_tools, with_reasoning) for message in messages]
+    with_tools = "tools" in template
+    thought = next((name for name in (THOUGHT, "thinking") if name in template), None)
+    inputs = [_template_message(message, with_tools, thought) for message in messages]
     tool_fields = [tool.model_dump(exclude_none=True) for tool in tools]
     options = dict(variables or {})
     reserved = {*signature(tokenizer.apply_chat_template).parameters, "messages", "self"}
@@ -147,15 +173,16 @@ def render(
 
 
 def _template_message(
-    message: protocol.ChatMessage, with_tools: bool, with_reasoning: bool
+    message: protocol.ChatMessage, with_tools: bool, thought: str | None
 ) -> dict[str, Any]:
-    """A message as input of a chat template. Without tools, calls and results become plain text."""
+    """A message as input of a chat template. Without tools, calls and results become plain text.
+    ``thought``: the template's field for thoughts."""
     role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {"role": role, "content": message.text()}
     if message.name is not None:
         fields["name"] = message.name
-    if message.reasoning_content is not None and with_reasoning:
-        fields["reasoning_content"] = message.reasoning_content
+    if message.reasoning_content is not None and thought is not None:
+        fields[thought] = message.reasoning_content
     calls = message.tool_calls or []
     functions = [
         {"name": call.function.name, "arguments": parse_arguments(call.function.arguments)}

@@ -276,13 +276,25 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
     def __init__(self, chat: SubmittedChat) -> None:
         kind = "chat.completion.chunk" if chat.body.stream else "chat.completion"
         super().__init__(chat.service, chat.body, chat.ticket, [chat.prompt], kind, "chatcmpl")
-        self._parsers = [chat.new_parser() for _ in self._prompts]
+        self._chat, self._parsers = chat, [chat.new_parser() for _ in self._prompts]
 
     def complete(self, events: Sequence[StreamEvent]) -> Chunk:
         answer = super().complete(events)
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._prompts[0]
         return answer
+
+    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        usage = super()._usage(completions)
+        if self._chat.marks is not None:
+            counts = map(self._reasoning_tokens, self._completions)
+            details = usage.setdefault("completion_tokens_details", {})
+            details["reasoning_tokens"] = sum(counts)
+        return usage
+
+    def _reasoning_tokens(self, index: int) -> int:
+        tokens = self._completions[index].token_ids
+        return self._chat.reasoning_tokens(self._parsers[index], tokens)
 
     def _choice(self, index: int, event: StreamEvent) -> dict[str, Any]:
         deltas, reason = parse_event(self._parsers[index], event)

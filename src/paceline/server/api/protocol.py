@@ -268,6 +268,8 @@ class ChatRequest(Generation):
     functions: list[FunctionDefinition] | None = Field(default=None, max_length=128)
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     prediction: PredictedOutput | None = None
+    separate_reasoning: bool = True  # False: thoughts stay in the text
+    include_reasoning: bool = True  # False: separated thoughts are left out
     # for the chat template
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True

@@ -73,7 +73,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 class ResponsesAnswer(blocks.BlocksAnswer):
-    """A response whose output items are messages with one text part, and function calls."""
+    """A response whose output items are reasoning, messages with one text part, and function
+    calls."""
 
     def __init__(
         self,
@@ -130,7 +131,11 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             "input_tokens": input_tokens,
             "input_tokens_details": {"cached_tokens": self._completion.stats.cached_tokens},
             "output_tokens": output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {
+                "reasoning_tokens": self._chat.reasoning_tokens(
+                    self._parser, self._completion.token_ids
+                )
+            },
             "total_tokens": input_tokens + output_tokens,
         }
 
@@ -159,13 +164,16 @@ class ResponsesAnswer(blocks.BlocksAnswer):
         return self._event("error", **{**body["error"], "type": "error"}, **body)
 
     def _item_id(self, block: blocks.AnswerBlock) -> str:
-        kind = "fc" if block.call_id else "msg"
+        kind = "fc" if block.call_id else "rs" if block.is_thought else "msg"
         return f"{kind}_{self._id.removeprefix('resp_')}_{block.index}"
 
     def _item(self, block: blocks.AnswerBlock) -> dict[str, Any]:
         """The output item of a block."""
         kind = "function_call" if block.call_id else "message"
         item = {"id": self._item_id(block), "type": kind, "status": block.status}
+        if block.is_thought:
+            thought = {"type": "reasoning_text", "text": block.text}
+            return {**item, "type": "reasoning", "summary": [], "content": [thought]}
         if not block.call_id:
             part = {"type": "output_text", "text": block.text, "annotations": []}
             content = [part | {"logprobs": block.logprobs}]
@@ -191,6 +199,8 @@ class ResponsesAnswer(blocks.BlocksAnswer):
     ) -> Chunk:
         if block.call_id:
             return self._item_event("response.function_call_arguments.delta", block, delta=piece)
+        if block.is_thought:
+            return self._item_event("response.reasoning_text.delta", block, delta=piece)
         return self._item_event("response.output_text.delta", block, delta=piece, logprobs=logprobs)
 
     def _end_events(self, block: blocks.AnswerBlock) -> Iterator[Chunk]:
@@ -199,8 +209,12 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             call = {name: item[name] for name in ("name", "arguments")}
             yield self._item_event("response.function_call_arguments.done", block, **call)
         else:
-            done = {"text": block.text, "logprobs": block.logprobs}
-            yield self._item_event("response.output_text.done", block, **done)
+            done: dict[str, Any] = {"text": block.text}
+            if block.is_thought:
+                yield self._item_event("response.reasoning_text.done", block, **done)
+            else:
+                done["logprobs"] = block.logprobs
+                yield self._item_event("response.output_text.done", block, **done)
             part = item["content"][0]
             yield self._item_event("response.content_part.done", block, part=part)
         yield self._event("response.output_item.done", output_index=block.index, item=item)

@@ -24,10 +24,15 @@ from paceline.server.api.protocol import ChatRequest, Tool
 
 Call = dict[str, Any]
 Delta = dict[str, Any]
+THOUGHT = "reasoning_content"  # the delta of a thought
 
 
 class TextParser:
-    """Turns the growing text of a choice into OpenAI's deltas. This one expects no tool calls."""
+    """Turns the growing text of a choice into OpenAI's deltas. This one expects no tool calls.
+    ``has_thoughts``: thoughts came so far; ``shows_thoughts``: they are among the deltas."""
+
+    has_thoughts = False
+    shows_thoughts = True
 
     def feed(self, text: str) -> list[Delta]:
         return [{"content": text}] if text else []
@@ -39,26 +44,32 @@ class TextParser:
 
 def parse_event(parser: TextParser, event: StreamEvent) -> tuple[list[Delta], str | None]:
     """The deltas of an event, and the finish reason if it is the last one."""
-    deltas = parser.feed(event.text)
-    if event.completion is None:
-        return deltas, None
-    rest, reason = parser.finish(event.completion.finish_reason)
-    return [*deltas, *rest], reason
+    deltas, reason = parser.feed(event.text), None
+    if event.completion is not None:
+        rest, reason = parser.finish(event.completion.finish_reason)
+        deltas = [*deltas, *rest]
+    if any(THOUGHT in delta for delta in deltas):
+        parser.has_thoughts = True
+        deltas = [d for d in deltas if parser.shows_thoughts or THOUGHT not in d]
+    return deltas, reason
 
 
 def message_from_deltas(deltas: Iterable[Delta]) -> dict[str, Any]:
     """Merge all deltas of a choice into its message."""
-    content = ""
+    content = thought = ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
-        content += delta.get("content") or ""
+        content, thought = content + delta.get("content", ""), thought + delta.get(THOUGHT, "")
         for part in delta.get("tool_calls", ()):
             if part["index"] == len(calls):
                 call = {key: value for key, value in part.items() if key != "index"}
                 calls.append({**call, "function": dict(part["function"])})
             else:
                 calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
+    message: dict[str, Any] = {"content": content or None if calls else content}
+    return (
+        message | ({THOUGHT: thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
+    )
 
 
 class _JsonEndFinder:
