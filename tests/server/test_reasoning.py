@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -177,3 +178,21 @@ def test_a_message(thinking: Running) -> None:
     assert counts[0] > counts[1]
     turn = {"role": "assistant", "content": blocks}
     answer(thinking, MESSAGES, messages=[QUESTION, turn, QUESTION])
+
+
+def test_the_openai_package_reads_thoughts(thinking: Running) -> None:
+    client = openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0)
+    extra = {"guided_choice": [ANSWER]}
+    with client.responses.stream(model=MODEL, input="1 + 1?", extra_body=extra) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_response()
+    assert {"response.reasoning_text.delta", "response.output_text.delta"} <= kinds
+    assert [item.type for item in final.output] == ["reasoning", "message"]
+    assert final.output_text == "Two"
+    chat = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "1 + 1?"}], extra_body=extra
+    )
+    message = chat.choices[0].message
+    assert message.content == "Two" and message.model_extra == {"reasoning_content": THOUGHT}
+    assert chat.usage is not None and chat.usage.completion_tokens_details is not None
+    assert (chat.usage.completion_tokens_details.reasoning_tokens or 0) > 0
