@@ -369,14 +369,14 @@ def _load_weights(
         ) from None
     except Exception as error:  # transformers raises all kinds of errors for a wrong config
         raise ModelLoadError(
-            f"the weights of {name} cannot be read: {first_line(error)}; copy the model again"
+            f"the weights of {name} cannot be read: {first_line(error)}; finish the download, or "
+            "copy the model again"
         ) from None
     asks = "config.json asks for; the two files do not belong together"
     if options:
         asks = "architecture asks for; take another GGUF file of the model"
     for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for")):
-        bad = sorted(str(item[0] if isinstance(item, tuple) else item) for item in info[key])
-        if bad:
+        if bad := sorted(str(item[0] if isinstance(item, tuple) else item) for item in info[key]):
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise ModelLoadError(
                 f"the checkpoint {name} {what} the weight {bad[0]}{more}, which its {asks}"
