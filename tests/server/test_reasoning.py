@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from paceline.server.api.protocol import Tool
 from paceline.server.api.reasoning import HarmonyParser, Marks
@@ -72,6 +74,21 @@ def test_every_way_to_cut_an_answer_gives_the_same_message(
         assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}
     if len(calls) == 2:
         assert calls[1]["function"] == {"name": "sub-1", "arguments": '{"b": "<|"}'}
+
+
+def test_marks_are_known_by_the_template_and_special_tokens() -> None:
+    plain, special = (
+        AddedToken(mark, special=mark == "<|end|>") for mark in ("</think>", "<|end|>")
+    )
+    for template, pair, is_special in [
+        ("<|channel|>analysis<|message|><|end|>", ("<|channel|>", "<|end|>"), True),
+        ("<think>\n\n</think>", ("<think>", "</think>"), False),
+    ]:
+        tokenizer = SimpleNamespace(
+            chat_template=template, added_tokens_decoder={7: plain, 8: special}
+        )
+        assert Marks.of(cast(Any, tokenizer)) == Marks(*pair, is_special)
+    assert Marks.of(cast(Any, SimpleNamespace(chat_template="[THINK]"))) is None
 
 
 TEMPLATE = (

@@ -44,7 +44,10 @@ class Marks:
         template = str(tokenizer.chat_template or "")
         pairs = ((_CHANNEL, _END), *_MARKS)
         pair = next((pair for pair in pairs if all(mark in template for mark in pair)), None)
-        return None if pair is None else cls(*pair, pair[1] in tokenizer.all_special_tokens)
+        if pair is None:
+            return None
+        added = tokenizer.added_tokens_decoder.values()
+        return cls(*pair, any(token.special and token.content in pair for token in added))
 
     def parser(self, text: TextParser, prompt: str) -> TextParser:
         """A parser for an answer to ``prompt``; ``text`` parses what is not thought."""
