@@ -30,6 +30,10 @@ HARMONY_CALLS = (
     'to=functions.add <|constrain|>json<|message|>{"a": 1}<|end|>'
     '<|start|>assistant to=functions.sub-1<|channel|>commentary json<|message|>{"b": "<|"}'
 )
+HARMONY_CODE = (  # a call of a tool that the request does not offer
+    "<|channel|>analysis<|message|>Run.<|end|><|start|>assistant to=python<|channel|>analysis "
+    "code<|message|>print(2)<|end|><|start|>assistant<|channel|>final<|message|>2"
+)
 CASES: list[tuple[str, bool, dict[str, Any], str]] = [
     ("<think>\nIt is 2.\n</think>\n\nTwo", False, {"content": "Two", "thought": "It is 2."}, ""),
     (" \n<think>a < b</think>c", False, {"content": "c", "thought": "a < b"}, ""),
@@ -43,13 +47,15 @@ CASES: list[tuple[str, bool, dict[str, Any], str]] = [
     (HARMONY_CALLS, False, {"content": None, "thought": "Add.", "calls": 2}, "harmony"),
     (' to=functions.add<|channel|>x<|message|>{"a": 1}', False, {"content": None, "calls": 1}, "h"),
     ("plain {", False, {"content": "plain {"}, "harmony"),
+    (HARMONY_CODE, False, {"content": "2", "thought": "Run.print(2)"}, "harmony"),
 ]
 
 
 def parser_of(kind: str, inside: bool) -> TextParser:
     if kind:
-        return HarmonyParser()
-    return THINK.parser(ToolCallParser([TOOL], True), "user: x <think>\n" if inside else "x")
+        return HarmonyParser({"add", "sub-1"})
+    prompt = "user: x <think>\n" if inside else "x"
+    return THINK.parser(ToolCallParser([TOOL], True), prompt, {"add"})
 
 
 @given(case=st.sampled_from(CASES), cuts=st.lists(st.integers(1, 9), min_size=40))

@@ -89,7 +89,8 @@ class SubmittedChat:
             # Where a grammar rules the text, the model does not think first.
             free = self.ticket.params.grammar is None
             end = self.service.tokenizer.decode(self.prompt[-_END_OF_PROMPT:]) if free else ""
-            parser = self.marks.parser(parser, str(end))
+            functions = {tool.function.name for tool in tools}
+            parser = self.marks.parser(parser, str(end), functions)
             parser.shows_thoughts = self.body.include_reasoning
         return parser
 

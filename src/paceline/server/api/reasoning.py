@@ -10,7 +10,7 @@ A template may begin the thoughts itself: then the answer has only their end mar
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from paceline.model.tokenizer import Tokenizer
@@ -49,10 +49,11 @@ class Marks:
         added = tokenizer.added_tokens_decoder.values()
         return cls(*pair, any(token.special and token.content in pair for token in added))
 
-    def parser(self, text: TextParser, prompt: str) -> TextParser:
-        """A parser for an answer to ``prompt``; ``text`` parses what is not thought."""
+    def parser(self, text: TextParser, prompt: str, functions: Set[str]) -> TextParser:
+        """A parser for an answer to ``prompt``, which may call ``functions``; ``text`` parses what
+        is not thought."""
         if self.begin == _CHANNEL:
-            return HarmonyParser()
+            return HarmonyParser(functions)
         return ThoughtParser(text, self, prompt.rstrip().endswith(self.begin))
 
     def count_tokens(self, tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
@@ -112,12 +113,14 @@ def _thought(text: str) -> list[Delta]:
 
 class HarmonyParser(TextParser):
     """Parses messages of OpenAI's harmony format: ``HEADER<|message|>TEXT<|end|>``. A header names
-    a channel and, for a tool call, its recipient. Text in front of all marks is content."""
+    a channel and, for a tool call, its recipient; calls of others than ``functions`` are thoughts.
+    Text in front of all marks is content."""
 
     _MARK = re.compile("|".join(map(re.escape, _HARMONY_MARKS)))
     _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Set[str]) -> None:
+        self._functions = functions
         self._buffer = self._header = ""
         self._in_header: bool | None = None  # None: nothing has come yet
         self._calls = 0
@@ -142,7 +145,7 @@ class HarmonyParser(TextParser):
             self._header = ""
         self._in_header = not begins
         recipient = self._RECIPIENT.search(self._header) if begins else None
-        if recipient is None:
+        if recipient is None or recipient[1] not in self._functions:
             return []
         self._calls += 1
         call = new_tool_call(recipient[1], "")
@@ -156,9 +159,11 @@ class HarmonyParser(TextParser):
         if self._in_header:
             self._header += text
             return []
-        if self._RECIPIENT.search(self._header):
+        recipient = self._RECIPIENT.search(self._header)
+        if recipient is not None and recipient[1] in self._functions:
             return [{"tool_calls": [{"index": self._calls - 1, "function": {"arguments": text}}]}]
-        return _thought(text) if "analysis" in self._header else [{"content": text}]
+        thinks = recipient is not None or "analysis" in self._header
+        return _thought(text) if thinks else [{"content": text}]
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
         deltas = self._add(self._buffer)
