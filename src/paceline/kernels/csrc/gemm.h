@@ -154,16 +154,21 @@ inline void apply_epilogue(const Gemm& g, long row, long panel, const float* c) 
     F32x16 h = rounded(g.dtype, gated(low, high, g.activation));
     return store(static_cast<float*>(g.y) + row * g.ldy + panel * 16, h);
   }
-  auto write = [&](F32x16 sum, long column) {
-    long at = row * g.ldy + column, left = g.weight->outputs - column;
+  const long at = row * g.ldy + panel * PANEL;
+  if (g.epilogue != LOGITS) {
     float* y = static_cast<float*>(g.y) + at;
-    if (g.epilogue != LOGITS) return store(y, g.epilogue == ADD ? load(y) + sum : g.epilogue == ROUND ? rounded(g.dtype, sum) : sum);
-    if (left <= 0) return;
-    if (g.cap > 0) sum = softcap(sum, g.cap);
-    g.dtype == PL_BFLOAT16 ? store_partial(static_cast<uint16_t*>(g.y) + at, left, sum) : store_partial(y, left, sum);
+    if (g.epilogue == ADD) low = load(y) + low, high = load(y + 16) + high;
+    if (g.epilogue == ROUND) low = rounded(g.dtype, low), high = rounded(g.dtype, high);
+    store(y, low);
+    return store(y + 16, high);
+  }
+  if (g.cap > 0) low = softcap(low, g.cap), high = softcap(high, g.cap);
+  const long left = g.weight->outputs - panel * PANEL;
+  auto write = [&](auto* y) {
+    store_partial(y + at, left, low);
+    if (left > 16) store_partial(y + at + 16, left - 16, high);
   };
-  write(low, panel * PANEL);
-  write(high, panel * PANEL + 16);
+  g.dtype == PL_BFLOAT16 ? write(static_cast<uint16_t*>(g.y)) : write(static_cast<float*>(g.y));
 }
 
 // One thread's share of a GEMM: pack(first, rows) for at most `most` rows at a time, then multiply(first, rows, panel) for

@@ -139,8 +139,7 @@ static inline void store(int16_t* p, F32x16 x) {
   typedef int16_t Shorts __attribute__((vector_size(sizeof(Floats) / 2)));
   store_each(p, [](Floats a) { return __builtin_convertvector(__builtin_convertvector(a, Ints), Shorts); }, x);
 }
-static inline void store(int8_t* p, F32x16 a) {
-  int16_t shorts[16];
-  store(shorts, a);
-  for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(shorts[i]);
+static inline void store(int8_t* p, F32x16 x) {
+  typedef int8_t Bytes __attribute__((vector_size(sizeof(Floats) / 4)));
+  store_each(p, [](Floats a) { return __builtin_convertvector(__builtin_convertvector(a, Ints), Bytes); }, x);
 }

@@ -25,6 +25,7 @@ template <int BITS, int SPAN, bool FLOATS, int R, int W>
   constexpr bool INT16 = SPAN == 2 * GROUP;
   [[maybe_unused]] constexpr bool pairs = BITS == 8 && (INT16 || !BYTE_DOTS);  // order PAIRS
   F32x16 total[R][W];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     for (int i = 0; i < W; i++) total[r][i] = zero();
   const uint8_t* lines = panel + 64 * half;
@@ -39,6 +40,7 @@ template <int BITS, int SPAN, bool FLOATS, int R, int W>
     lines += SPAN * BITS * 4;
     values += R * SPAN * (INT16 ? 2 : 1);
 #else
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
       for (int i = 0; i < W; i++) s[r][i] = set1_i32(x.starts[n * R + r]);
     // s += dot(part(line), 4 bytes of each row: those at `from` of rows that are `stride` bytes apart)
@@ -71,6 +73,7 @@ template <int BITS, int SPAN, bool FLOATS, int R, int W>
         add(dot4, [=](U8x64 x) { return values(high_nibbles(x)); }, line, 16 + 4 * j, SPAN);
       }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R && !pairs; r++)
       for (int i = 0; i < W; i++) s[r][i] = widen_sums(s[r][i]);
     values += R * SPAN * (pairs ? 2 : 1);
@@ -124,12 +127,16 @@ void quantised_gemm(const Gemm& g, long part, long parts, float* scratch) {
     const RowTiles tiles = tiles_of(rows);
     if (tiled)
       (w.int16_activations ? amx_panel<true> : amx_panel<false>)(w, data, x, tiles, config, scratch);
+    else if (w.bits == 4 && !w.e2m1)
+      quantised_panel<4, 32>(w, data, x, tiles, scratch);
     else if (w.bits == 4)
-      (w.e2m1 ? quantised_panel<4, 32, true> : quantised_panel<4, 32>)(w, data, x, tiles, scratch);
+      quantised_panel<4, 32, true>(w, data, x, tiles, scratch);
+    else if (span == 64)
+      quantised_panel<8, 64>(w, data, x, tiles, scratch);
+    else if (span == 32)
+      quantised_panel<8, 32>(w, data, x, tiles, scratch);
     else
-      (span == 64   ? quantised_panel<8, 64>
-       : span == 32 ? quantised_panel<8, 32>
-                    : quantised_panel<8, 16>)(w, data, x, tiles, scratch);
+      quantised_panel<8, 16>(w, data, x, tiles, scratch);
     for (long r = 0; r < rows; r++) apply_epilogue(g, first + r, panel, scratch + r * PANEL);
   });
 }

@@ -96,7 +96,7 @@ inline int32_t weight_bias(const pl_weight& w) {
   return w.bits == 8 ? INT8_BIAS : w.e2m1 ? E2M1_BIAS : w.offset_kind == PL_OFFSETS_UNSIGNED ? 0 : 8;
 }
 
-// The sums of a span's values: of inputs 0, 1, 4, 5, 8, 9 ... and of the others.
+// The sums of a span's values: of inputs 0, 1, 4, 5, 8, 9 ... and of the others; with BYTE_DOTS of all, and 0.
 struct SpanSums {
   int32_t lower, upper;
 };
@@ -106,7 +106,7 @@ struct SpanSums {
 template <long SPAN, class Number>
 inline SpanSums write_span(const Number* from, ActivationOrder order, int8_t* to, long plane) {
   SpanSums sums{};
-  for (long k = 0; k < SPAN; k += 4) sums.lower += from[k] + from[k + 1], sums.upper += from[k + 2] + from[k + 3];
+  for (long k = 0; k < SPAN; k++) (BYTE_DOTS || k % 4 < 2 ? sums.lower : sums.upper) += from[k];
   if (order == PLAIN) memcpy(to, from, SPAN);
   for (long k = 0; k < SPAN && order == BYTES; k++) {
     to[k] = static_cast<int8_t>((from[k] + 128) >> 8);
@@ -129,6 +129,8 @@ inline TiledRows tile_rows(const QuantisedRows& x, long first, long rows, const 
   float *scales = memory + rows * bytes / 4, *sums = scales + rows * row_scales;
   TiledRows all{reinterpret_cast<int8_t*>(memory), scales, sums, reinterpret_cast<int32_t*>(sums + rows * spans),
                 bytes, spans, row_scales};
+  const int32_t bias = weight_bias(w);
+  const bool whole = w.bits == 8 || BYTE_DOTS;  // a start is one number
   for (long t = 0; t < tiles.tiles; t++) {
     long begin = tiles.from(t), count = tiles.from(t + 1) - begin;
     TiledRows to = from_row(all, begin);
@@ -141,8 +143,8 @@ inline TiledRows tile_rows(const QuantisedRows& x, long first, long rows, const 
                                         : write_span<GROUP / 2>(static_cast<const int8_t*>(x.values) + from, order, block, 0);
         if (s < row_scales) to.scales[at] = x.scales[x.int16 ? row : (row * x.inputs + s * span) / GROUP];
         to.sums[at] = static_cast<float>(sums.lower + sums.upper);
-        int32_t lower = -weight_bias(w) * sums.lower, upper = -weight_bias(w) * sums.upper;
-        to.starts[at] = w.bits == 8 || BYTE_DOTS ? lower + upper : (lower & 0xffff) | upper * 65536;
+        int32_t lower = -bias * sums.lower, upper = -bias * sums.upper;
+        to.starts[at] = whole ? lower + upper : (lower & 0xffff) | upper * 65536;
       }
   }
   return all;
@@ -164,6 +166,7 @@ inline void add_span(const GroupHeader<W>& header, bool offsets, const I32x16 (&
 
 template <bool INT16, int R, int W>
 inline void store_totals(const F32x16 (&total)[R][W], const float* scales, float* c) {
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     for (int i = 0; i < W; i++) store(c + r * PANEL + 16 * i, INT16 ? total[r][i] * set1(scales[r]) : total[r][i]);
 }
