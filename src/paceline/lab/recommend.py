@@ -37,6 +37,8 @@ from paceline.model.loading import quiet
 from paceline.model.measure import measure_target
 from paceline.model.names import EMBEDDED
 from paceline.model.precision import matrix_sizes, rounded_bytes
+from paceline.model.quantised.mxfp4 import METHOD as MXFP4
+from paceline.model.quantised.mxfp4 import MXFP4_BYTES
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
 
@@ -175,7 +177,9 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
         return replace(price, seconds=tuple(size * second for second in price.seconds))
 
     def form(title: str, how: Setting, draft: str, needs: Needs) -> PricedForm:
-        target = forward(machine.held_bits(model, how), _read_bytes(model, how))
+        # Most of what a step of GPT-OSS reads has 16 bits.
+        bits = 8 * how.width if _is_mxfp4(model) else machine.held_bits(model, how)
+        target = forward(bits, _read_bytes(model, how))
         step = replace(target, seconds=tuple(second + added for second in target.seconds))
         rates = [1 / step(1)]
         if draft == "auto":
@@ -203,6 +207,10 @@ def _model(name: str) -> Model:
     return model
 
 
+def _is_mxfp4(model: Model) -> bool:
+    return (model.quantisation or {}).get("quant_method") == MXFP4
+
+
 def _read_bytes(model: Model, setting: Setting) -> float:
     """Bytes of weights that a plain step reads: without the embedding and unused experts."""
     embedded = model.vocab_size * model.hidden_size
@@ -210,8 +218,10 @@ def _read_bytes(model: Model, setting: Setting) -> float:
     experts: int = sum(numbers.numel() for key, numbers in named if ".experts." in key)
     total: int = next((n for key in _EXPERTS if (n := getattr(model.config, key, 0))), 1)
     active: int = getattr(model.config, "num_experts_per_tok", None) or total
-    idle = (1 - active / total) * experts / (model.parameters - embedded)
-    return (1 - idle) * (machine.weight_bytes(model, setting) - embedded * setting.width)
+    weights = machine.weight_bytes(model, setting) - embedded * setting.width
+    if _is_mxfp4(model):  # only experts are in 4 bits
+        return weights - (1 - active / total) * experts * MXFP4_BYTES
+    return (1 - (1 - active / total) * experts / (model.parameters - embedded)) * weights
 
 
 def _sample(model: Model, dtype: torch.dtype) -> CausalModel:

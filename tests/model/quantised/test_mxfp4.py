@@ -14,9 +14,13 @@ from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from paceline import LLM, SamplingParams
+from paceline.build import EngineOptions
 from paceline.errors import ModelLoadError
+from paceline.lab import recommend
+from paceline.lab.doctor.machine import Setting, held_bits, weight_bytes
+from paceline.lab.doctor.models import describe, read_files
 from paceline.model.backends.base import NATIVE, REFERENCE, relative_error, trial_logits
-from paceline.model.quantised.mxfp4 import Mxfp4Linear
+from paceline.model.quantised.mxfp4 import MXFP4_BYTES, Mxfp4Linear
 from paceline.model.target import CausalModel
 
 EXPERTS = 4
@@ -110,3 +114,14 @@ def test_damaged_files_are_reported(
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(ModelLoadError, match=message):
         load(tmp_path, REFERENCE)
+
+
+def test_doctor_and_recommend_know_what_is_in_four_bits(folder: Path) -> None:
+    model, _ = describe(read_files(str(folder)), "target")
+    assert model is not None
+    setting = Setting.of(EngineOptions(device="cpu"))
+    assert held_bits(model, setting) == 4
+    experts = EXPERTS * 2 * 3 * 64 * 96 * MXFP4_BYTES  # two of four are not read in a step
+    embedding = model.vocab_size * model.hidden_size * setting.width
+    read = weight_bytes(model, setting) - embedding - experts / 2
+    assert recommend._read_bytes(model, setting) == pytest.approx(read)

@@ -23,6 +23,7 @@ from paceline.model.quantised.weights import (
 )
 
 METHOD = "mxfp4"
+MXFP4_BYTES = 17 / 32  # of a number, with its share of a scale
 # Codes 0 to 15 are these numbers divided by two.
 _DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 # [256]: both numbers of a byte, the first in the lower byte of an int16.
