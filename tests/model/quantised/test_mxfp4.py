@@ -124,4 +124,4 @@ def test_doctor_and_recommend_know_what_is_in_four_bits(folder: Path) -> None:
     experts = EXPERTS * 2 * 3 * 64 * 96 * MXFP4_BYTES  # two of four are not read in a step
     embedding = model.vocab_size * model.hidden_size * setting.width
     read = weight_bytes(model, setting) - embedding - experts / 2
-    assert recommend._read_bytes(model, setting) == pytest.approx(read)
+    assert recommend._read_bytes(model, setting) == pytest.approx(read, rel=1e-3)  # biases
