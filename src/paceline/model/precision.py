@@ -15,7 +15,7 @@ from paceline.errors import ConfigError
 from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_module, split_experts
 from paceline.model.quantised.formats import is_supported, quantised_weights, tensor_suffixes
 from paceline.model.quantised.mxfp4 import METHOD as MXFP4
-from paceline.model.quantised.mxfp4 import Mxfp4Linear, Mxfp4Weight, expert_weights
+from paceline.model.quantised.mxfp4 import Mxfp4Weight, expert_weights
 from paceline.model.quantised.weights import (
     ROW_GROUP,
     LinearBase,
@@ -70,23 +70,15 @@ def restore_quantised(name: str, hf: Any, weights: Mapping[str, StoredWeight]) -
     for name_in_file, weight in weights.items():
         layer = name_in_file if name_in_file in modules else plain_name(name_in_file)
         module = modules.get(layer)
-        if type(module) is not nn.Linear or not _can_stay(weight):
+        if type(module) is not nn.Linear or not weight.has_supported_groups:
             left += 1
             continue
-        if isinstance(weight, Mxfp4Weight):
-            linear: QuantisedLinear = Mxfp4Linear(weight, module.bias)
-        else:
-            linear = QuantisedLinear(weight.for_layer(layer), module.bias)
-        hf.set_submodule(layer, linear)
+        hf.set_submodule(layer, weight.linear(layer, module.bias))
     if left:
         info(
             f"{name}: {left} of {len(weights)} quantised layers are dequantised, as their shapes "
             f"do not divide into groups of {ROW_GROUP}"
         )
-
-
-def _can_stay(weight: StoredWeight) -> bool:
-    return isinstance(weight, Mxfp4Weight) or weight.has_supported_groups
 
 
 def quantise_loaded(name: str, hf: Any, precision: str) -> Any:

@@ -22,7 +22,6 @@ from paceline.model.quantised.weights import (
     BITS,
     ROW_GROUP,
     LinearBase,
-    QuantisedLinear,
     plain_linear,
 )
 
@@ -239,7 +238,7 @@ def quantise_module(
                 result.before += dense.nbytes
                 result.after += weight.nbytes
                 result.layers += 1
-                hf.set_submodule(name, QuantisedLinear(weight.for_layer(name), bias))
+                hf.set_submodule(name, weight.linear(name, bias))
                 progress.advance()
     return result
 

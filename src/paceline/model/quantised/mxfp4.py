@@ -41,6 +41,13 @@ class Mxfp4Weight(NamedTuple):
     exponents: torch.Tensor
 
     @property
+    def has_supported_groups(self) -> bool:
+        return True  # they are of 32 inputs
+
+    def linear(self, layer: str, bias: torch.Tensor | None) -> QuantisedLinear:
+        return Mxfp4Linear(self, bias)
+
+    @property
     def shape(self) -> tuple[int, int]:
         return len(self.blocks), ROW_GROUP * self.exponents.shape[1]
 

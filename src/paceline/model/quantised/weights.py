@@ -90,6 +90,10 @@ class QuantisedWeight:
         """The weight as used in the layer ``name``: some layers take 8-bit activations."""
         return replace(self, int8_activations=name.rpartition(".")[2] in INT8_ACTIVATION_LAYERS)
 
+    def linear(self, name: str, bias: torch.Tensor | None) -> QuantisedLinear:
+        """The layer ``name`` with this weight."""
+        return QuantisedLinear(self.for_layer(name), bias)
+
     @property
     def span(self) -> int:
         """Inputs whose products are summed as integers."""
