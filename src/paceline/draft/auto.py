@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.draft.datastore import Datastore
-from paceline.draft.heads.checkpoint import is_speculators
+from paceline.draft.heads.checkpoint import SPECULATORS
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
 from paceline.draft.heads.medusa import Medusa
 from paceline.draft.heads.mtp import Mtp, mtp_weights
@@ -273,8 +273,8 @@ def _trained_head(folder: Path, model: str) -> Trained | None:
 
 
 def _head_kind(config: dict[str, Any]) -> type[Eagle] | type[Medusa] | None:
-    if is_speculators(config):
-        return Eagle3 if config["speculators_model_type"] == "eagle3" else None
+    if SPECULATORS in config:
+        return Eagle3 if config[SPECULATORS] == "eagle3" else None
     description = f"{config.get('architectures')} {config.get('model_type')}".lower()
     for kind in (Eagle3, Eagle2, Medusa):
         if kind.weights in description:

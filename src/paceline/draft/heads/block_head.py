@@ -36,7 +36,7 @@ this package by the INPUT, one more. ``feature_layers=`` of the spec overrides t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +45,13 @@ from torch import nn
 
 from paceline.draft.heads.checkpoint import (
     FILES,
+    SPECULATORS,
     WEIGHTS,
     Checkpoint,
-    HeadTensors,
-    draft_ids,
     flat_options,
-    from_speculators,
-    is_speculators,
-    layers_of,
-    plain_names,
     read_checkpoint,
-    shape_of,
     speculators_options,
     weights_kind,
-    whole,
     write_checkpoint,
 )
 from paceline.draft.heads.network import AttendingHead, HeadLayer, HeadShape
@@ -210,72 +203,66 @@ def load_block(
     """Load a head of ``kind`` ("dflash" or "dspark") for ``target``, on the CPU, in the dtype of
     its file. ``source`` as in ``read_checkpoint``. ``feature_layers``: instead of those in the
     config. Raises ModelLoadError for missing or damaged files, other weights, or another target."""
-    checkpoint = read_checkpoint(source, FILES, _KINDS[kind])
-    tensors = plain_names(checkpoint)
-    if weights_kind(tensors)[1] != kind:
-        raise checkpoint.another_kind()
-    flat = _flat(checkpoint.name, checkpoint.config)
-    config = _config(checkpoint, flat, tensors, target, feature_layers)
-    ids = draft_ids(checkpoint.title, config, tensors) if config.reduced else None
+    stored = read_checkpoint(source, FILES, _KINDS[kind])
+    checkpoint = replace(stored, config=_options(stored), tensors=stored.plain_tensors())
+    if weights_kind(checkpoint.tensors)[1] != kind:
+        raise stored.another_kind()
+    config = _config(checkpoint, target, feature_layers)
+    ids = checkpoint.draft_ids(config) if config.reduced else None
     if not config.reduced:
         for key in ("d2t", "t2d"):
-            tensors.pop(key, None)
-    return checkpoint.filled(lambda: BlockHead(config, ids), tensors)
+            checkpoint.tensors.pop(key, None)
+    return checkpoint.filled(lambda: BlockHead(config, ids))
 
 
-def _flat(name: str, config: dict[str, Any]) -> dict[str, Any]:
+def _options(checkpoint: Checkpoint) -> dict[str, Any]:
     """The options of any layout in DeepSpec's form; "inputs": the layers whose inputs are read."""
-    if is_speculators(config):
-        by_kind = {"sample_from_anchor": config["speculators_model_type"] == "dspark"}
-        flat = by_kind | from_speculators(name, config)
-        return flat | {"inputs": config.get("aux_hidden_state_layer_ids")}
-    nested = config.get("dflash_config")
-    flat = config | {"sample_from_anchor": not isinstance(nested, dict)}
+    options = checkpoint.options()
+    if SPECULATORS in options:
+        layers = {"inputs": options.get("aux_hidden_state_layer_ids")}
+        return {"sample_from_anchor": options[SPECULATORS] == "dspark"} | options | layers
+    nested = options.get("dflash_config")
+    options["sample_from_anchor"] = not isinstance(nested, dict)
     if isinstance(nested, dict):
-        flat |= {key: value for key, value in nested.items() if value is not None}
-    outputs = flat.get("target_layer_ids")
+        options |= {key: value for key, value in nested.items() if value is not None}
+    outputs = options.get("target_layer_ids")
     if isinstance(outputs, list) and all(type(layer) is int for layer in outputs):
         outputs = [layer + 1 for layer in outputs]
-    return flat | {"inputs": outputs}
+    return options | {"inputs": outputs}
 
 
 def _config(
-    checkpoint: Checkpoint,
-    flat: dict[str, Any],
-    tensors: HeadTensors,
-    target: Target,
-    feature_layers: tuple[int, ...] | None,
+    checkpoint: Checkpoint, target: Target, feature_layers: tuple[int, ...] | None
 ) -> BlockConfig:
     """The head's shape, from its config and tensors, checked against the target."""
-    name, flat = checkpoint.name, {key: value for key, value in flat.items() if value is not None}
-    layers = list(feature_layers) if feature_layers else flat.get("inputs")
+    options, tensors = checkpoint.config, checkpoint.tensors
+    layers = list(feature_layers) if feature_layers else options["inputs"]
     if layers is None:
-        count = tensors["fc.weight"].shape[-1] // whole(name, flat, "hidden_size")
+        count = tensors["fc.weight"].shape[-1] // checkpoint.whole("hidden_size")
         layers = list(usual_layers(target.num_layers, count))
-    shape = shape_of(name, flat, tensors, target, layers)
-    sizes = shape["hidden_size"], shape["vocab_size"], flat.get("num_target_layers")
+    shape = checkpoint.shape(target, layers)
+    sizes = shape["hidden_size"], shape["vocab_size"], options.get("num_target_layers")
     checkpoint.check_target(target, *sizes)
-    if "sliding_attention" in str(flat.get("layer_types")):
+    if "sliding_attention" in str(options.get("layer_types")):
         raise ModelLoadError(f"{checkpoint.title} has sliding windows, which are not supported")
-    if type(flat.get("mask_token_id")) is not int:
+    if type(options.get("mask_token_id")) is not int:
         raise ModelLoadError(
-            f"the config.json of {name} has no mask_token_id, the token that stands for what is to "
-            "be drafted; copy the file again"
+            f"the config.json of {checkpoint.name} has no mask_token_id, the token that stands for "
+            "what is to be drafted; copy the file again"
         )
     first = tensors.get("markov_head.markov_w1.weight")
     logits = tensors.get("lm_head.weight")
     shape |= {
-        "layers": layers_of(checkpoint, flat),
-        "block_size": whole(name, flat, "block_size"),
-        "mask_token": flat["mask_token_id"],
-        "from_anchor": bool(flat["sample_from_anchor"]),
-        "causal": any(flat.get(key) for key in _CAUSAL),
+        "block_size": checkpoint.whole("block_size"),
+        "mask_token": options["mask_token_id"],
+        "from_anchor": bool(options["sample_from_anchor"]),
+        "causal": any(options.get(key) for key in _CAUSAL),
         "draft_vocab_size": None if logits is None else logits.shape[0],
         "markov_rank": 0 if first is None else first.shape[-1],
-        "markov_type": str(flat.get("markov_head_type", "vanilla")),
+        "markov_type": str(options.get("markov_head_type", "vanilla")),
         "confidence": "confidence_head.proj.weight" in tensors,
         "confidence_with_markov": first is not None
-        and bool(flat.get("confidence_head_with_markov", False)),
+        and bool(options.get("confidence_head_with_markov", False)),
     }
     return checkpoint.made(lambda: BlockConfig(**shape))
 
@@ -299,7 +286,7 @@ def save_block(
     if layout not in fits:
         instead = f"use {fits[0]!r}" if fits else "no layout can"
         raise ConfigError(f"the layout of {layout} cannot hold this head; {instead}")
-    options = _options(config, layout, (target_name, target_architectures))
+    options = _written_options(config, layout, (target_name, target_architectures))
     write_checkpoint(folder, WEIGHTS, dict(head.state_dict()), options)
 
 
@@ -311,7 +298,7 @@ def layouts_of(config: BlockConfig) -> list[str]:
     return [layout for layout, fit in fits.items() if fit]
 
 
-def _options(
+def _written_options(
     config: BlockConfig, layout: str, verifier: tuple[str | None, tuple[str, ...]]
 ) -> dict[str, Any]:
     """The config.json of a layout."""

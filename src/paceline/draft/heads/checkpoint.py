@@ -36,12 +36,19 @@ from paceline.model.tensorfile import (
 _Made = TypeVar("_Made")
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 _FINGERPRINT = "paceline_weights"  # in config.json: the fingerprint of the weights it belongs to
+WEIGHTS = "model.safetensors"
+FILES = (WEIGHTS, "pytorch_model.bin")
+SPECULATORS = "speculators_model_type"  # in config.json of that library
+# Tensors to ignore: copies of the target's weights, and tables that follow from the config.
+_COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
+_BY_TOKEN = ("lm_head.weight", "markov_head.markov_w2.weight")  # one row per draft vocabulary id
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``config``: config.json. ``tensors``: by their name in the file, on the CPU. ``noun``: what
-    it should contain, as in "Medusa heads"."""
+    """``config``: config.json, later a head's options without None. ``tensors``: by their name in
+    the file, later in the head, on the CPU. ``noun``: what it should contain, as in "Medusa heads".
+    Methods raise ModelLoadError."""
 
     name: str
     config: dict[str, Any]
@@ -65,7 +72,7 @@ class Checkpoint:
     def check_target(
         self, target: Target, hidden: int, vocab: int, layers: int | None, by: str = ""
     ) -> None:
-        """Raise ModelLoadError if made for a target of other sizes; ``layers`` None: any number."""
+        """Refuse what was made for a target of other sizes; ``layers`` None: any number."""
         sizes = {
             "hidden size": (hidden, target.hidden_size),
             "vocabulary size": (vocab, target.vocab_size),
@@ -78,6 +85,125 @@ class Checkpoint:
                     f"this one has {wanted}; use one that was trained for this target"
                 )
 
+    def options(self) -> dict[str, Any]:
+        """The options of config.json; those that speculators nests are beside the others."""
+        flat: dict[str, Any] = {}
+        if SPECULATORS in self.config:
+            from transformers import AutoConfig
+
+            layer = self.config.get("transformer_layer_config")
+            if not isinstance(layer, dict):
+                raise ModelLoadError(
+                    f"the config.json of {self.name} has no transformer_layer_config, which a "
+                    "speculators checkpoint must have; copy the file again"
+                )
+            try:  # the library leaves out the defaults of the model type
+                flat = AutoConfig.for_model(**{"model_type": "llama", **layer}).to_dict()
+            except Exception as error:  # transformers raises all kinds of errors for a wrong value
+                raise ModelLoadError(
+                    f"the transformer_layer_config of {self.name} cannot be read "
+                    f"({first_line(error)}); copy config.json again"
+                ) from None
+        pairs = [*flat.items(), *self.config.items()]
+        return {key: value for key, value in pairs if value is not None}
+
+    def plain_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors without the prefix "model." and without copies of the target's."""
+        tensors = {key.removeprefix("model."): value for key, value in self.tensors.items()}
+        return {key: value for key, value in tensors.items() if not key.endswith(_COPIES)}
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0 from the config."""
+        value = self.config.get(key, default)
+        if not is_whole(value) or value < 1:
+            problem = "has no" if value is None else f"has {value!r} for"
+            raise ModelLoadError(
+                f"the config.json of {self.name} {problem} {key}, a whole number above 0; "
+                "copy the file again"
+            )
+        return value
+
+    def shape(self, target: Target, feature_layers: Any) -> dict[str, Any]:
+        """The fields of HeadShape. ``feature_layers`` as the config states them."""
+        name, config = self.name, self.config
+        hidden, heads = self.whole("hidden_size"), self.whole("num_attention_heads")
+        usual = {
+            "num_key_value_heads": heads,
+            "head_dim": max(1, hidden // heads),
+            "max_position_embeddings": 2048,
+        }
+        numbers = isinstance(feature_layers, list) and all(type(n) is int for n in feature_layers)
+        if not numbers:
+            raise ModelLoadError(
+                f"the layers that {name} reads are {feature_layers!r}, not a list of layer numbers"
+            )
+        try:
+            rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+            theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+            epsilon = float(config.get("rms_norm_eps", 1e-6))
+        except (TypeError, ValueError) as error:
+            raise ModelLoadError(
+                f"rope_parameters, rope_theta or rms_norm_eps in the config.json of {name} cannot "
+                f"be read ({first_line(error)}); copy the file again"
+            ) from None
+        kind = rope.pop("type", None)
+        rope.setdefault("rope_type", kind or "default")
+        return {
+            **{field: self.whole(key, usual.get(key)) for key, field in SIZES.items()},
+            "layers": self._layers(),
+            "target_layers": target.num_layers,
+            "feature_layers": tuple(feature_layers),
+            "rope_theta": theta,
+            "rope_scaling": None if rope["rope_type"] == "default" else rope,
+            "rms_norm_eps": epsilon,
+            "attention_bias": any(key.endswith("q_proj.bias") for key in self.tensors),
+            "has_embedding": "embed_tokens.weight" in self.tensors,
+            "has_lm_head": "lm_head.weight" in self.tensors,
+        }
+
+    def _layers(self) -> int:
+        layers, count = self.whole("num_hidden_layers", 1), len(self.tensors)
+        if layers > count:
+            raise ModelLoadError(
+                f"the config.json of {self.name} has {layers} num_hidden_layers, but its weights "
+                f"are {count} tensors; copy both files again"
+            )
+        return layers
+
+    def draft_ids(self, config: HeadShape) -> torch.Tensor:
+        """The target ids of the draft vocabulary, ascending; sorts the tensors by them."""
+        title, tensors, count, vocab = self.title, self.tensors, config.columns, config.vocab_size
+        offsets = tensors.get("d2t")
+        if offsets is None and count != vocab:
+            raise ModelLoadError(
+                f"{title} drafts {count} of {vocab} tokens but has no d2t that says "
+                "which; its weights are incomplete"
+            )
+        offsets = torch.zeros(vocab, dtype=torch.int64) if offsets is None else offsets
+        if offsets.shape != (count,):
+            raise ModelLoadError(
+                f"d2t of {title} has shape {list(offsets.shape)}, but the config has a "
+                f"draft vocabulary of {count}; the two files do not belong together"
+            )
+        ids, order = (offsets.to(torch.int64) + torch.arange(count)).sort()
+        if int(ids[0]) < 0 or int(ids[-1]) >= vocab or bool((ids.diff() == 0).any()):
+            raise ModelLoadError(
+                f"d2t of {title} does not name {count} different tokens below {vocab}; "
+                "it must hold offsets (target id = i + d2t[i])"
+            )
+        known = torch.zeros(vocab, dtype=torch.bool)
+        known[ids] = True
+        t2d = tensors.get("t2d")
+        if t2d is not None and not (t2d.shape == (vocab,) and torch.equal(t2d.bool(), known)):
+            raise ModelLoadError(
+                f"t2d and d2t of {title} name different tokens; the file is damaged"
+            )
+        for key in _BY_TOKEN:
+            if key in tensors and tensors[key].shape[0] == count:
+                tensors[key] = tensors[key][order]
+        tensors["d2t"], tensors["t2d"] = ids - torch.arange(count), known
+        return ids
+
     def made(self, make: Callable[[], _Made]) -> _Made:
         """``make()``; its errors, such as torch's for impossible sizes, become ModelLoadErrors."""
         try:
@@ -86,9 +212,10 @@ class Checkpoint:
             what = first_line(error)
             raise ModelLoadError(f"{self.title} does not fit the target: {what}") from None
 
-    def filled(self, make: Callable[[], _Module], tensors: Mapping[str, torch.Tensor]) -> _Module:
-        """The module ``make()`` with these tensors as its weights, in their dtype and on their
-        device. Raises ModelLoadError unless names and shapes are exactly the module's."""
+    def filled(self, make: Callable[[], _Module]) -> _Module:
+        """The module ``make()`` with the tensors as its weights, in their dtype and on their
+        device. Names and shapes must be exactly the module's."""
+        tensors = self.tensors
         weight = max(tensors.values(), key=torch.is_floating_point)  # the first float tensor
         with torch.device("meta"):  # sizes from a damaged config may exceed memory
             module = self.made(make)
@@ -196,142 +323,6 @@ def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return loaded
 
 
-WEIGHTS = "model.safetensors"
-FILES = (WEIGHTS, "pytorch_model.bin")
-_SPECULATORS = "speculators_model_type"
-# Tensors to ignore: copies of the target's weights, and tables that follow from the config.
-_COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
-_BY_TOKEN = ("lm_head.weight", "markov_head.markov_w2.weight")  # one row per draft vocabulary id
-HeadTensors = dict[str, torch.Tensor]
-
-
-def plain_names(checkpoint: Checkpoint) -> HeadTensors:
-    """The tensors without the prefix "model." and without copies of the target's."""
-    tensors = {key.removeprefix("model."): value for key, value in checkpoint.tensors.items()}
-    return {key: value for key, value in tensors.items() if not key.endswith(_COPIES)}
-
-
-def is_speculators(config: dict[str, Any]) -> bool:
-    """Whether a config.json was written by the speculators library."""
-    return _SPECULATORS in config
-
-
-def from_speculators(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The options of a speculators config as a flat dictionary. Raises ModelLoadError."""
-    from transformers import AutoConfig
-
-    layer = config.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise ModelLoadError(
-            f"the config.json of {name} has no transformer_layer_config, which a speculators "
-            "checkpoint must have; copy the file again"
-        )
-    try:  # the library leaves out the defaults of the model type
-        flat: dict[str, Any] = AutoConfig.for_model(**{"model_type": "llama", **layer}).to_dict()
-    except Exception as error:  # transformers raises all kinds of errors for a wrong value
-        raise ModelLoadError(
-            f"the transformer_layer_config of {name} cannot be read ({first_line(error)}); "
-            "copy config.json again"
-        ) from None
-    return flat | {key: value for key, value in config.items() if value is not None}
-
-
-def whole(name: str, flat: dict[str, Any], key: str) -> int:
-    """A whole number above 0 from the config."""
-    value = flat.get(key)
-    if not is_whole(value) or value < 1:
-        problem = "has no" if value is None else f"has {value!r} for"
-        raise ModelLoadError(
-            f"the config.json of {name} {problem} {key}, a whole number above 0; "
-            "copy the file again"
-        )
-    return value
-
-
-def layers_of(checkpoint: Checkpoint, flat: dict[str, Any]) -> int:
-    """The number of the head's layers. Raises ModelLoadError if it exceeds that of the tensors."""
-    name, count = checkpoint.name, len(checkpoint.tensors)
-    layers = whole(name, flat, "num_hidden_layers")
-    if layers > count:
-        raise ModelLoadError(
-            f"the config.json of {name} has {layers} num_hidden_layers, but its weights are "
-            f"{count} tensors; copy both files again"
-        )
-    return layers
-
-
-def shape_of(
-    name: str, flat: dict[str, Any], tensors: HeadTensors, target: Target, layers: Any
-) -> dict[str, Any]:
-    """The fields of HeadShape; ``layers``: the feature layers as stated. Raises ModelLoadError."""
-    hidden, heads = (whole(name, flat, key) for key in ("hidden_size", "num_attention_heads"))
-    flat = {
-        "num_key_value_heads": heads,
-        "head_dim": max(1, hidden // heads),
-        "max_position_embeddings": 2048,
-        **{key: value for key, value in flat.items() if value is not None},
-    }
-    if not isinstance(layers, list) or not all(type(number) is int for number in layers):
-        raise ModelLoadError(
-            f"the layers that {name} reads are {layers!r}, not a list of layer numbers"
-        )
-    try:
-        options = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})  # new, old
-        theta = float(options.pop("rope_theta", None) or flat.get("rope_theta") or 10000.0)
-        epsilon = float(flat.get("rms_norm_eps", 1e-6))
-    except (TypeError, ValueError) as error:
-        raise ModelLoadError(
-            f"rope_parameters, rope_theta or rms_norm_eps in the config.json of {name} cannot be "
-            f"read ({first_line(error)}); copy the file again"
-        ) from None
-    kind = options.pop("type", None)
-    options.setdefault("rope_type", kind or "default")
-    return {
-        **{field: whole(name, flat, key) for key, field in SIZES.items()},
-        "target_layers": target.num_layers,
-        "feature_layers": tuple(layers),
-        "rope_theta": theta,
-        "rope_scaling": None if options["rope_type"] == "default" else options,
-        "rms_norm_eps": epsilon,
-        "attention_bias": any(key.endswith("q_proj.bias") for key in tensors),
-        "has_embedding": "embed_tokens.weight" in tensors,
-        "has_lm_head": "lm_head.weight" in tensors,
-    }
-
-
-def draft_ids(title: str, config: HeadShape, tensors: HeadTensors) -> torch.Tensor:
-    """The target ids of the draft vocabulary, ascending; sorts the tensors. ModelLoadError."""
-    count, vocab = config.columns, config.vocab_size
-    offsets = tensors.get("d2t")
-    if offsets is None and count != vocab:
-        raise ModelLoadError(
-            f"{title} drafts {count} of {vocab} tokens but has no d2t that says "
-            "which; its weights are incomplete"
-        )
-    offsets = torch.zeros(vocab, dtype=torch.int64) if offsets is None else offsets
-    if offsets.shape != (count,):
-        raise ModelLoadError(
-            f"d2t of {title} has shape {list(offsets.shape)}, but the config has a "
-            f"draft vocabulary of {count}; the two files do not belong together"
-        )
-    ids, order = (offsets.to(torch.int64) + torch.arange(count)).sort()
-    if int(ids[0]) < 0 or int(ids[-1]) >= vocab or bool((ids.diff() == 0).any()):
-        raise ModelLoadError(
-            f"d2t of {title} does not name {count} different tokens below {vocab}; "
-            "it must hold offsets (target id = i + d2t[i])"
-        )
-    known = torch.zeros(vocab, dtype=torch.bool)
-    known[ids] = True
-    t2d = tensors.get("t2d")
-    if t2d is not None and not (t2d.shape == (vocab,) and torch.equal(t2d.bool(), known)):
-        raise ModelLoadError(f"t2d and d2t of {title} name different tokens; the file is damaged")
-    for key in _BY_TOKEN:
-        if key in tensors and tensors[key].shape[0] == count:
-            tensors[key] = tensors[key][order]
-    tensors["d2t"], tensors["t2d"] = ids - torch.arange(count), known
-    return ids
-
-
 def flat_options(config: HeadShape, kind: str = "llama") -> dict[str, Any]:
     """The options of config.json that all layouts share."""
     return {
@@ -361,7 +352,7 @@ def speculators_options(
     target, architectures = verifier
     return {
         "architectures": [architecture],
-        _SPECULATORS: algorithm,
+        SPECULATORS: algorithm,
         "speculators_version": "0.5.0",
         "tie_word_embeddings": False,
         "speculators_config": {

@@ -25,7 +25,7 @@ head reads, as in vLLM. Configs of heads for SGLang number layers by their outpu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,12 @@ from torch import nn
 
 from paceline.draft.heads.checkpoint import (
     FILES,
+    SPECULATORS,
     WEIGHTS,
     Checkpoint,
-    HeadTensors,
-    draft_ids,
     flat_options,
-    from_speculators,
-    is_speculators,
-    layers_of,
-    plain_names,
     read_checkpoint,
-    shape_of,
     speculators_options,
-    whole,
     write_checkpoint,
 )
 from paceline.draft.heads.network import AttendingHead, HeadLayer, HeadShape
@@ -183,13 +176,11 @@ class EagleHead(AttendingHead):
         return ids + self.d2t[ids] if self.config.version == 3 else ids
 
 
-_KIND = "EAGLE head"
 LAYOUTS = ("eagle", "speculators")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _TARGET_LAYERS = "paceline_target_layers"  # no published option has the target's depth
 _ONLY = {"hidden_act": "silu", "norm_before_fc": False, "norm_output": False}
 _DRAFTED_TOKENS = 4  # draft length for engines that take it from the config
-TargetHead = Callable[[torch.Tensor], torch.Tensor]
 
 
 def load_eagle(
@@ -197,27 +188,25 @@ def load_eagle(
     target: Target,
     version: int | None = None,
     feature_layers: tuple[int, ...] | None = None,
-    target_head: TargetHead | None = None,
+    target_head: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> EagleHead:
     """Load a head for ``target``, on the CPU, in the dtype of its file. ``source`` as in
     ``read_checkpoint``. ``version`` 1 (also EAGLE-2) or 3: others are refused. ``feature_layers``:
     instead of those in the config. ``target_head``: for heads without a language-model head. Raises
     ModelLoadError for missing or damaged files, other weights, or another target."""
-    checkpoint = read_checkpoint(source, FILES, _KIND)
-    name = checkpoint.name
-    tensors = _public_names(checkpoint)
-    eagle_version = 3 if "midlayer.hidden_norm.weight" in tensors or "d2t" in tensors else 1
+    stored = read_checkpoint(source, FILES, "EAGLE head")
+    checkpoint = replace(stored, config=_options(stored), tensors=_public_names(stored))
+    eagle_version = 3 if _is_third(checkpoint.tensors) else 1
     if version is not None and version != eagle_version:
         raise ModelLoadError(
-            f"{name} is an EAGLE-{eagle_version} head, not EAGLE-{version}; "
-            f"use --draft {'eagle3' if eagle_version == 3 else 'eagle'}:{name}"
+            f"{stored.name} is an EAGLE-{eagle_version} head, not EAGLE-{version}; "
+            f"use --draft {'eagle3' if eagle_version == 3 else 'eagle'}:{stored.name}"
         )
-    flat = _flat(name, checkpoint.config)
-    if feature_layers is not None:
-        flat = flat | {_LAYERS: list(feature_layers)}
-    config = _config(checkpoint, flat, tensors, target, eagle_version)
-    ids = draft_ids(checkpoint.title, config, tensors) if eagle_version == 3 else None
-    return checkpoint.filled(lambda: EagleHead(config, ids, target_head), tensors)
+    layers = stated_layers(checkpoint.config) if feature_layers is None else list(feature_layers)
+    layers = layers or list(default_feature_layers(eagle_version, target.num_layers))
+    config = _config(checkpoint, target, eagle_version, layers)
+    ids = checkpoint.draft_ids(config) if eagle_version == 3 else None
+    return checkpoint.filled(lambda: EagleHead(config, ids, target_head))
 
 
 def save_eagle(
@@ -261,75 +250,73 @@ def save_eagle(
     write_checkpoint(folder, WEIGHTS, renamed, nested | more)
 
 
-def _public_names(checkpoint: Checkpoint) -> HeadTensors:
+def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """The tensors by the names in EagleHead. Raises ModelLoadError if it is not an EAGLE head."""
-    tensors = plain_names(checkpoint)
+    tensors = checkpoint.plain_tensors()
     if "fc.weight" not in tensors:
         raise checkpoint.another_kind()
     if "mask_hidden" in tensors:  # speculators: [1, 1, n]
         tensors["mask_hidden"] = tensors["mask_hidden"].flatten()[None]
     if "layers.0.hidden_norm.weight" in tensors:
         tensors = {key.replace("layers.0.", "midlayer."): v for key, v in tensors.items()}
-    if "midlayer.hidden_norm.weight" not in tensors and "d2t" not in tensors:
+    if not _is_third(tensors):
         tensors.pop("lm_head.weight", None)  # in EAGLE-1 it is a copy of the target's
     return tensors
 
 
-def _flat(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The options of either layout as a flat dictionary. Raises ModelLoadError."""
-    if not is_speculators(config):
-        return config
-    kind = config["speculators_model_type"]
+def _is_third(tensors: dict[str, torch.Tensor]) -> bool:
+    return "midlayer.hidden_norm.weight" in tensors or "d2t" in tensors
+
+
+def _options(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The options of either layout in that of the authors."""
+    options = checkpoint.options()
+    kind = options.get(SPECULATORS)
+    if kind is None:
+        return options
     if kind not in ("eagle3", "peagle"):
         raise ModelLoadError(
-            f"{name} is a speculators checkpoint of type {kind!r}; of that format only eagle3 "
-            "and peagle can be loaded here"
+            f"{checkpoint.name} is a speculators checkpoint of type {kind!r}; of that format only "
+            "eagle3 and peagle can be loaded here"
         )
+    if "mask_token_id" in options:
+        options[MASK_OPTIONS[-1]] = options["mask_token_id"]
     # If the option is missing, vLLM assumes True; the speculators library always writes it.
-    flat = {"norm_before_residual": True} | from_speculators(name, config)
-    return flat | {MASK_OPTIONS[-1]: config.get("mask_token_id")}
+    return {"norm_before_residual": True} | options
 
 
-def _config(
-    checkpoint: Checkpoint, flat: dict[str, Any], tensors: HeadTensors, target: Target, version: int
-) -> EagleConfig:
+def _config(checkpoint: Checkpoint, target: Target, version: int, layers: Any) -> EagleConfig:
     """The head's shape, from its config and tensors, checked against the target."""
-    name = checkpoint.name
-    layers = stated_layers(flat) or list(default_feature_layers(version, target.num_layers))
-    shape = shape_of(name, flat, tensors, target, layers)
+    options, tensors = checkpoint.config, checkpoint.tensors
+    shape = checkpoint.shape(target, layers)
     hidden, vocab, d2t = shape["hidden_size"], shape["vocab_size"], tensors.get("d2t")
-    usual = {
-        "target_hidden_size": hidden,
-        "draft_vocab_size": vocab if d2t is None else max(1, d2t.numel()),
-    }
-    flat = usual | {key: value for key, value in flat.items() if value is not None}
-    width, drafted = (whole(name, flat, key) for key in usual)
-    checkpoint.check_target(target, width, vocab, flat.get(_TARGET_LAYERS))
+    width = checkpoint.whole("target_hidden_size", hidden)
+    drafted = checkpoint.whole("draft_vocab_size", vocab if d2t is None else max(1, d2t.numel()))
+    checkpoint.check_target(target, width, vocab, options.get(_TARGET_LAYERS))
     for key, known in _ONLY.items():
-        if flat.get(key) not in (None, known):  # the head would load, but draft wrongly
+        if options.get(key, known) != known:  # the head would load, but draft wrongly
             raise ModelLoadError(
-                f"{checkpoint.title} has {key} {flat[key]!r}; only {known!r} is supported"
+                f"{checkpoint.title} has {key} {options[key]!r}; only {known!r} is supported"
             )
     if not shape["has_embedding"] and hidden != width:
         raise ModelLoadError(
             f"{checkpoint.title} is {hidden} wide and has no embed_tokens, but the target's "
             f"embedding is {width} wide; its weights are incomplete"
         )
-    mask = next((flat[key] for key in MASK_OPTIONS if key in flat), None)
+    mask = next((options[key] for key in MASK_OPTIONS if key in options), None)
     one_pass = mask is not None or "mask_hidden" in tensors
     if one_pass and (type(mask) is not int or not 0 <= mask < vocab):
         raise ModelLoadError(
-            f"the config.json of {name} has {mask!r} as the token for parallel drafting "
+            f"the config.json of {checkpoint.name} has {mask!r} as the token for parallel drafting "
             f"({MASK_OPTIONS[-1]}), which is none of {vocab}; copy the file again"
         )
     shape |= {
         "version": version,
-        "layers": layers_of(checkpoint, {"num_hidden_layers": 1} | flat),
         "mask_token": mask,
         "target_hidden_size": width,
         "draft_vocab_size": vocab if version == 1 else drafted,
         "fc_bias": "fc.bias" in tensors,
-        "norm_before_residual": bool(flat.get("norm_before_residual", False)),
+        "norm_before_residual": bool(options.get("norm_before_residual", False)),
         "has_lm_head": shape["has_lm_head"] or version == 1,
     }
     return checkpoint.made(lambda: EagleConfig(**shape))

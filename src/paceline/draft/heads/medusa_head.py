@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def load_medusa(source: str | Checkpoint, target: Target) -> MedusaHeads:
     checkpoint.check_target(target, *sizes, by)
     known = {"token_map", *map(str, range(config.heads))}
     kept = {key: value for key, value in tensors.items() if key.partition(".")[0] in known}
-    return checkpoint.filled(lambda: MedusaHeads(config), kept)
+    return replace(checkpoint, tensors=kept).filled(lambda: MedusaHeads(config))
 
 
 def save_medusa(

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.build import EngineOptions
 from paceline.core.memory import free_memory
 from paceline.draft.auto import Circumstances, Composition, compose
-from paceline.draft.heads.checkpoint import Checkpoint, is_speculators, weights_kind
+from paceline.draft.heads.checkpoint import SPECULATORS, Checkpoint, weights_kind
 from paceline.draft.heads.mtp import mtp_names
 from paceline.drafters import Auto, DraftModel, DraftSpec, parse_draft
 from paceline.errors import ModelLoadError
@@ -216,7 +216,7 @@ def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Sett
         other_kind = "; use --draft" in str(error)
         yield refusal("draft-of-another-kind" if other_kind else "head-refused", error)
     base_model: Any = files.config.get("base_model_name_or_path")
-    if is_speculators(dict(files.config)):
+    if SPECULATORS in files.config:
         verifier = files.config.get("speculators_config", {}).get("verifier", {})
         base_model = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
     names = (target.name, base_model) if isinstance(base_model, str) and base_model else ()
