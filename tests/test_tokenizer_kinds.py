@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM, Completion, Grammar, SamplingParams
-from paceline.draft.strings import Retokeniser
-from paceline.draft.vocabulary import Match, TokenTexts, shared_ids
+from paceline.draft.vocabulary import Match, Retokeniser, TokenTexts, shared_ids
 from support.encoding_tokenizers import MAKERS, UNUSUAL, write_model, write_translation
 
 # With more rows of logits than tokens, as heads often have: 49,216 and 128,064.

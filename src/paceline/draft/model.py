@@ -15,11 +15,9 @@ from typing import Any, ClassVar, TypeVar
 
 from paceline.core.stages import info
 from paceline.draft.base import Drafter
-from paceline.draft.heads.checkpoint import refuse_head
-from paceline.draft.model_drafter import ModelDrafter, ParallelDrafter
+from paceline.draft.heads.checkpoint import MASK_OPTIONS, refuse_head
+from paceline.draft.model_drafter import ModelDrafter, ParallelDrafter, StringDrafter
 from paceline.draft.spec import DraftContext, LoadContext, PreparedDraft, TreeSpec, option
-from paceline.draft.strings import StringDrafter
-from paceline.draft.trees.one_pass import MASK_OPTIONS
 from paceline.draft.trees.policy import Policy
 from paceline.draft.trees.shape import Shape
 from paceline.draft.vocabulary import Intersection, Match, SharedVocabulary, match_vocabularies

@@ -1,18 +1,27 @@
-"""Running a draft model: level by level, or in one pass."""
+"""Running a draft model: level by level, in one pass, or in its own vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
-from paceline.core.tree import TokenTree
+from paceline.core.params import SamplingParams
+from paceline.core.sequence import PerSequence
+from paceline.core.transfer import to_device
+from paceline.core.tree import TokenTree, children_of, paths_of
 from paceline.draft.trees.grow import GrowingTree, Logits
-from paceline.draft.trees.levels import CachedRows, CachingDrafter, GrowthSettings
-from paceline.draft.trees.one_pass import OnePassDrafter
-from paceline.draft.vocabulary import SharedVocabulary
+from paceline.draft.trees.levels import (
+    CachedRows,
+    CachingDrafter,
+    GrowthSettings,
+    OnePassDrafter,
+)
+from paceline.draft.trees.shape import merge
+from paceline.draft.vocabulary import Match, Retokeniser, SharedVocabulary
 from paceline.model.backends.base import GrownTree, TreeGrower
 from paceline.model.paged.cache import path_moves
 from paceline.model.target import CausalModel
@@ -143,3 +152,64 @@ class ParallelDrafter(OnePassDrafter, ModelDrafter):
     """Drafts all its tokens in one pass with a model that was trained for it."""
 
     _keeps_rows = False  # rows of masks
+
+
+class StringDrafter(ModelDrafter):
+    """Translates trees by their text: each path is tokenised for the target, and common prefixes
+    are merged. The draft's cache keeps the settled tokens; the last word and drafts run again.
+
+    The drafts are the draft model's likeliest tokens, for sampled requests, too: without common ids
+    there is no q, so ``Draw`` is POINT. Texts are on the host, which takes one more synchronisation
+    per draft."""
+
+    prefers_seeds = False  # it never samples
+    _follows_grammar = False
+    _keeps_rows = False  # of tokens that may be written otherwise
+
+    def __init__(
+        self, match: Match, model: CausalModel, settings: GrowthSettings, deliver_to: torch.device
+    ) -> None:
+        ids = SharedVocabulary(model.vocab_size, model.vocab_size)  # trees have the draft's ids
+        ids.description = f"string-level match, shared tokens {100 * match.share:.0f} % of text"
+        super().__init__(model, settings, ids, deliver_to)
+        self.cache.shares = False  # the end of a text may change; shared blocks must not
+        self._match = match
+        self._texts: PerSequence[Retokeniser] = PerSequence()
+
+    def propose(self, plan: Plan) -> list[TokenTree]:
+        for item in plan.slices:
+            self._texts.get_or_make(item.seq, lambda _: Retokeniser(self._match))
+        drafts = super().propose(Plan(tuple(map(_as_greedy, plan.slices))))
+        parts = [draft.tokens for draft in drafts if len(draft)]
+        values = iter(torch.cat(parts).tolist() if parts else ())
+        pairs = zip(plan.slices, drafts, strict=True)
+        return [self._translated(item, d, list(islice(values, len(d)))) for item, d in pairs]
+
+    def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
+        text, length = self._texts[item.seq.seq_id], item.draft_length
+        self._calibrations.forget(item.seq.seq_id)  # the verdict is on other nodes
+        if not tokens or text.waits:
+            return self._empty
+        pairs = zip(paths_of(draft.parents), children_of(draft.parents), strict=True)
+        leaves = ([tokens[node] for node in path] for path, below in pairs if not below)
+        proposals = (text.proposal(leaf)[:length] for leaf in leaves)
+        merged, parents = merge(proposals, self.max_nodes(length))
+        return TokenTree(to_device(merged, draft.tokens.device), parents)
+
+    def _append(self, seq_id: int, tokens: Sequence[int]) -> None:
+        if tokens:
+            text, rows = self._texts[seq_id], self._rows[seq_id]
+            rows.cached = min(rows.cached, len(text.settled))
+            text.extend(tokens)
+            rows.keys[:] = text.context()
+            rows.translated += len(tokens)
+
+    def forget(self, seq_id: int) -> None:
+        self._texts.pop(seq_id, None)
+        super().forget(seq_id)
+
+
+def _as_greedy(item: Slice) -> Slice:
+    """The slice as one of a greedy request without penalties or grammar."""
+    seq = replace(item.seq, params=SamplingParams(), constraint=None)
+    return replace(item, seq=seq)

@@ -5,12 +5,15 @@ common tokens cover most text, the draft proposes only these ("token-level inter
 logits are mapped to the target's ids before anything is sampled, so q is exact: it is renormalised
 over the intersection.
 
-Otherwise the draft model writes in its vocabulary, and the target tokenises the text (strings.py).
+Otherwise the draft model writes in its vocabulary, and the target tokenises the text ("string-level
+exact match"). It works for any two tokenizers that decode what they encode.
 """
 
 from __future__ import annotations
 
+import codecs
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +32,10 @@ ENOUGH_SHARED = 0.5
 
 # Texts like those of users: a story, a question with an answer, numbers, code, other languages.
 SAMPLE = Path(__file__).parents[1] / "assets" / "vocabulary_sample.txt"
+# The space between two words: every tokenizer begins a new token there, whatever follows.
+_BORDER = re.compile(r"(?<=\w) (?=\w)")
+_LEAD = 32  # characters of context encoded with a text, so that its first token has the right space
+_TAIL = 256  # longest text without a border that is encoded again whenever it grows
 
 
 class ModelVocabulary(Protocol):
@@ -254,3 +261,86 @@ class Intersection(SharedVocabulary):
 
     def nodes(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._source[tokens]
+
+
+class Retokeniser:
+    """A sequence's committed text in the draft's tokens. ``settled`` tokens never change; the
+    tokens of the last word change when it grows::
+
+        Once upon a time there was a ho|use
+        settled ..................|tail
+    """
+
+    def __init__(self, match: Match) -> None:
+        self._target, self._draft, self._pairs = match.target, match.draft, match.pairs
+        self._back = {theirs: ours for ours, theirs in match.pairs.items()}
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.settled: list[int] = []
+        self._lead = self._tail = ""
+        self._begun = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the text so far ends inside a character."""
+        return bool(self._decoder.getstate()[0])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append the target's next tokens."""
+        for token in tokens:
+            if not self._begun:
+                self._begin(token)
+            if token in self._target.special:
+                self._tail += self._decoder.decode(b"", final=True)
+                self._settle(len(self._tail))
+                self.settled += self._special(token)
+                self._lead = ""
+            else:
+                self._tail += self._decoder.decode(self._target.strings.get(token, b""))
+        borders = [match.start() for match in _BORDER.finditer(self._tail)]
+        self._settle(borders[-1] if borders else max(0, len(self._tail) - _TAIL))
+
+    def _begin(self, first: int) -> None:
+        """Start with the draft's beginning-of-text token if it uses one."""
+        self._begun = True
+        opening: list[int] = self._draft.tokenizer.encode("")
+        bos = self._draft.tokenizer.bos_token_id
+        if opening[:1] == [bos] and self._pairs.get(first) != bos:
+            self.settled.append(bos)
+
+    def _special(self, token: int) -> list[int]:
+        shared = self._pairs.get(token)
+        if shared is not None:
+            return [shared]
+        if token == self._target.tokenizer.bos_token_id:
+            return []  # a draft without a beginning-of-text token was trained without one
+        return self._draft.encode(self._target.special[token])
+
+    def _settle(self, end: int) -> None:
+        text, self._tail = self._tail[:end], self._tail[end:]
+        if text:
+            self.settled += self._encode(text)
+            self._lead = (self._lead + text)[-_LEAD:]
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self._draft.encode_after(self._lead, text)
+        return self._draft.encode(text) if ids is None else ids
+
+    def context(self) -> list[int]:
+        """The whole text in the draft's tokens."""
+        return self.settled + (self._encode(self._tail) if self._tail else [])
+
+    def proposal(self, drafted: Sequence[int]) -> list[int]:
+        """The target's tokens for a drafted continuation, up to its last whole character or first
+        special token; [] if one of them would span the border between text and draft."""
+        data = bytearray()
+        end: list[int] = []
+        for token in drafted:
+            if token in self._draft.special:
+                end = [self._back[token]] if token in self._back else []
+                break
+            data += self._draft.strings.get(token, b"")
+        whole = data.decode("utf-8", "replace").partition("\ufffd")[0]
+        ids = self._target.encode_after(self._lead + self._tail, whole)
+        if ids is None:
+            return []
+        return ids + end if len(whole.encode()) == len(data) else ids

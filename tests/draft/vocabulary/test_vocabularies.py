@@ -14,11 +14,11 @@ import torch
 from embedded_target import train_tokenizer
 from paceline import ConfigError, VocabularyMismatchError
 from paceline.core.params import SamplingParams
-from paceline.draft.strings import Retokeniser
 from paceline.draft.vocabulary import (
     SAMPLE,
     Intersection,
     Match,
+    Retokeniser,
     SharedVocabulary,
     TokenTexts,
     shared_ids,

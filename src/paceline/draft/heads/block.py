@@ -33,8 +33,7 @@ from paceline.draft.heads.block_head import load_block, usual_layers
 from paceline.draft.heads.features import FeatureDrafter, HeadSpec, feature_drafter
 from paceline.draft.spec import DraftContext, DraftInfo, LoadContext, PreparedDraft, Target, option
 from paceline.draft.trees.grow import GrowingTree, Logits
-from paceline.draft.trees.levels import GrowthSettings
-from paceline.draft.trees.one_pass import OnePassDrafter
+from paceline.draft.trees.levels import GrowthSettings, OnePassDrafter
 from paceline.model.backends.base import BlockStep, GrownTree
 from paceline.model.paged.cache import PagedCache
 

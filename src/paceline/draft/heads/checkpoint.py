@@ -39,6 +39,8 @@ _FINGERPRINT = "paceline_weights"  # in config.json: the fingerprint of the weig
 WEIGHTS = "model.safetensors"
 FILES = (WEIGHTS, "pytorch_model.bin")
 SPECULATORS = "speculators_model_type"  # in config.json of that library
+# Names, as vLLM reads them, of the mask token: it stands for a token to be drafted.
+MASK_OPTIONS = ("pard_token", "ptd_token_id")
 # Tensors to ignore: copies of the target's weights, and tables that follow from the config.
 _COPIES = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 _BY_TOKEN = ("lm_head.weight", "markov_head.markov_w2.weight")  # one row per draft vocabulary id

@@ -37,7 +37,7 @@ from paceline.draft.spec import (
     option,
 )
 from paceline.draft.trees.grow import GrowingTree, Logits, ReducedLogits
-from paceline.draft.trees.one_pass import OnePassDrafter
+from paceline.draft.trees.levels import OnePassDrafter
 from paceline.model.backends.base import EagleStep, TreeGrower
 from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import Scheme, quantise_module

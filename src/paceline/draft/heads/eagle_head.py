@@ -34,6 +34,7 @@ from torch import nn
 
 from paceline.draft.heads.checkpoint import (
     FILES,
+    MASK_OPTIONS,
     SPECULATORS,
     WEIGHTS,
     Checkpoint,
@@ -44,7 +45,6 @@ from paceline.draft.heads.checkpoint import (
 )
 from paceline.draft.heads.network import AttendingHead, HeadLayer, HeadShape
 from paceline.draft.spec import Target
-from paceline.draft.trees.one_pass import MASK_OPTIONS
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.backends.base import Attend
 
