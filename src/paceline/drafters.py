@@ -9,7 +9,8 @@ own cache take memory, and built afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 
@@ -64,27 +65,19 @@ BLOCK_SIZE = 16
 DraftLike = str | DraftSpec | Drafter
 
 
-class Registry(Mapping[str, type[DraftSpec]]):
+class Registry(UserDict[str, type[DraftSpec]]):
     """Records by kind. Those of other packages load on demand and replace no built-in kind."""
 
     def __init__(self, built_in: Iterable[type[DraftSpec]], others: Iterable[EntryPoint]) -> None:
-        self._known = {record.kind: record for record in built_in}
-        self._others = {entry.name: entry for entry in others if entry.name not in self._known}
+        super().__init__({record.kind: record for record in built_in})
+        self._others = {entry.name: entry for entry in others if entry.name not in self.data}
+        self.data |= self._others  # type: ignore[arg-type]
 
     def __getitem__(self, kind: str) -> type[DraftSpec]:
         """Raises ConfigError if the record of another package cannot be imported."""
         if kind in self._others:
-            self._known[kind] = _loaded(self._others.pop(kind))
-        return self._known[kind]
-
-    def __contains__(self, kind: object) -> bool:
-        return kind in self._known or kind in self._others
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._known, *self._others])
-
-    def __len__(self) -> int:
-        return len(self._known) + len(self._others)
+            self.data[kind] = _loaded(self._others.pop(kind))
+        return self.data[kind]
 
 
 def _loaded(entry: EntryPoint) -> type[DraftSpec]:

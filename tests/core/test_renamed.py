@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline import LLM, AsyncLLM
-from paceline.core.batch import Slice
 from paceline.core.keywords import renamed
-from paceline.drafters import DraftSpec, LoadContext, LookupDrafter, PreparedDraft
 
 
 @renamed(old="new", old_method="method")
@@ -37,29 +35,6 @@ def test_former_names_are_overridden() -> None:
             old = 3
 
     assert Derived.new == Derived().new == 3 and Renamed.new == 1
-
-
-def test_drafters_and_records_with_former_names() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Words\.guess is propose_one now"):
-
-        class Words(LookupDrafter):
-            name = "words"
-            offers = False
-
-            def guess(self, item: Slice) -> tuple[list[int], range]:
-                return [5, 6], range(-1, 1)
-
-    assert not Words.drafts_before_choice
-    assert Words().propose_one(None) == ([5, 6], range(-1, 1))  # type: ignore[arg-type]
-    with pytest.warns(DeprecationWarning, match="tried is tune_tries now"):
-
-        class Record(DraftSpec):
-            kind, page, examples, tried = "words", "", ("words",), "always"
-
-            def prepare(self, loading: LoadContext) -> PreparedDraft:
-                raise NotImplementedError
-
-    assert Record.tune_tries == "always" and Record().argument_kind == "nothing"
 
 
 def test_calls_by_former_names() -> None:

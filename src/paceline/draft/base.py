@@ -13,7 +13,6 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.costs import CostCurve, DrafterCosts
-from paceline.core.keywords import renamed
 from paceline.core.sequence import PerSequence, SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of, is_chain
@@ -169,11 +168,7 @@ def vocabulary_of(drafter: object) -> str | None:
 
 ANY_FORCED = 1 << 16  # ``max_forced_tokens`` of drafters that extend forced text of any length
 # What ``propose_one`` returns, the fields of ``LookupDraft``; the last two may be left out.
-Proposal = (
-    tuple[Sequence[int], Sequence[int]]
-    | tuple[Sequence[int], Sequence[int], int]
-    | tuple[Sequence[int], Sequence[int], int, int]
-)
+Proposal = tuple[Any, ...]
 
 
 @dataclass
@@ -237,13 +232,6 @@ def with_forced_prefix(
     return [*forced, *tokens], [*chain, *(parent + depth for parent in parents)], match, depth
 
 
-@renamed(
-    guess="propose_one",
-    take_in="begin_step",
-    begin="new_state",
-    offers="drafts_before_choice",
-    takes_forced="max_forced_tokens",
-)
 class LookupDrafter:
     """Base of drafters that run no model. A subclass sets ``name`` and implements ``propose_one``.
 

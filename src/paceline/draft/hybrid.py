@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.core.batch import Commit, ModelOutput, Plan, Slice
+from paceline.core.batch import Commit, ModelOutput, Plan
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter, DrafterTraits, can_extend_forced, forced_tokens
 from paceline.draft.origin import prepare
@@ -118,8 +118,9 @@ class _Joined:
 
 class HybridDrafter(_Joined):
     """Lets one member draft for each slice. All members see the steps with a new sequence or a
-    prompt; in others, members without a slice to draft for are skipped. Where a grammar forces
-    text, only members that can extend it are asked."""
+    prompt; in others, members without a slice to draft for are skipped: each gets draft length 0
+    where another one drafts. Where a grammar forces text, only members that can extend it are
+    asked."""
 
     name = "hybrid"
 
@@ -137,22 +138,17 @@ class HybridDrafter(_Joined):
         self._known |= ids
         forced = [forced_tokens(item) for item in plan.slices]
         for name, member in zip(self.names, self.members, strict=True):
-            items = tuple(
-                self._asked(name, item, not len(tree) and can_extend_forced(member, run, item))
-                for item, tree, run in zip(plan.slices, trees, forced, strict=True)
-            )
+            items = []
+            for item, tree, run in zip(plan.slices, trees, forced, strict=True):
+                available = not len(tree) and can_extend_forced(member, run, item)
+                drafts = item.drafter == name or (item.drafter is None and available)
+                asked = item if drafts or not item.draft_length else replace(item, draft_length=0)
+                items.append(asked)
             if seen_by_all or any(item.draft_length for item in items):
-                for number, tree in enumerate(member.propose(Plan(items))):
+                for number, tree in enumerate(member.propose(Plan(tuple(items)))):
                     if len(tree):
                         trees[number] = tree
         return trees
-
-    @staticmethod
-    def _asked(name: Hashable, item: Slice, available: bool) -> Slice:
-        """The slice for the member ``name``, with draft length 0 unless the member is to draft:
-        because it was chosen, or because none was and it is ``available``."""
-        drafts = item.drafter == name or (item.drafter is None and available)
-        return item if drafts or not item.draft_length else replace(item, draft_length=0)
 
     def forget(self, seq_id: int) -> None:
         super().forget(seq_id)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 import torch
 
 from paceline.core.costs import TargetCosts
-from paceline.core.keywords import announce, our_name, renamed
+from paceline.core.keywords import announce, our_name
 from paceline.core.params import is_finite, is_whole
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.trees.levels import GrowthSettings
@@ -162,12 +162,6 @@ def option(default: Any = MISSING, **metadata: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-@renamed(
-    looks_up="is_lookup",
-    remembers="learns_across_requests",
-    tried="tune_tries",
-    holds="argument_kind",
-)
 @dataclass(frozen=True)
 class DraftSpec(ABC):
     """The record of a drafter kind: made in Python, or read from the spec
