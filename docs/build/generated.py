@@ -107,7 +107,8 @@ def drafters() -> str:
     parts = []
     for record in RECORDS:
         doc = " ".join((record.__doc__ or "").split())
-        page = record.page if "://" in record.page else f"../drafters/{record.page}"
+        page = record.page or f"{record.kind}.md"
+        page = page if "://" in page else f"../drafters/{page}"
         text = f"## {record.kind}\n\n`{record.__name__}`. {doc} [More]({page}).\n"
         rows = list(_options(record))
         parts.append(f"{text}\n{table(('Option', 'Default', 'Type'), rows)}" if rows else text)

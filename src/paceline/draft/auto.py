@@ -267,19 +267,14 @@ def _trained_head(folder: Path, model: str) -> Trained | None:
         config = read_options(folder / "config.json")
     except (ModelLoadError, OSError):
         return None
-    kind = _head_kind(config)
-    named = kind is not None and any(_is_same(model, base) for base in _bases(folder, config))
-    return kind(str(folder)) if kind is not None and named else None
-
-
-def _head_kind(config: dict[str, Any]) -> type[Eagle] | type[Medusa] | None:
+    kinds: list[type[Eagle] | type[Medusa]]
     if SPECULATORS in config:
-        return Eagle3 if config[SPECULATORS] == "eagle3" else None
-    description = f"{config.get('architectures')} {config.get('model_type')}".lower()
-    for kind in (Eagle3, Eagle2, Medusa):
-        if kind.weights in description:
-            return kind
-    return None
+        kinds = [Eagle3] if config[SPECULATORS] == "eagle3" else []
+    else:
+        description = f"{config.get('architectures')} {config.get('model_type')}".lower()
+        kinds = [kind for kind in (Eagle3, Eagle2, Medusa) if kind.weights in description]
+    made_for_model = kinds and any(_is_same(model, base) for base in _bases(folder, config))
+    return kinds[0](str(folder)) if made_for_model else None
 
 
 def _bases(folder: Path, config: dict[str, Any]) -> list[str]:

@@ -64,7 +64,6 @@ class Datastore(DraftSpec):
     ``min_prob``: least estimated probability of a drafted token, given the text."""
 
     kind = "datastore"
-    page = "datastore.md"
     default_draft_length = 8
     is_lookup = True
     weights = "datastore"

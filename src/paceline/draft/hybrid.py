@@ -28,7 +28,6 @@ class Hybrid(DraftSpec):
     Of members that are equally good the first one drafts."""
 
     kind = "hybrid"
-    page = "hybrid.md"
     default_draft_length = 8
     examples = (
         "hybrid:ngram:max=3+model:{draft}",

@@ -70,7 +70,6 @@ class Lookahead(DraftSpec):
     from the pool are verified in a step."""
 
     kind = "lookahead"
-    page = "lookahead.md"
     tune_tries = "real"
     examples = ("lookahead", "lookahead:window=4,ngram=5,candidates=2")
 

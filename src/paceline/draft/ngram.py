@@ -23,7 +23,6 @@ class NGram(DraftSpec):
     differ and add at most two nodes each. ``source``: where a continuation may begin."""
 
     kind = "ngram"
-    page = "ngram.md"
     default_draft_length = 8
     is_lookup = True
     tune_tries = "always"

@@ -72,7 +72,6 @@ class Recycling(DraftSpec):
     requests with the same adapter share a matrix; otherwise each starts with an empty one."""
 
     kind = "recycling"
-    page = "recycling.md"
     learns_across_requests = True
     tune_tries = "always"
     examples = ("recycling", "recycling:k=4,nodes=20,share=off")

@@ -71,7 +71,6 @@ class EarlyExit(OwnLayers):
     """The target's first ``layers`` layers (by default a third), its final norm and its head."""
 
     kind = "early_exit"
-    page = "early_exit.md"
     examples = ("early_exit:branching=3x2,layers=1",)
 
     layers: int | None = None
@@ -90,7 +89,6 @@ class LayerSkip(OwnLayers):
     """The target without the layers ``skip``, else without the share ``ratio``, evenly spread."""
 
     kind = "layer_skip"
-    page = "layer_skip.md"
     tune_tries = "real"
     examples = ("layer_skip:skip=0", "layer_skip:nodes=9,ratio=0.3")
 
@@ -244,7 +242,6 @@ class QuantizedDraft(TreeSpec):
     """The target's weights rounded to ``quantize`` "int4" or "int8" when it is loaded."""
 
     kind = "quantized"
-    page = "quantized.md"
     tune_tries = "real"
     max_useful_length = 16
     acceptance = (0.88, 0.9)  # of a model in 16 bits; 0.98 if it was trained or released in 4 bits

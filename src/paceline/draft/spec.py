@@ -31,7 +31,7 @@ from paceline.model.target import CausalModel
 from paceline.model.tokenizer import Tokenizer
 
 # A static tree can be cut at any level: a deep one serves for all lengths.
-_BRANCHING, _NODES, _GPU_NODES = (2, 2, 1, 1, 1), 16, 32
+_BRANCHING, NODES = (2, 2, 1, 1, 1), 16
 _LEAST = 0.02  # default chance of acceptance from which verifying a node pays
 _Spec = TypeVar("_Spec", bound="DraftSpec")
 
@@ -60,10 +60,6 @@ class DraftContext:
     generator: torch.Generator
     costs: Callable[[], TargetCosts] | None = None
 
-    def tree_nodes(self) -> int:
-        """Default for the ``nodes`` of dynamic trees."""
-        return _GPU_NODES if self.cache.device.type == "cuda" else _NODES
-
     def min_acceptance(self) -> float:
         """The chance of acceptance from which verifying one more node pays."""
         return _LEAST if self.costs is None else break_even_chance(self.costs().curves[0])
@@ -79,13 +75,6 @@ class DraftContext:
         pool, device = self.cache, device or self.cache.device
         size = pool.num_blocks, pool.block_size
         return PagedCache(shapes, *size, dtype, device, pool.shares, rope_switch)
-
-    def generator_on(self, device: torch.device) -> torch.Generator:
-        """``generator``, or one on another device that is seeded from it."""
-        if device == self.generator.device:
-            return self.generator
-        seed = torch.randint(2**62, (), generator=self.generator, device=self.generator.device)
-        return torch.Generator(device).manual_seed(int(seed))
 
 
 @dataclass(frozen=True)
@@ -166,10 +155,10 @@ def option(default: Any = MISSING, **metadata: Any) -> Any:
 class DraftSpec(ABC):
     """The record of a drafter kind: made in Python, or read from the spec
     ``KIND[:ARGUMENT][,KEY=VALUE...]``, which ``str`` returns. Invalid options raise ConfigError.
-    Subclasses are frozen dataclasses with ``kind``, ``page``, ``examples`` and ``prepare``."""
+    Subclasses are frozen dataclasses with ``kind``, ``examples`` and ``prepare``."""
 
     kind: ClassVar[str]
-    page: ClassVar[str]  # its documentation: a file of docs/drafters, or an address
+    page: ClassVar[str] = ""  # its documentation: an address, or a file of docs/drafters (KIND.md)
     default_draft_length: ClassVar[int] = 4  # levels
     max_useful_length: ClassVar[int] = 0  # levels worth trying, if more than for other kinds
     # Prior acceptance rate by level, if all before are accepted; the last: of all deeper levels.
@@ -327,7 +316,8 @@ class TreeSpec(DraftSpec):
             raise self.refuse("give either branching or nodes, not both")
 
     def policy(self, nodes: int = 0) -> Policy:
-        """The trees that the options ask for. ``nodes``: the default if they do not say."""
+        """The trees that the options ask for. ``nodes``: the default if they do not say; then all
+        sequences of a step share them."""
         if self.branching:
             return Policy(Shape.branching(self.branching))
         if self.nodes is None:
@@ -338,7 +328,10 @@ class TreeSpec(DraftSpec):
         self, context: DraftContext, cache: PagedCache, min_level_prob: float = 0.0, nodes: int = 0
     ) -> GrowthSettings:
         """``min_level_prob`` as in ``GrowthSettings``, ``nodes`` as in ``policy``."""
-        generator, policy = context.generator_on(cache.device), self.policy(nodes)
+        generator, policy = context.generator, self.policy(nodes)
+        if cache.device != generator.device:
+            seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+            generator = torch.Generator(cache.device).manual_seed(int(seed))
         node = context.min_acceptance() if policy.nodes else 0.0
         return GrowthSettings(self.kind, cache, policy, generator, min_level_prob, node)
 
@@ -356,7 +349,7 @@ class TreeSpec(DraftSpec):
         return {
             "chain": replace(self, nodes=0),
             "2x2 tree": replace(self, branching=_BRANCHING),
-            f"{_NODES} nodes": replace(self, nodes=_NODES),
+            f"{NODES} nodes": replace(self, nodes=NODES),
         }
 
 

@@ -38,7 +38,6 @@ class Suffix(DraftSpec):
     the global tree of outputs; ``shared`` False (in specs ``global=off``) or 0 switches it off."""
 
     kind = "suffix"
-    page = "suffix.md"
     default_draft_length = 8
     learns_across_requests = True
     is_lookup = True

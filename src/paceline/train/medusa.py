@@ -54,8 +54,9 @@ class MedusaTrainer(HeadTrainer):
     def new_head(self) -> MedusaHeads:
         heads = MedusaHeads(self.head_shape)
         with torch.no_grad():  # the vocabulary layers start as copies of the target's lm_head
-            for layer in heads.vocabulary_layers():
-                layer.weight.copy_(self.lm_head.weight)
+            for name, weight in heads.named_parameters():
+                if name.endswith(self.adamw_names):
+                    weight.copy_(self.lm_head.weight)
         return heads
 
     @property

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 
 from paceline.core.batch import Span
-from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import is_chain
 from paceline.draft.base import Drafter
@@ -176,14 +175,11 @@ class BlockDrafter(OnePassDrafter, FeatureDrafter):
             confidence = self.head.confidence(block.outputs[: len(tokens)], before)
             on_device.append(F.logsigmoid(confidence.float()).cumsum(0))
         scores = iter(torch.cat(on_device).tolist())  # a second wait for the device
-        return [
-            _cut(grown, tuple(islice(scores, len(grown.tree))), self._min_score(tree.item.seq))
-            for tree, grown in zip(trees, all_grown, strict=True)
-        ]
-
-    def _min_score(self, seq: SequenceView) -> float:
-        """The logarithm of the confidence from which a sequence's path has the least chance."""
-        return log(self.min_level_prob) / self._calibrations.of(seq.params).power
+        cut = []
+        for tree, grown in zip(trees, all_grown, strict=True):
+            least = log(self.min_level_prob) / self._calibrations.of(tree.item.seq.params).power
+            cut.append(_cut(grown, tuple(islice(scores, len(grown.tree))), least))
+        return cut
 
 
 @lru_cache(maxsize=16)

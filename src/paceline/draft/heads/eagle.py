@@ -28,6 +28,7 @@ from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
 from paceline.draft.heads.features import FeatureDrafter, FeatureRow, HeadSpec, feature_drafter
 from paceline.draft.spec import (
+    NODES,
     DraftContext,
     DraftInfo,
     LoadContext,
@@ -45,6 +46,7 @@ from paceline.model.quantised.convert import Scheme, quantise_module
 # A tree ends with a level that is accepted with less than this chance. SmolLM2 in bf16 with its
 # EAGLE-3 head, greedy: 1.80x at 0.1, 1.83x at 0.25; sampled: 1.32x at 0.15, 1.37x at 0.25.
 MIN_LEVEL_PROB = 0.25
+_GPU_NODES = 32  # of dynamic trees, by default
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Eagle(HeadSpec):
         step = target.backend.eagle(head, target)
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:
-            nodes = context.tree_nodes() if self.dynamic else 0
+            nodes = _GPU_NODES if cache.device.type == "cuda" else NODES
+            nodes = nodes if self.dynamic else 0
             given = step, self.growth_settings(context, cache, MIN_LEVEL_PROB, nodes)
             mask = head.config.mask_token
             return EagleDrafter(*given) if mask is None else ParallelEagleDrafter(mask, *given)

@@ -71,7 +71,6 @@ class Medusa(DraftSpec):
     nodes, given the heads' measured accuracy) or "chain"."""
 
     kind = "medusa"
-    page = "medusa.md"
     argument_kind = "head"
     weights = "medusa"
     weight_files = FILES
@@ -146,7 +145,8 @@ class MedusaDrafter:
         ready = [item for item in plan.slices if self._drafts(item)]
         if not ready:
             return [self._empty] * len(plan.slices)
-        features = self._features(ready)
+        states = [self._seen[item.seq.seq_id] for item in ready]
+        (features,) = join_features([state[0] for state in states if state is not None])
         levels = max(self._shape(item.draft_length).depth for item in ready)
         logits = self.heads(features, levels)
         trees: dict[int, TokenTree] = {}
@@ -167,11 +167,6 @@ class MedusaDrafter:
             return False
         seen = self._seen.get(item.seq.seq_id)
         return seen is not None and seen[1] + 2 == len(item.seq.tokens)
-
-    def _features(self, items: Sequence[Slice]) -> torch.Tensor:
-        """The hidden state of each sequence, ``[B, width]``."""
-        seen = (self._seen[item.seq.seq_id] for item in items)
-        return join_features([entry[0] for entry in seen if entry is not None])[0]
 
     def _crossed(self, items: list[Slice], logits: torch.Tensor) -> dict[int, TokenTree]:
         """All sequences' trees by one draw for all levels. ``logits [B, levels, vocab]``."""

@@ -108,13 +108,6 @@ class MedusaHeads(nn.ModuleList):
         ids = torch.arange(config.head_rows, device="cpu") if config.reduced else None
         self.register_buffer("token_map", ids)
 
-    def vocabulary_layers(self) -> list[nn.Linear]:
-        """The heads' vocabulary layers; [] where they share the target's."""
-        if self.config.shared_head:
-            return []
-        heads = [self.get_submodule(f"{head}.{self.config.layers}") for head in range(len(self))]
-        return [module for module in heads if isinstance(module, nn.Linear)]
-
     def forward(self, features: torch.Tensor, lm_head: Head | None = None) -> torch.Tensor:
         """Logits ``[heads, T, vocab]`` from final hidden states ``[T, width]``, minus infinity
         outside a reduced vocabulary. ``lm_head``: the target's, if shared."""

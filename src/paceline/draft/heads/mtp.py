@@ -75,7 +75,6 @@ class Mtp(TreeSpec):
     """The target's own MTP layer; chains. ``path``: another checkpoint that holds it."""
 
     kind = "mtp"
-    page = "mtp.md"
     default_draft_length = 2
     acceptance: ClassVar[tuple[float, ...]] = (0.8, 0.6)
     weights = "mtp"
