@@ -12,13 +12,12 @@ exact match"). It works for any two tokenizers that decode what they encode.
 from __future__ import annotations
 
 import codecs
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -36,16 +35,6 @@ SAMPLE = Path(__file__).parents[1] / "assets" / "vocabulary_sample.txt"
 _BORDER = re.compile(r"(?<=\w) (?=\w)")
 _LEAD = 32  # characters of context encoded with a text, so that its first token has the right space
 _TAIL = 256  # longest text without a border that is encoded again whenever it grows
-
-
-class ModelVocabulary(Protocol):
-    """A loaded model or its description. ``vocab_size``: width of its logits."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
 
 
 class SharedVocabulary:
@@ -182,14 +171,15 @@ class Match:
 
 
 def match_vocabularies(
-    target: ModelVocabulary,
-    draft: ModelVocabulary,
+    target: Any,
+    draft: Any,
     tokenizer: Tokenizer,
     draft_tokenizer: Tokenizer,
     method: str = "auto",
 ) -> Match | None:
     """How to translate between two vocabularies; None if the ids agree and ``method`` is "auto".
-    Raises VocabularyMismatchError if no method, or not this one, is lossless and useful."""
+    ``target``, ``draft``: models or their descriptions, with ``name`` and ``vocab_size``. Raises
+    VocabularyMismatchError if no method, or not this one, is lossless and useful."""
     differing = differences(tokenizer, draft_tokenizer)
     if not differing and method == "auto":
         if draft.vocab_size < (count := len(tokenizer.get_vocab())):
@@ -218,13 +208,6 @@ def match_vocabularies(
             f"draft {draft.name} and target {target.name} differ in {differing or 'nothing'}; "
             f"{', and '.join(reasons)}; use a draft of the same family"
         )
-    logging.getLogger("paceline.draft.vocabulary").info(
-        "draft %s and target %s differ in %s; shared tokens cover %.0f %% of text",
-        draft.name,
-        target.name,
-        differing,
-        100 * share,
-    )
     return Match("intersection" if tokenwise else "string", ours, theirs, pairs, share)
 
 

@@ -153,7 +153,7 @@ def spoil(folder: str, **changes: torch.Tensor | None) -> None:
         ({"eh_proj": torch.zeros(3, 3)}, r"does not fit the target: eh_proj \[3, 3\]"),
         ({"q_proj": None}, "q_proj.weight is missing"),
         ({"q_proj": torch.zeros(2, 2)}, "q_proj.weight has another shape"),
-        ({"shared_head.norm": None}, "its last norm is missing"),
+        ({"shared_head.norm": None}, "model.norm.weight is missing"),
         ({"eh_proj": torch.zeros(64, 128).to(torch.float8_e4m3fn)}, "is quantised"),
     ],
 )

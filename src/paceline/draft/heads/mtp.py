@@ -256,14 +256,16 @@ def _one_layer(name: str, target: CausalModel, tensors: dict[str, torch.Tensor])
             )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise _misfit(name, first_line(error)) from None
-    absent = sorted(key for key in info["missing_keys"] if key.startswith("model.layers"))
-    for what, keys in (("is missing", absent), ("is unknown", sorted(info["unexpected_keys"]))):
+    problems = {
+        "is missing": [
+            k for k in info["missing_keys"] if k.startswith(("model.layers", "model.norm"))
+        ],
+        "is unknown": info["unexpected_keys"],
+        "has another shape": [key for key, *_ in info["mismatched_keys"]],
+    }
+    for what, keys in problems.items():
         if keys:
-            raise _misfit(name, f"{keys[0]} {what}")
-    if info["mismatched_keys"]:
-        raise _misfit(name, f"{sorted(info['mismatched_keys'])[0][0]} has another shape")
-    if "model.norm.weight" in info["missing_keys"]:
-        raise _misfit(name, "its last norm is missing")
+            raise _misfit(name, f"{min(keys)} {what}")
     return CausalModel(module.to(target.device), name)
 
 
