@@ -1,4 +1,5 @@
 // The C interface (paceline_native.h): choosing the instruction set, packing weights, and the calls that compute.
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -132,8 +133,12 @@ float decode_scale(int64_t kind, uint32_t bits) {
   return x;
 }
 
-// The codes of -12 to 12.
-constexpr uint8_t E2M1_CODES[2 * E2M1_BIAS + 1] = {15, 0, 0, 0, 14, 0, 13, 0, 12, 11, 10, 9, 0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7};
+// The code of value + E2M1_BIAS; 0, not 8, for the value 0.
+constexpr auto E2M1_CODES = [] {
+  std::array<uint8_t, 2 * E2M1_BIAS + 1> codes{};
+  for (uint8_t code = 16; code-- > 0;) codes[static_cast<size_t>(E2M1[code] + E2M1_BIAS)] = code;
+  return codes;
+}();
 
 // Packs row `row` of a quantised matrix as output `output`, or unpacks it. quantised.h draws the layout.
 void copy_quantised_row(bool unpack, const pl_weight& w, int64_t part, int64_t output, int8_t* codes, float* scales,
@@ -155,7 +160,7 @@ void copy_quantised_row(bool unpack, const pl_weight& w, int64_t part, int64_t o
     if (w.offset_kind) copy_scale(offsets[g], header + group_header_bytes(w) / 2);
   }
   at += lane / 16 * 64 + lane % 16 * 4;
-  auto stored = [&](int8_t code) { return static_cast<int>(w.e2m1 ? E2M1_CODES[code + E2M1_BIAS] : code + bias); };
+  auto stored = [&](int8_t code) { return static_cast<int>(w.e2m1 ? E2M1_CODES[static_cast<size_t>(code + E2M1_BIAS)] : code + bias); };
   auto number = [&](int code) { return static_cast<int8_t>(w.e2m1 ? E2M1[code] : code - bias); };
   const int64_t step = w.bits == 8 ? 16 : GROUP;  // inputs of 16 bytes
   int8_t* next = codes + row * w.inputs;

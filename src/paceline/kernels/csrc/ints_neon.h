@@ -22,7 +22,7 @@ static inline int8x16_t broadcast4(const int8_t* four) {
 template <int BITS, bool FLOATS>
 static inline uint8x16_t unpack(const uint8_t* p, int upper) {
   uint8x16_t bytes = vld1q_u8(p), codes = BITS == 8 ? bytes : upper ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
-  return FLOATS ? vqtbl1q_u8(vld1q_u8(E2M1_UNSIGNED), codes) : codes;
+  return FLOATS ? vqtbl1q_u8(vld1q_u8(E2M1_UNSIGNED.data()), codes) : codes;
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
