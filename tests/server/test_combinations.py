@@ -75,7 +75,6 @@ BY_PATH: dict[str, dict[str, tuple[Any, ...]]] = {
         "echo": (True,),
         "logprobs": (0, 1, 4),
         "max_tokens": (0, 1, 4, 40),
-        "best_of": (3,),
         "suffix": ("the end",),
     },
     CHATS: {
@@ -185,7 +184,7 @@ def test_many_fields_at_once(drafting: Running) -> None:
         chooser = random.Random(f"{SEED}/{number}/ways")
         alone = ask(drafting.url, path, body | {"speculation": {"drafter": "none"}})
         drafts = {"drafter": "auto"} | chooser.choice(({}, {"draft_length": 5}, {"stats": True}))
-        streams = chooser.random() < 0.6 and "best_of" not in body
+        streams = chooser.random() < 0.6
         reply = ask(drafting.url, path, body | {"speculation": drafts, "stream": streams})
         statuses[path, alone.status] += 1
         if max(reply.status, alone.status) >= 500:

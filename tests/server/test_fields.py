@@ -144,7 +144,6 @@ CALL = {
         {"id": "msg_1", "parsed": {"a": 1}, "provider_specific_fields": {"x": 1}},
         {"reasoning_content": "I think.", "prefix": False, "whatever a server says": [1]},
         {"content": None, "tool_calls": [CALL]},
-        {"content": None, "function_call": {"name": "add", "arguments": "{}"}},
         {"content": [{"type": "text", "text": "Hi", "annotations": [], "logprobs": None}]},
         {"content": [{"type": "refusal", "refusal": "No."}]},
         {"content": None, "refusal": "No."},
@@ -217,7 +216,8 @@ def test_a_user_s_images_are_not_passed_over(server: Running) -> None:
         ),
         ({"stop_token_ids": [10**30]}, "stop_token_ids.0: Input should be less than"),
         ({"stream_options": {}}, "stream_options goes with stream=true only"),
-        ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions is the older name of tools"),
+        ({"functions": [{"name": "f"}]}, "functions: not supported; offer them as tools"),
+        ({"best_of": 2}, "best_of: not supported; sample n answers with logprobs"),
     ],
 )
 def test_errors_name_their_field_in_one_sentence(
@@ -254,55 +254,6 @@ def test_odd_values_that_have_a_meaning(server: Running) -> None:
     refused = complete(server, prompt=[["a"]])
     assert refused.status == 400 and refused.error["param"] == "prompt"
     assert refused.error["message"].count(":") == 1
-
-
-def test_best_of(server: Running) -> None:
-    answer = complete(
-        server, best_of=4, n=2, temperature=1.5, seed=3, max_tokens=8, logprobs=0
-    ).json
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-    all_four = complete(server, n=4, temperature=1.5, seed=3, max_tokens=8, logprobs=0).json
-    means = {
-        choice["text"]: sum(values) / len(values)
-        for choice in all_four["choices"]
-        for values in [choice["logprobs"]["token_logprobs"]]
-    }
-    best = sorted(means, key=lambda text: -means[text])[:2]
-    assert [choice["text"] for choice in answer["choices"]] == best
-    assert answer["usage"]["completion_tokens"] == all_four["usage"]["completion_tokens"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_functions_of_before_there_were_tools(server: Running, stream: bool) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
-    schema["additionalProperties"] = False
-    fields = {
-        "functions": [{"name": "add", "parameters": schema}],
-        "function_call": {"name": "add"},
-        "max_tokens": 40,
-    }
-    answer = chat(server, **fields, stream=stream)
-    assert answer.status == 200
-    if stream:
-        choices = [choice for chunk in answer.chunks for choice in chunk["choices"]]
-        parts = [choice["delta"].get("function_call") or {} for choice in choices]
-        call = {
-            "name": "".join(part.get("name", "") for part in parts),
-            "arguments": "".join(part.get("arguments", "") for part in parts),
-        }
-        reason = choices[-1]["finish_reason"]
-        assert "tool_calls" not in answer.text
-    else:
-        choice = answer.json["choices"][0]
-        call, reason = choice["message"]["function_call"], choice["finish_reason"]
-        assert "tool_calls" not in choice["message"]
-    assert (call, reason) == ({"name": "add", "arguments": '{"a": 1}'}, "function_call")
-    result = [
-        *HELLO,
-        {"role": "assistant", "content": None, "function_call": call},
-        {"role": "function", "name": "add", "content": "2"},
-    ]
-    assert chat(server, result, functions=fields["functions"]).status == 200
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 5, 9])

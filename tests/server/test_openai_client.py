@@ -154,7 +154,7 @@ def test_forced_tool_call(client: openai.OpenAI, choice: object, stream: bool) -
         ({"temperature": 3}, "temperature"),
         ({"extra_body": {"best": 1}}, "unknown or unsupported field 'best'"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"best_of": 2, "n": 3}, "best_of is less than n"),
+        ({"best_of": 2}, "best_of: not supported; sample n answers"),
         ({"logit_bias": {"x": 1}}, "not a token id"),
         ({"logit_bias": {"99999999": 1}}, "not in the vocabulary"),
         ({"extra_body": {"speculation": {"drafter": "magic"}}}, "not loaded"),

@@ -83,8 +83,7 @@ class SubmittedChat:
         if tools and choice not in (None, "auto"):
             return ForcedCallParser(list(self.body.callable_tools))
         if tools:
-            parallel = self.body.parallel_tool_calls is not False and not self.body.functions
-            parser = ToolCallParser(tools, parallel)
+            parser = ToolCallParser(tools, self.body.parallel_tool_calls is not False)
         if self.marks is not None:
             # Where a grammar rules the text, the model does not think first.
             free = self.ticket.params.grammar is None

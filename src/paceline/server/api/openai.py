@@ -7,7 +7,6 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 from fastapi import FastAPI
@@ -174,11 +173,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
         prompts = [await _encode(service, body, prompt) for prompt in body.prompt]
         remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
         limit = remaining if body.max_tokens is None else max(1, body.max_tokens)
-        best_of = body.best_of or body.n
-        logprobs = 0 if body.logprobs is None and best_of > body.n else body.logprobs
-        params = sampling_params(body, service.facts, limit, logprobs)
-        prompt_logprobs = body.logprobs if body.echo else None
-        params = replace(params, n=best_of, prompt_logprobs=prompt_logprobs)
+        params = sampling_params(body, service.facts, limit, body.logprobs)
+        params = replace(params, prompt_logprobs=body.logprobs if body.echo else None)
         ticket = await service.submit(body, prompts, params)
         answer = CompletionAnswer(service, body, ticket, prompts)
         return await respond_with(answer, ticket, http, body.stream)
@@ -202,17 +198,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         ]
 
     def complete(self, events: Sequence[StreamEvent]) -> Chunk:
-        answer = super().complete(list(map(self._without_extra_token, events)))
-        if self._n == self._body.n:
-            return answer
-        # Of a prompt's ``best_of`` choices keep the ``n`` with the highest mean log-probability.
-        logprobs = [[entry.logprob for entry in event.logprobs or ()] for event in events]
-        means = [fmean(values or [0.0]) for values in logprobs]
-        best: list[dict[str, Any]] = []
-        for first in range(0, len(means), self._n):
-            ranked = sorted(range(first, first + self._n), key=lambda index: -means[index])
-            best += [answer["choices"][index] for index in ranked[: self._body.n]]
-        return answer | {"choices": [one | {"index": index} for index, one in enumerate(best)]}
+        return super().complete(list(map(self._without_extra_token, events)))
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
         event = self._without_extra_token(event)
@@ -298,24 +284,13 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
 
     def _choice(self, index: int, event: StreamEvent) -> dict[str, Any]:
         deltas, reason = parse_event(self._parsers[index], event)
-        message, reason = self._as_function_call(message_from_deltas(deltas), reason)
         return {
             "index": index,
-            "message": {"role": "assistant", "refusal": None, **message},
+            "message": {"role": "assistant", "refusal": None, **message_from_deltas(deltas)},
             "logprobs": self._logprobs(event),
             "finish_reason": reason,
             **self._token_fields(index, event),
         }
-
-    def _as_function_call(self, delta: Delta, reason: str | None) -> tuple[Delta, str | None]:
-        """Rename ``tool_calls`` if the request has the older field ``functions``."""
-        if self._body.functions and delta.get("tool_calls"):
-            delta = {name: value for name, value in delta.items() if name != "tool_calls"} | {
-                "function_call": delta["tool_calls"][0]["function"]
-            }
-        if self._body.functions and reason == "tool_calls":
-            reason = "function_call"
-        return delta, reason
 
     def _logprobs(self, event: StreamEvent) -> dict[str, Any] | None:
         if not self._body.logprobs or event.logprobs is None:
@@ -328,16 +303,16 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
         logprobs, token_fields = self._logprobs(event), self._token_fields(index, event)
         if not deltas and (token_fields or (logprobs and logprobs["content"])):
             deltas = [{}]
-        choices = [self._delta_choice(index, delta) for delta in deltas]
+        choices = [_delta_choice(index, delta) for delta in deltas]
         if choices:
             choices[-1] |= {"logprobs": logprobs, **token_fields}
         if reason is not None:
-            choices.append(self._delta_choice(index, {}, reason))
+            choices.append(_delta_choice(index, {}, reason))
         if choices and index not in self._started:
             self._started.add(index)
-            choices.insert(0, self._delta_choice(index, {"role": "assistant", "content": ""}))
+            choices.insert(0, _delta_choice(index, {"role": "assistant", "content": ""}))
         return [self._chunk(choice) for choice in choices]
 
-    def _delta_choice(self, index: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
-        delta, reason = self._as_function_call(delta, reason)
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+def _delta_choice(index: int, delta: Delta, reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}

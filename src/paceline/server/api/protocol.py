@@ -148,19 +148,11 @@ class CompletionRequest(Generation):
     max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
-    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     suffix: str | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _check_combinations(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(
-                "best_of is less than n; the n best of best_of answers are returned, so give n or "
-                "more"
-            )
-        if self.best_of not in (None, self.n) and self.stream:
-            raise ValueError("best_of is incompatible with stream=true; leave one of them out")
         if self.suffix and self.echo:
             raise ValueError("suffix and echo contradict each other; give one")
         return self
@@ -188,11 +180,10 @@ class ToolCall(Body):
 
 class ChatMessage(Body):
     """A message of a conversation. Unknown fields of an assistant's message are ignored.
-    ``prefix``: the answer continues this message. The older role "function" and the older field
-    ``function_call`` are converted to "tool" and ``tool_calls``."""
+    ``prefix``: the answer continues this message."""
 
     _dropped: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -203,16 +194,14 @@ class ChatMessage(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _convert_older_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("role") == "function":
-            return {**data, "role": "tool"}
+    def _keep_known_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict) or data.get("role") != "assistant":
             return data
         if data.get("audio") is not None and not data.get("content"):
             raise ValueError("audio is not supported; send its transcript as content")
+        if data.get("function_call") is not None and not data.get("tool_calls"):
+            raise ValueError("function_call is not supported; send tool_calls")
         kept = {name: value for name, value in data.items() if name in cls.model_fields}
-        if data.get("function_call") is not None and not kept.get("tool_calls"):
-            kept["tool_calls"] = [{"function": data["function_call"]}]
         if kept.get("reasoning_content") is None and isinstance(data.get("reasoning"), str):
             kept["reasoning_content"] = data["reasoning"]
         return kept
@@ -265,8 +254,6 @@ class ChatRequest(Generation):
     tools: list[Tool] | None = Field(default=None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[FunctionDefinition] | None = Field(default=None, max_length=128)
-    function_call: Literal["none", "auto"] | NamedFunction | None = None
     prediction: PredictedOutput | None = None
     separate_reasoning: bool = True  # False: thoughts stay in the text
     include_reasoning: bool = True  # False: separated thoughts are left out
@@ -285,14 +272,6 @@ class ChatRequest(Generation):
             self.max_tokens != self.max_completion_tokens
         ):
             raise ValueError("max_tokens and max_completion_tokens differ; give one")
-        if self.functions and self.tools:
-            raise ValueError("functions is the older name of tools; give only tools")
-        # ``functions`` and ``function_call`` are older forms of ``tools`` and ``tool_choice``.
-        self.tools = self.tools or [Tool(type="function", function=f) for f in self.functions or ()]
-        if isinstance(self.function_call, NamedFunction):
-            self.tool_choice = NamedTool(type="function", function=self.function_call)
-        else:
-            self.tool_choice = self.tool_choice or self.function_call
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool) and not self.callable_tools:
