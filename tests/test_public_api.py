@@ -77,7 +77,7 @@ def test_completion_and_its_stats() -> None:
     assert [item.name for item in fields(paceline.Completion)] == str.split(
         """
         prompt text token_ids logprobs finish_reason index draft_mask stats error
-        prompt_logprobs receipt
+        prompt_logprobs receipt stop_string
         """
     )
     assert [item.name for item in fields(CompletionStats)] == str.split(

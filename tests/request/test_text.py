@@ -48,7 +48,7 @@ def test_any_tokens_stream_what_a_decode_gives(kind: str, data: st.DataObject) -
     out = TextStream(KINDS[kind], hidden=None if skip else frozenset())
     pieces = run(out, tokens, data.draw(st.integers(1, 3)))
     assert "".join(pieces) == out.text == decode(kind, tokens, skip)
-    assert not out.stopped
+    assert out.stop is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,7 +74,7 @@ def test_text_ends_before_the_first_stop_string(kind: str, data: st.DataObject) 
     out = TextStream(KINDS[kind], stops)
     pieces = run(out, tokens)
     assert "".join(pieces) == out.text
-    if not out.stopped:
+    if out.stop is None:
         assert out.text == whole and not any(stop in whole for stop in stops)
         return
     # A run of bytes can be text that stops, and become another one if it is read to its end.
@@ -140,14 +140,14 @@ def test_a_stop_string_that_only_the_end_completes() -> None:
     out = TextStream(FROM_THE_START, ("\ufffd",))
     assert [out.push(token) for token in ids_of("x", "<0xE4>")] == [False, False]
     assert out.finish() == out.text == "x"
-    assert out.stopped
+    assert out.stop
 
 
 @pytest.mark.parametrize("stop", ["dog", "og and", "lazy dog, ", "x"])
 def test_nothing_of_a_stop_string_leaks(stop: str) -> None:
     text = "the lazy dog and the dog, the lazy dog, x"
     pieces, out = stream(text, (stop,))
-    assert out.stopped
+    assert out.stop
     assert "".join(pieces) == text[: text.index(stop)]
 
 
@@ -158,7 +158,7 @@ def test_the_first_of_several_stop_strings_counts() -> None:
 
 def test_an_unfinished_stop_string_is_shown_in_the_end() -> None:
     pieces, out = stream("it ends with do", ("dog",))
-    assert not out.stopped
+    assert out.stop is None
     assert "".join(pieces) == "it ends with do"
 
 

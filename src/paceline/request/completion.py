@@ -70,7 +70,7 @@ class Completion:
     ``draft_mask[i]``: whether token i was proposed by a drafter. ``index``: number of the
     completion among the ``n`` of a prompt. ``prompt_logprobs``: if asked for, those of all prompt
     tokens but the first. ``receipt``: if asked for, the record of an answer that ended with "stop"
-    or "length" (request/receipt.py)."""
+    or "length" (request/receipt.py). ``stop_string``: the one that ended the text."""
 
     prompt: str | list[int]
     text: str
@@ -83,6 +83,7 @@ class Completion:
     error: str | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     receipt: dict[str, Any] | None = None
+    stop_string: str | None = None
 
     @property
     def outputs(self) -> list[Completion]:

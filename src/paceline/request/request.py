@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.batch import Commit
@@ -26,8 +27,9 @@ class Request:
     """A sequence and the text and events that come of its commits.
 
     ``number``: index of the prompt in the call; ``index``: of the sample, for ``n`` > 1.
-    ``streams``: whether events are made. ``hidden``: special tokens that are not part of the text,
-    None for all. ``origin``: the part of a receipt that describes the LLM; None: no receipt."""
+    ``streams``: each commit makes an event, otherwise the last one alone. ``hidden``: special
+    tokens that are not part of the text, None for all. ``origin``: the part of a receipt that
+    describes the LLM; None: no receipt."""
 
     seq: SequenceState
     prompt: str | list[int]
@@ -48,10 +50,12 @@ class Request:
         self.events: deque[StreamEvent] = deque()
         self._draft_mask: list[bool] = []
         self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
-        # Text is decoded commit by commit only if it is streamed.
-        self._stream: TextStream | None = self._new_text_stream() if self.streams else None
+        # Text is decoded commit by commit only if it is streamed or may have a stop string, for
+        # which the engine searches the same stream.
+        decodes = self.streams or bool(seq.params.stop)
+        self._stream: TextStream | None = self._new_text_stream() if decodes else None
+        seq.stops = self._stream if seq.params.stop else None
         self._shown: list[str] = []  # the text of each event
-        seq.stops = self._new_text_stream() if seq.params.stop else None
 
     def _new_text_stream(self) -> TextStream:
         """A new text stream that begins after the prompt."""
@@ -84,32 +88,27 @@ class Request:
             else:
                 text = ""
                 if self._stream is not None:
-                    self._stream.consume(commit.tokens)
+                    if self.seq.stops is None:  # the engine has consumed the tokens otherwise
+                        self._stream.consume(commit.tokens)
                     text = self._stream.take()
                 if commit.finish_reason is not None:
                     stream, reason = self._stream or self._decode_all(), commit.finish_reason
                     text += stream.finish(whole=self.whole_characters and reason == "length")
                     # A stop string may be complete only at the very end.
-                    self._build_completion(stream.text, "stop" if stream.stopped else reason)
+                    reason = "stop" if stream.stop else reason
+                    self._build_completion(stream.text, reason, stop=stream.stop)
         except Exception as error:
             reason = Failure.of(error).message
             text = self._end_with_error(f"the text could not be decoded: {reason}")
+        event, done = partial(StreamEvent, self.number, self.index), self.completion
         if self.streams:
             scores = None if self._shown else self.prompt_logprobs or None
             self._shown.append(text)
-            self.events.append(
-                StreamEvent(
-                    self.number,
-                    self.index,
-                    text,
-                    list(commit.tokens),
-                    mask,
-                    self.completion,
-                    logprobs,
-                    scores,
-                    commit.drafter,
-                )
-            )
+            added = text, list(commit.tokens), mask, done, logprobs, scores, commit.drafter
+            self.events.append(event(*added))
+        elif done is not None:
+            whole = done.text, done.token_ids, done.draft_mask, done
+            self.events.append(event(*whole, done.logprobs, done.prompt_logprobs))
 
     def fail(self, message: str) -> None:
         """End the request with an error and the tokens it has, unless it has ended already."""
@@ -132,7 +131,9 @@ class Request:
         self._build_completion(whole, "error", error)
         return whole[len(shown) :]
 
-    def _build_completion(self, text: str, reason: str, error: str | None = None) -> None:
+    def _build_completion(
+        self, text: str, reason: str, error: str | None = None, stop: str | None = None
+    ) -> None:
         seq = self.seq
         asked = seq.params.prompt_logprobs is not None
         self.completion = Completion(
@@ -146,6 +147,7 @@ class Request:
             stats=CompletionStats.of(seq),
             error=error,
             prompt_logprobs=list(self.prompt_logprobs) if asked else None,
+            stop_string=stop,
         )
         if self.origin is not None and reason in ("stop", "length"):
             prompt = seq.tokens[: seq.prompt_length]

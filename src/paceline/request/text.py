@@ -165,7 +165,7 @@ class TextStream:
         self._num_taken = 0  # how many of the pieces ``take`` has returned
         self._held = ""  # certain text that may be the beginning of a stop string
         self._ignored = 0  # characters of it and of the guess that come before min_tokens
-        self.stopped = False
+        self.stop: str | None = None  # the stop string that ended the text
 
     @property
     def text(self) -> str:
@@ -174,7 +174,7 @@ class TextStream:
 
     def push(self, token: int) -> bool:
         """Add one token; returns True once a stop string is complete. ``text`` then ends there."""
-        if self.stopped:
+        if self.stop is not None:
             return True
         self._num_tokens += 1
         if self._hidden is not None and token in self._hidden:
@@ -184,7 +184,7 @@ class TextStream:
             # A stop string within a run of byte-fallback tokens ends the sequence there, although
             # later bytes could still turn the run into U+FFFD.
             self._add(certain, "" if certain else self._detokeniser.guess())
-        return self.stopped
+        return self.stop is not None
 
     def consume(self, tokens: Sequence[int]) -> int | None:
         """Add tokens until a stop string is complete; returns how many, None if none is."""
@@ -196,10 +196,11 @@ class TextStream:
         text = self._held + guess
         if self._num_tokens < self._min_tokens:
             self._ignored = len(text)
-        elif (stop := first_stop(text, self._stops, self._ignored)) is not None:
-            self._held = text[: stop[1] if self._include_stop else stop[0]]
-            self.stopped = True
-        self._release(0 if self.stopped else longest_overlap(self._held, self._stops))
+        elif (found := first_stop(text, self._stops, self._ignored)) is not None:
+            start, end = found
+            self.stop = text[start:end]
+            self._held = text[: end if self._include_stop else start]
+        self._release(0 if self.stop else longest_overlap(self._held, self._stops))
 
     def _release(self, held: int) -> None:
         """Release all held text but the last ``held`` characters."""
@@ -216,8 +217,8 @@ class TextStream:
 
     def finish(self, whole: bool = False) -> str:
         """The rest of the text, once no token will follow. Bytes of an unfinished character become
-        U+FFFD, or are left out if ``whole``. May set ``stopped``."""
-        if not self.stopped:
+        U+FFFD, or are left out if ``whole``. May set ``stop``."""
+        if self.stop is None:
             self._add(self._detokeniser.flush(whole))
         self._release(0)
         return self.take()

@@ -85,7 +85,7 @@ class Ticket:
         if event.completion is not None:
             self.unfinished -= 1
             self.completions.append(event.completion)
-        self.output_tokens += len(event.token_ids or (event.completion or event).token_ids)
+        self.output_tokens += len(event.token_ids)
         self._events.append(event)
         self._changed.set()
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -159,6 +158,7 @@ class EngineLoop:
             ]
             for request in requests:
                 request.whole_characters = True
+                request.prompt = ""  # the HTTP side knows it
                 request.seq.queued = job.arrived
             self.llm.enqueue(requests)
             self.metrics.record_queued(requests)
@@ -237,15 +237,11 @@ class EngineLoop:
             completion = request.completion
             if completion is not None and completion.finish_reason == "error":
                 return completion.error or "the engine failed on this request"
-            new = list(request.events)
+            events += [(job.ticket, event) for event in request.events]
             request.events.clear()
             if completion is not None:
-                if not new:  # the request is not streamed
-                    new = [StreamEvent(request.number, request.index, "", [], [])]
-                new[-1] = replace(new[-1], completion=replace(completion, prompt=""))
                 job.unfinished.remove(request)
                 self.metrics.record_finished(request, completion.finish_reason)
-            events += [(job.ticket, event) for event in new]
         return None
 
     def _finish(self, job: EngineJob, outcome: str, error: Exception | None = None) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -68,21 +67,12 @@ async def respond_with(
     watcher = asyncio.create_task(fail_on_disconnect())
     try:
         while events := await ticket.next():
-            completed += map(_with_completion, events)
+            completed += events
     finally:
         watcher.cancel()
         ticket.cancel()
     completed.sort(key=lambda event: (event.request, event.index))
     return JSONResponse(answer.complete(completed))
-
-
-def _with_completion(event: StreamEvent) -> StreamEvent:
-    """The only event of a request that is not streamed, with the fields of its completion."""
-    completion = event.completion
-    assert completion is not None
-    same_named = ("text", "token_ids", "logprobs", "prompt_logprobs")
-    values = {name: getattr(completion, name) for name in same_named}
-    return replace(event, from_draft=completion.draft_mask, **values)
 
 
 class EventStream(StreamingResponse):

@@ -208,23 +208,9 @@ class MessagesAnswer(blocks.BlocksAnswer):
         }
 
     def _stop_fields(self) -> dict[str, Any]:
-        stop = self._matched_stop() if self._reason == "stop" else None
+        stop = self._completion and self._completion.stop_string
         reason = _REASONS.get(self._reason or "", "end_turn")
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
-
-    def _matched_stop(self) -> str | None:
-        """The stop string that ended the text, which is cut before it; the tokens still have it."""
-        stops, completion = self._chat.body.stop, self._completion
-        if not stops or completion is None:
-            return None
-        # Decode with a token of the prompt in front, since decoders treat the first token of a
-        # text differently.
-        lead = self._chat.prompt[-1:]
-        decode = self._service.tokenizer.decode
-        text = str(decode([*lead, *completion.token_ids]))
-        end = text.find(completion.text, len(str(decode(lead)))) + len(completion.text)
-        cut_off = text[end:]
-        return max((stop for stop in stops if cut_off.startswith(stop)), key=len, default=None)
 
     def _first_events(self) -> Iterator[Chunk]:
         yield {"type": "message_start", "message": self._message()}
