@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
 from paceline.control.controller import Controller
-from paceline.core.batch import Commit
 from paceline.core.keywords import forgiving, renamed
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SEQUENCE_IDS, SequenceState
@@ -281,7 +280,7 @@ class LLM:
         requests = self.prepare_all(prompts, params, False, lora)
         with bars(progress), stage("decoding", len(requests), "answers") as shown:
             try:
-                self.enqueue(requests)
+                self.owner.enqueue(requests)
                 running = requests
                 while running:
                     self.owner.until(partial(any_ended, running))
@@ -289,7 +288,7 @@ class LLM:
                     running = [request for request in running if request.completion is None]
                     shown.advance(before - len(running))
             finally:
-                self.release(requests)
+                self.owner.release(requests)
         return completions_of(requests)
 
     @forgiving("LLM.stream")
@@ -353,8 +352,8 @@ class LLM:
     def prepare(
         self, prompt: Prompt, params: SamplingParams, number: int = 0, streams: bool = True
     ) -> list[Request]:
-        """Make the ``n`` requests of a prompt, checked and ready for ``enqueue``. Does not touch
-        the engine, so it may run concurrently with steps. Raises PromptError or ConfigError, and
+        """Make the ``n`` requests of a prompt, checked and ready for the owner. Does not touch the
+        engine, so it may run concurrently with steps. Raises PromptError or ConfigError, and
         PacelineError after ``close``."""
         _ = self.engine
         params, origin = self.receipts.begin(params)
@@ -373,28 +372,13 @@ class LLM:
             requests.append(Request(seq, prompt, number, index, *rest))
         return requests
 
-    # -- for callers with a loop of their own, such as the server -------------------------------
-
-    def enqueue(self, requests: Sequence[Request]) -> None:
-        """Queue all requests, or none if one is refused. Raises CacheMemoryError."""
-        self.owner.enqueue(requests)
-
-    def step(self) -> list[tuple[Request, Commit]]:
-        """Run one step of the engine and apply its commits to the requests. Raises EngineLostError
-        if the engine cannot go on; all requests have then ended."""
-        return self.owner.step()
-
     def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:
         try:
-            self.enqueue(requests)
+            self.owner.enqueue(requests)
             while any(request.completion is None or request.events for request in requests):
                 self.owner.until(partial(any_events, requests))
                 for request in requests:
                     while request.events:
                         yield request.events.popleft()
         finally:
-            self.release(requests)
-
-    def release(self, requests: Iterable[Request]) -> None:
-        """Forget requests; unfinished ones are cancelled and their cache blocks freed."""
-        self.owner.release(requests)
+            self.owner.release(requests)

@@ -153,7 +153,7 @@ class Events(RuleBasedStateMachine):
         for prompt, asked in (divmod(pick, len(ASKED)) for pick in picks):
             params = params_of(asked, self.llm.drafters[-1])
             requests = self.llm.prepare(PROMPTS[prompt], params)
-            self.llm.enqueue(requests)
+            self.llm.owner.enqueue(requests)
             wanted = alone(self.kind, prompt, asked)
             self.requests += zip(requests, wanted, [[] for _ in wanted], strict=True)
             COUNTS["add"] += 1
@@ -163,7 +163,7 @@ class Events(RuleBasedStateMachine):
         for _ in range(count):
             if not self.llm.engine.has_work:
                 return self.add([count])
-            self.llm.step()
+            self.llm.owner.step()
             COUNTS["step"] += 1
             self.nothing_is_wrong()
 
@@ -174,7 +174,7 @@ class Events(RuleBasedStateMachine):
             return
         request = self.requests[pick % len(self.requests)][0]
         if forgotten:
-            self.llm.release([request])
+            self.llm.owner.release([request])
             self.requests = [item for item in self.requests if item[0] is not request]
         else:
             self.llm.owner.abort([request])
@@ -186,7 +186,7 @@ class Events(RuleBasedStateMachine):
         if len(self.llm.engine.scheduler.running) > 1:
             planted = OutOfBlocksError("planted")
             with self.fault(self.llm.engine.cache, "reserve", planted, 1, 1):
-                self.llm.step()
+                self.llm.owner.step()
             COUNTS["preempt"] += 1
 
     @rule(
@@ -213,7 +213,7 @@ class Events(RuleBasedStateMachine):
         with self.fault(owner, name, kind("planted"), first, times):
             for _ in range(steps):
                 with suppress(EngineLostError, KeyboardInterrupt):
-                    self.llm.step()
+                    self.llm.owner.step()
         COUNTS[f"fail {seam}"] += 1
 
     @rule(pick=st.integers(0, 9))
@@ -229,7 +229,7 @@ class Events(RuleBasedStateMachine):
             return any(span.seq_id == poisoned for span in batch.spans)
 
         with self.fault(self.llm.engine, "target", RuntimeError("planted"), when=when):
-            self.llm.step()
+            self.llm.owner.step()
         COUNTS["poison"] += 1
 
     @contextmanager
@@ -271,7 +271,7 @@ class Events(RuleBasedStateMachine):
         """All is dropped; a prompt's blocks may stay in the cache."""
         if chance < 9:
             return self.step(chance)
-        self.llm.release([request for request, *_ in self.requests])
+        self.llm.owner.release([request for request, *_ in self.requests])
         self.requests = []
         assert not self.llm.engine.has_work
         COUNTS["drop"] += 1
@@ -349,7 +349,7 @@ class Events(RuleBasedStateMachine):
         for _ in range(50_000):
             if not engine.has_work:
                 break
-            self.llm.step()
+            self.llm.owner.step()
             COUNTS["last step"] += 1
         self.nothing_is_wrong()
         assert not self.requests
@@ -359,7 +359,7 @@ class Events(RuleBasedStateMachine):
         ids = {request.seq.seq_id for request in self.ended}
         left = list(kept(keepers, ids, "engine", {id(engine.cache)}))
         assert not left or self.forgot, left
-        self.llm.release(self.ended)
+        self.llm.owner.release(self.ended)
         self.ended = []
         assert not self.llm.owner.requests
         if EVENTS >= 10**5 and COUNTS["start"] % 100 == 0:

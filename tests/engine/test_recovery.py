@@ -71,7 +71,7 @@ def prepared(llm: LLM) -> list[Request]:
 def run(llm: LLM) -> tuple[list[Request], list[list[StreamEvent]]]:
     """All requests together, as streams; step by step."""
     requests = prepared(llm)
-    llm.enqueue(requests)
+    llm.owner.enqueue(requests)
     return requests, finish(llm, requests)
 
 
@@ -79,8 +79,8 @@ def finish(llm: LLM, requests: list[Request]) -> list[list[StreamEvent]]:
     for _ in range(400):
         if all(request.completion is not None for request in requests):
             break
-        llm.step()
-    llm.release(requests)
+        llm.owner.step()
+    llm.owner.release(requests)
     return [list(request.events) for request in requests]
 
 
@@ -143,7 +143,7 @@ def test_what_fails_for_one_request_ends_that_one(
     Fault(*STAGES[stage](llm), takes_part, RuntimeError("planted"))
     requests = prepared(llm)
     victim.append(requests[1])
-    llm.enqueue(requests)
+    llm.owner.enqueue(requests)
     with caplog.at_level(logging.WARNING, "paceline.engine"):
         events = finish(llm, requests)
     check_failed(requests[1], events[1], alone[1])
@@ -189,7 +189,7 @@ def test_a_text_or_grammar_that_fails_takes_nobody_along(
             return seq_id == seq.seq_id and mine[0] == min(at, 3)
 
         Fault(llm.engine.cache, "commit", third, RuntimeError("planted"))
-    llm.enqueue(requests)
+    llm.owner.enqueue(requests)
     events = finish(llm, requests)
     check_failed(requests[1], events[1], alone[1])
     for place in (0, 2):
@@ -228,7 +228,7 @@ def test_a_request_that_fails_with_nobody_beside_it_ends_alone(
         return any(span.seq_id == first for span in batch.spans)
 
     Fault(llm.engine, "target", takes_part, RuntimeError("planted"))
-    llm.enqueue(requests)
+    llm.owner.enqueue(requests)
     finish(llm, requests)
     assert [one.completion.finish_reason for one in requests] == ["error", "length"]  # type: ignore[union-attr]
     assert requests[1].completion.token_ids == right[0].token_ids  # type: ignore[union-attr]
@@ -238,14 +238,14 @@ def test_a_request_that_fails_with_nobody_beside_it_ends_alone(
 def test_when_every_forward_fails_all_requests_end_and_it_is_said(llm: LLM, calls: int) -> None:
     fault = Fault(llm.engine, "target", lambda own, *_: own.calls >= calls, RuntimeError("lost"))
     requests = prepared(llm)
-    llm.enqueue(requests)
+    llm.owner.enqueue(requests)
     with pytest.raises(EngineLostError, match=r"every forward fails .RuntimeError: lost"):
         finish(llm, requests)
     for request in requests:
         assert request.completion is not None and request.completion.finish_reason == "error"
         assert request.events[-1].completion is request.completion
     assert not llm.engine.has_work
-    llm.release(requests)
+    llm.owner.release(requests)
     # A caller who asks again is told again; and if the device comes back, it is served.
     with pytest.raises(EngineLostError):
         llm.generate(PROMPTS[0], PARAMS[0])
@@ -262,7 +262,7 @@ def test_a_cache_that_cannot_hold_one_sequence_ends_that_one(
         return seq is requests[2].seq
 
     Fault(llm.engine.scheduler, "_reserve", third, CacheMemoryError("it cannot hold one"))
-    llm.enqueue(requests)
+    llm.owner.enqueue(requests)
     events = finish(llm, requests)
     assert requests[2].completion is not None
     assert requests[2].completion.error == "it cannot hold one"
@@ -285,7 +285,7 @@ def test_an_interrupt_passes_and_the_next_step_goes_on(
     }
     place = owner[stage] if stage in owner else STAGES[stage](llm)
     fault = Fault(*place, lambda own, *_: own.calls == call, error)
-    llm.enqueue(requests)
+    llm.owner.enqueue(requests)
     with pytest.raises(type(error)):
         finish(llm, requests)
     llm.owner.requests.update({request.seq.seq_id: request for request in requests})
@@ -311,7 +311,7 @@ def test_what_an_interrupted_step_committed_is_in_an_aborted_requests_stream(
         lambda own, *_: own.calls > 2 and llm.engine.ready,
         KeyboardInterrupt(),
     )
-    llm.enqueue(requests)
+    llm.owner.enqueue(requests)
     with pytest.raises(KeyboardInterrupt):
         finish(llm, requests)
     assert fault.raised and llm.engine.ready
@@ -344,7 +344,7 @@ def test_scores_that_are_no_numbers_end_their_own_request(
         return real(logits, checks, greedy)
 
     llm.engine.verifier = spoilt  # type: ignore[assignment]
-    llm.enqueue(requests)
+    llm.owner.enqueue(requests)
     events = finish(llm, requests)
     check_failed(requests[1], events[1], alone[1])
     assert len(events[1][-1].completion.token_ids) >= 5  # type: ignore[union-attr]
@@ -358,7 +358,7 @@ def test_a_text_that_cannot_be_given_out_ends_its_own_request(
     """Behind the engine: when the commit is turned into an event."""
     requests = prepared(llm)
     Fault(requests[1]._stream, "take", lambda own, *_: own.calls == 2, ValueError("planted"))
-    llm.enqueue(requests)
+    llm.owner.enqueue(requests)
     events = finish(llm, requests)
     check_failed(requests[1], events[1], alone[1])
     for place in (0, 2):

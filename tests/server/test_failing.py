@@ -69,7 +69,7 @@ def break_steps(server: Running, monkeypatch: pytest.MonkeyPatch, error: Excepti
         scheduler.plan(lambda seqs: [0] * len(seqs), lambda length: length)
         raise error
 
-    monkeypatch.setattr(server.service.client.engine.llm, "step", fail)
+    monkeypatch.setattr(server.service.client.engine.llm.owner, "step", fail)
 
 
 def test_a_step_that_raises_is_the_end(
@@ -195,13 +195,13 @@ def test_an_engine_that_hangs_does_not_hang_its_clients(
 ) -> None:
     gate = threading.Event()
     llm = small.service.client.engine.llm
-    step = llm.step
+    step = llm.owner.step
 
     def hang() -> Any:
         gate.wait(300)  # longer than ``ask`` waits
         return step()
 
-    monkeypatch.setattr(llm, "step", hang)
+    monkeypatch.setattr(llm.owner, "step", hang)
     try:
         status, body = ask(small, deadline=0.2, stream=stream)
         assert status == (200 if stream else 408)
@@ -218,17 +218,17 @@ def test_a_request_that_fails_alone(
 ) -> None:
     """The engine ends it with an error of its own; others of the same step are not touched."""
     llm = small.service.client.engine.llm
-    step = llm.step
+    step = llm.owner.step
 
     def fail_the_seeded() -> Any:
         advanced = step()
         for request, _ in advanced:
             if request.seq.params.seed == 7:
-                llm.release([request])
+                llm.owner.release([request])
                 request.completion = SimpleNamespace(finish_reason="error", error="not a law")
         return advanced
 
-    monkeypatch.setattr(llm, "step", fail_the_seeded)
+    monkeypatch.setattr(llm.owner, "step", fail_the_seeded)
     other: list[Any] = []
     thread = threading.Thread(target=lambda: other.append(ask(small, max_tokens=30)))
     thread.start()
@@ -323,8 +323,8 @@ def test_those_that_never_ran_have_waited_since_they_came(
     )
     gate = threading.Event()
     llm = service.client.engine.llm
-    step = llm.step
-    monkeypatch.setattr(llm, "step", lambda: (gate.wait(60), step())[1])
+    step = llm.owner.step
+    monkeypatch.setattr(llm.owner, "step", lambda: (gate.wait(60), step())[1])
     began = time.perf_counter()
     for server in serve(service):
         threads = [

@@ -171,15 +171,15 @@ def test_a_step_under_way_may_finish_a_request_before_it_is_prepared(
     target: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, finished = target.with_draft(max_batch_size=1), threading.Event()
-    enqueue = llm.enqueue
+    enqueue = llm.owner.enqueue
 
     def taken_in_at_once(requests: Any) -> None:
         enqueue(requests)
-        llm.step()
+        llm.owner.step()
         assert requests[0].completion is not None and not llm.engine.has_work
         finished.set()
 
-    monkeypatch.setattr(llm, "enqueue", taken_in_at_once)
+    monkeypatch.setattr(llm.owner, "enqueue", taken_in_at_once)
     loop, answer = answer_to_one_token(llm, finished)
     assert isinstance(answer, wire.StepEvents)
     ((ticket, event),) = answer.events

@@ -150,7 +150,9 @@ CONVERSATION = [
 
 
 def test_templates_without_tools_get_a_description(target: LLM) -> None:
-    text = target.tokenizer.decode(render(target.tokenizer, CONVERSATION, TOOLS))
+    text = target.tokenizer.decode(
+        render(target.tokenizer, chat_request(messages=CONVERSATION, tools=TOOLS))
+    )
     assert '"name": "add"' in text and '"name": "find"' in text
     assert "Result of the call: 2" in text
     assert '"arguments": {"a": 1}' in text
@@ -164,7 +166,7 @@ def test_templates_with_tools_get_them(target: LLM) -> None:
         "{% for c in m.tool_calls %}{{ c.function.name }}:{{ c.function.arguments.a }}{% endfor %}"
         "{{ m.tool_call_id }}{% endfor %}"
     )
-    text = tokenizer.decode(render(tokenizer, CONVERSATION, TOOLS))
+    text = tokenizer.decode(render(tokenizer, chat_request(messages=CONVERSATION, tools=TOOLS)))
     assert text == "[add][find]<user>1 + 1?<assistant>add:1<tool>2c1"
 
 

@@ -83,8 +83,8 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
         with closing(service.client.engine):
             yield service
         return
-    from paceline.server.process import EngineProcess, load_tokenizer_alone
-    from paceline.server.service import Service
+    from paceline.server.client import EngineProcess
+    from paceline.server.service import Service, load_tokenizer_alone
 
     with closing(EngineProcess(settings)) as process:
         with stage(f"loading {settings.model}"):

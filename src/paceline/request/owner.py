@@ -74,20 +74,15 @@ class EngineOwner:
         now = time.perf_counter()
         for request in requests:
             request.seq.queued = request.seq.queued or now
-            self._inbox.append(partial(self._add_request, request))
-        self._try_inbox()
+        self._order(self._add_request, requests)
 
     def release(self, requests: Iterable[Request]) -> None:
         """Forget requests; unfinished ones are cancelled and their cache blocks freed."""
-        for request in requests:
-            self._inbox.append(partial(self._drop_request, request))
-        self._try_inbox()
+        self._order(self._drop_request, requests)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """End unfinished requests with the tokens they have and ``finish_reason`` "abort"."""
-        for request in requests:
-            self._inbox.append(partial(self._abort_request, request))
-        self._try_inbox()
+        self._order(self._abort_request, requests)
 
     def close(self) -> None:
         """Drop all requests and the engine; callers that wait get a PacelineError. Waits for a
@@ -97,6 +92,12 @@ class EngineOwner:
             with self._engine_lock():
                 self._run_inbox()
         self._work.set()
+
+    def _order(
+        self, command: Callable[[Request, Engine], None], requests: Iterable[Request]
+    ) -> None:
+        self._inbox.extend(partial(command, request) for request in requests)
+        self._try_inbox()
 
     def _add_request(self, request: Request, engine: Engine) -> None:
         queued = request.seq.queued

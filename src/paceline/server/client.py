@@ -12,34 +12,69 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from paceline.core import children
 from paceline.core.params import SamplingParams
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, EngineLostError, PacelineError
 from paceline.request.completion import Completion, StreamEvent
 from paceline.server import failures, wire
 from paceline.server.config import ServeConfig
+
+if TYPE_CHECKING:
+    from paceline.server.local import EngineThread
 
 SCRAPE_SECONDS = 5.0
 # New requests are refused while more bytes than this wait for the engine to read them.
 MAX_UNSENT = 64 * 2**20
 
 
-class EngineEndpoint(Protocol):
-    """An engine in its own process or on a thread of this one."""
+class EngineProcess:
+    """An engine process, which loads at once; ``wait_until_loaded`` sets ``facts``. When either
+    process ends, the other sees the connection close."""
 
     facts: wire.Facts
 
+    def __init__(self, config: ServeConfig) -> None:
+        self.connection, child_end = socket.socketpair()
+        with child_end:
+            self._process = children.start(
+                *("paceline.server.local", str(child_end.fileno())),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[child_end.fileno()],
+            )
+        with suppress(OSError):  # ``wait_until_loaded`` reports a process that has ended
+            self.connection.sendall(wire.encode_message(config))
+
+    def wait_until_loaded(self) -> None:
+        """Raises PacelineError if loading fails, EngineLostError if the process ends."""
+        body = wire.read_message(self.connection)
+        if body is None:
+            raise EngineLostError(f"the engine process {self.exit_reason()} while it was loading")
+        message = wire.REPLIES.decode(body)
+        if isinstance(message, wire.Lost):
+            raise PacelineError(message.reason)
+        assert isinstance(message, wire.Hello)
+        self.facts = message.facts
+
     def start(self) -> socket.socket:
         """Return the connection to the engine, which answers on it from now on."""
+        return self.connection
 
     def exit_reason(self) -> str:
         """How the engine ended, as a verb phrase; called once the connection is closed."""
+        try:
+            return children.exit_reason(self._process.wait(1.0))
+        except subprocess.TimeoutExpired:
+            return "has closed its connection"
 
     def close(self) -> None:
-        """End the engine and wait for its end. The connection has been closed."""
+        """Close the connection, which ends the process, and wait for its end."""
+        self.connection.close()
+        children.wait_or_kill(self._process)
 
 
 class Ticket:
@@ -98,7 +133,7 @@ class Ticket:
 class EngineClient:
     """Sends requests of HTTP handlers, which know only ``facts``, and distributes the events."""
 
-    def __init__(self, engine: EngineEndpoint, config: ServeConfig) -> None:
+    def __init__(self, engine: EngineProcess | EngineThread, config: ServeConfig) -> None:
         self.engine, self.facts, self.config = engine, engine.facts, config
         self.failure: str | None = None  # why the engine failed
         self._tickets: dict[int, Ticket] = {}

@@ -160,7 +160,7 @@ class EngineLoop:
                 request.whole_characters = True
                 request.prompt = ""  # the HTTP side knows it
                 request.seq.queued = job.arrived
-            self.llm.enqueue(requests)
+            self.llm.owner.enqueue(requests)
             self.metrics.record_queued(requests)
             # Setting ``requests`` makes the job visible to the engine thread.
             job.unfinished, job.requests = list(requests), requests
@@ -206,7 +206,7 @@ class EngineLoop:
                     if job.outcome is not None:  # cancelled
                         self._finish(job, job.outcome)
                 if self.llm.engine.has_work:
-                    self.metrics.record_step(self.llm, self.llm.step())
+                    self.metrics.record_step(self.llm, self.llm.owner.step())
                 # Jobs may also have ended without a step.
                 self._publish()
         except BaseException as error:
@@ -253,7 +253,7 @@ class EngineLoop:
             self._post(wire.Ended(job.ticket, failures.as_api_error(error)))
 
     def _forget(self, job: EngineJob) -> None:
-        self.llm.release(job.requests)
+        self.llm.owner.release(job.requests)
         self._jobs.pop(job.ticket, None)
 
     def _close(self, error: BaseException) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from paceline.request.validation import text_of
 from paceline.server.api import blocks
-from paceline.server.api.chat import SubmittedChat, parse_arguments, render_request
+from paceline.server.api.chat import SubmittedChat, parse_arguments, render
 from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.api.tools import new_tool_call
 from paceline.server.errors import anthropic_body
@@ -168,7 +168,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> dict[str, int]:
         service.check_model(body.model)
-        ids = await asyncio.to_thread(render_request, service.tokenizer, body.chat())
+        ids = await asyncio.to_thread(render, service.tokenizer, body.chat())
         return {"input_tokens": len(ids)}
 
 

@@ -61,7 +61,7 @@ class SubmittedChat:
     async def submit(cls, service: Service, body: protocol.ChatRequest) -> SubmittedChat:
         """Render the prompt and submit it. Raises APIError and what ``Service.submit`` raises."""
         service.check_model(body.model)
-        prompt = await asyncio.to_thread(render_request, service.tokenizer, body)
+        prompt = await asyncio.to_thread(render, service.tokenizer, body)
         remaining = service.remaining(len(prompt), "messages")
         limit = body.max_completion_tokens or body.max_tokens or remaining
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -108,68 +108,54 @@ _INSTRUCTION = (
 _TEMPLATE_FIELDS = ("reasoning_effort", "verbosity")
 
 
-def render_request(tokenizer: Tokenizer, body: protocol.ChatRequest) -> list[int]:
-    """The token ids of a request's conversation. Raises APIError."""
-    variables = dict(body.chat_template_kwargs)
-    template = str(tokenizer.chat_template or "")
-    for name in _TEMPLATE_FIELDS:
-        value = getattr(body, name)
-        if value is not None and name in template:
-            variables.setdefault(name, value)
-        elif value is not None:
-            report_ignored(name)
-    generation = body.add_generation_prompt
-    return render(tokenizer, body.messages, body.shown_tools, variables, generation, body.continues)
-
-
-def render(
-    tokenizer: Tokenizer,
-    messages: Sequence[protocol.ChatMessage],
-    tools: Sequence[protocol.Tool] = (),
-    variables: dict[str, Any] | None = None,
-    add_generation_prompt: bool = True,
-    continues: bool = False,
-) -> list[int]:
-    """The token ids of a conversation, by the model's chat template. ``add_generation_prompt``
-    appends the beginning of an assistant message; ``continues`` leaves the last message open
-    instead. ``variables`` are passed to the template. If the template does not support tools, a
-    system message describes them. Raises APIError."""
-    for number, message in enumerate(messages):
+def render(tokenizer: Tokenizer, body: protocol.ChatRequest) -> list[int]:
+    """The token ids of a request's conversation, by the model's chat template. If the template does
+    not support tools, a system message describes them. Raises APIError."""
+    for number, message in enumerate(body.messages):
         check_text(message.text(), f"messages.{number}.content")
     template = str(tokenizer.chat_template or "")
     if not template:
         raise APIError(
             "this model has no chat template; use /v1/completions", code="no_chat_template"
         )
+    options = _template_variables(tokenizer, template, body)
     with_tools = "tools" in template
     thought = next((name for name in (THOUGHT, "thinking") if name in template), None)
-    inputs = [_template_message(message, with_tools, thought) for message in messages]
-    tool_fields = [tool.model_dump(exclude_none=True) for tool in tools]
-    options = dict(variables or {})
-    reserved = {*signature(tokenizer.apply_chat_template).parameters, "messages", "self"}
-    for name in filter(reserved.__contains__, options):
-        raise APIError(
-            f"chat_template_kwargs: {name!r:.80} is not a variable of the chat template",
-            param="chat_template_kwargs",
-        )
+    inputs = [_template_message(message, with_tools, thought) for message in body.messages]
+    tool_fields = [tool.model_dump(exclude_none=True) for tool in body.shown_tools]
     if tool_fields and with_tools:
         options["tools"] = tool_fields
     elif tool_fields:
         functions = "\n".join(json.dumps(tool["function"]) for tool in tool_fields)
-        if inputs and inputs[0]["role"] == "system":
+        if inputs[0]["role"] == "system":
             inputs[0]["content"] += f"\n\n{_INSTRUCTION}\n{functions}"
         else:
             inputs.insert(0, {"role": "system", "content": f"{_INSTRUCTION}\n{functions}"})
+    options["add_generation_prompt"] = body.add_generation_prompt and not body.continues
     try:
-        return apply_template(
-            tokenizer,
-            inputs,
-            add_generation_prompt=add_generation_prompt and not continues,
-            continue_final_message=continues,
-            **options,
-        )
+        return apply_template(tokenizer, inputs, continue_final_message=body.continues, **options)
     except PromptError as error:
         raise APIError(str(error), param="messages") from None
+
+
+def _template_variables(
+    tokenizer: Tokenizer, template: str, body: protocol.ChatRequest
+) -> dict[str, Any]:
+    """The request's variables for the chat template. Raises APIError."""
+    reserved = {*signature(tokenizer.apply_chat_template).parameters, "messages", "self"}
+    for name in filter(reserved.__contains__, body.chat_template_kwargs):
+        raise APIError(
+            f"chat_template_kwargs: {name!r:.80} is not a variable of the chat template",
+            param="chat_template_kwargs",
+        )
+    variables = dict(body.chat_template_kwargs)
+    for name in _TEMPLATE_FIELDS:
+        value = getattr(body, name)
+        if value is not None and name in template:
+            variables.setdefault(name, value)
+        elif value is not None:
+            report_ignored(name)
+    return variables
 
 
 def _template_message(

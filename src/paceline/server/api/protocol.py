@@ -302,7 +302,7 @@ class ChatRequest(Generation):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
     tools: list[Tool] | None = Field(default=None, max_length=128)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True

@@ -141,16 +141,10 @@ class ForcedCallParser(TextParser):
 
 
 # The opening tags of calls inside a text, with their closing tags.
-_TAGS = {"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "```": "```"}
+_FENCES = dict.fromkeys(("```json", "```tool_code", "```"), "```")
+_TAGS = {"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", **_FENCES}
 _TAG = re.compile("|".join(map(re.escape, _TAGS)))
 _PYTHON_TAG = "<|python_tag|>"  # only at the beginning of an answer, as JSON without a tag
-_FENCE_LABELS = ("json", "tool_code")
-# What may stand between a tag and the JSON.
-_SPACE = re.compile(r"\s*")
-_FENCE_SPACE = re.compile(rf"(?:{'|'.join(_FENCE_LABELS)})?\s*")
-_JSON_START = re.compile(r'(?:\{|\[\s*\{)\s*"')
-_PARTIAL_JSON_START = re.compile(r"(?:\{\s*|\[\s*(?:\{\s*)?)?")
-_HEAD_LIMIT = 256  # most characters from a tag to the first quote of the JSON
 
 
 class ToolCallParser(TextParser):
@@ -203,11 +197,19 @@ class ToolCallParser(TextParser):
             if match is None:
                 self._add_content(len(self._buffer) - longest_overlap(self._buffer, tuple(_TAGS)))
                 yield
-            elif match[0] == "```" and self._in_code:
+            elif match[0] in _FENCES and self._in_code:
                 self._in_code = False
-                self._add_content(match.end())
+                self._add_content(match.start() + len("```"))
+            elif self._may_grow(match[0], match.start()):
+                self._add_content(match.start())
+                yield
             else:
                 yield from self._parse_block(match[0], match.start())
+
+    def _may_grow(self, tag: str, start: int) -> bool:
+        """Whether the tag at ``start`` of the buffer may be the beginning of a longer one."""
+        rest = self._buffer[start:]
+        return any(longer != tag and longer.startswith(rest) for longer in _TAGS)
 
     def _parse_block(self, tag: str, start: int) -> Iterator[None]:
         """Parse the calls behind a tag at ``start`` of the buffer; without any it is content."""
@@ -216,15 +218,17 @@ class ToolCallParser(TextParser):
         if self._calls:
             self._add_calls(end)
         else:
-            self._in_code = self._in_code or tag == "```"
+            self._in_code = self._in_code or tag in _FENCES
             self._add_content(end)
 
     def _find_calls(self, tag: str) -> Generator[None, None, int]:
         """Parse a tag at the start of the buffer, JSON and the closing tag; returns where they end.
         ``_calls`` is empty afterwards if these are no calls."""
-        start = yield from self._find_json(tag)
-        if start is None:
-            return self._json_start(tag)
+        while not (text := self._buffer[len(tag) :].lstrip()):
+            yield
+        start = len(self._buffer) - len(text)
+        if text[0] not in "{[":
+            return start
         brackets, searched = _JsonEndFinder(), start
         while (length := brackets.feed(self._buffer[searched:])) is None:
             searched = len(self._buffer)
@@ -242,28 +246,6 @@ class ToolCallParser(TextParser):
             else:
                 yield
         return end
-
-    def _json_start(self, tag: str) -> int:
-        """Where JSON may begin in the buffer: after the tag, a fence's label and whitespace."""
-        match = (_FENCE_SPACE if tag == "```" else _SPACE).match(self._buffer, len(tag))
-        assert match is not None
-        return match.end()
-
-    def _find_json(self, tag: str) -> Generator[None, None, int | None]:
-        """Where the JSON of calls begins in the buffer; None if other text follows the tag."""
-        while True:
-            start, length = self._json_start(tag), len(self._buffer) - len(tag)
-            match = _JSON_START.match(self._buffer, start)
-            partial = match is None and _PARTIAL_JSON_START.fullmatch(self._buffer, start)
-            rest = self._buffer[len(tag) :]
-            if tag == "```" and any(label.startswith(rest) for label in _FENCE_LABELS):
-                yield
-            elif match is not None and match.end() - len(tag) <= _HEAD_LIMIT:
-                return start
-            elif partial and length <= _HEAD_LIMIT:
-                yield
-            else:
-                return None
 
     def _add_calls(self, end: int) -> None:
         """Emit the parsed calls, which extend to ``end`` of the buffer."""

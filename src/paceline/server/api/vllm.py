@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
 
 from paceline.server.api.chat import render
-from paceline.server.api.protocol import DetokenizeRequest, TokenizeRequest
+from paceline.server.api.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
 from paceline.server.failures import APIError, check_text
 from paceline.server.fields import Body
 from paceline.server.service import Service
@@ -42,8 +42,9 @@ def add_routes(app: FastAPI, service: Service) -> None:
     def tokenize(body: TokenizeRequest) -> Response:
         service.check_model(body.model)
         if body.messages is not None:
-            generation = body.add_generation_prompt
-            ids = render(tokenizer, body.messages, body.tools or (), None, generation)
+            chat = ChatRequest(messages=body.messages, tools=body.tools)
+            chat.add_generation_prompt = body.add_generation_prompt
+            ids = render(tokenizer, chat)
         else:
             check_text(body.prompt or "", "prompt")
             ids = list(tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens))
