@@ -196,8 +196,8 @@ class TextStream:
         text = self._held + guess
         if self._num_tokens < self._min_tokens:
             self._ignored = len(text)
-        elif (found := first_stop(text, self._stops, self._ignored)) is not None:
-            start, end = found
+        elif (bounds := first_stop(text, self._stops, self._ignored)) is not None:
+            start, end = bounds
             self.stop = text[start:end]
             self._held = text[: end if self._include_stop else start]
         self._release(0 if self.stop else longest_overlap(self._held, self._stops))

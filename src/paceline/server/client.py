@@ -15,7 +15,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from paceline.core import children
 from paceline.core.params import SamplingParams
@@ -24,12 +24,24 @@ from paceline.request.completion import Completion, StreamEvent
 from paceline.server import failures, wire
 from paceline.server.config import ServeConfig
 
-if TYPE_CHECKING:
-    from paceline.server.local import EngineThread
-
 SCRAPE_SECONDS = 5.0
 # New requests are refused while more bytes than this wait for the engine to read them.
 MAX_UNSENT = 64 * 2**20
+
+
+class EngineEndpoint(Protocol):
+    """An engine in its own process or on a thread of this one."""
+
+    facts: wire.Facts
+
+    def start(self) -> socket.socket:
+        """Return the connection to the engine, which answers on it from now on."""
+
+    def exit_reason(self) -> str:
+        """How the engine ended, as a verb phrase; called once the connection is closed."""
+
+    def close(self) -> None:
+        """End the engine and wait for its end."""
 
 
 class EngineProcess:
@@ -61,19 +73,16 @@ class EngineProcess:
         self.facts = message.facts
 
     def start(self) -> socket.socket:
-        """Return the connection to the engine, which answers on it from now on."""
         return self.connection
 
     def exit_reason(self) -> str:
-        """How the engine ended, as a verb phrase; called once the connection is closed."""
         try:
             return children.exit_reason(self._process.wait(1.0))
         except subprocess.TimeoutExpired:
             return "has closed its connection"
 
     def close(self) -> None:
-        """Close the connection, which ends the process, and wait for its end."""
-        self.connection.close()
+        self.connection.close()  # which ends the process
         children.wait_or_kill(self._process)
 
 
@@ -133,7 +142,7 @@ class Ticket:
 class EngineClient:
     """Sends requests of HTTP handlers, which know only ``facts``, and distributes the events."""
 
-    def __init__(self, engine: EngineProcess | EngineThread, config: ServeConfig) -> None:
+    def __init__(self, engine: EngineEndpoint, config: ServeConfig) -> None:
         self.engine, self.facts, self.config = engine, engine.facts, config
         self.failure: str | None = None  # why the engine failed
         self._tickets: dict[int, Ticket] = {}

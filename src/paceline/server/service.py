@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from paceline.core.libraries import quiet_libraries
 from paceline.core.params import SamplingParams
@@ -18,13 +17,10 @@ from paceline.model.gguf import gguf_file
 from paceline.model.names import resolve
 from paceline.model.tokenizer import Tokenizer, load_tokenizer
 from paceline.server.api.protocol import Generation
-from paceline.server.client import EngineClient, EngineProcess, Ticket
+from paceline.server.client import EngineClient, EngineEndpoint, Ticket
 from paceline.server.config import ServeConfig
 from paceline.server.failures import APIError, check_text
 from paceline.server.requestlog import current_exchange
-
-if TYPE_CHECKING:
-    from paceline.server.local import EngineThread
 
 log = logging.getLogger("paceline.server")
 
@@ -32,9 +28,7 @@ log = logging.getLogger("paceline.server")
 class Service:
     """An engine with its tokenizer and settings; ``created`` is in seconds since the epoch."""
 
-    def __init__(
-        self, engine: EngineProcess | EngineThread, tokenizer: Tokenizer, config: ServeConfig
-    ) -> None:
+    def __init__(self, engine: EngineEndpoint, tokenizer: Tokenizer, config: ServeConfig) -> None:
         self.client = EngineClient(engine, config)
         self.tokenizer, self.config, self.model = tokenizer, config, config.name
         self.facts = engine.facts
