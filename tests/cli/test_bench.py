@@ -179,8 +179,8 @@ def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("arguments", "words"),
     refusals("""
-    -m ngrm | no method 'ngrm'; did you mean ngram
-    -m transformers:assisted | no method 'transformers:assisted'
+    -m ngrm | no drafter 'ngrm' and no model folder 'ngrm'; did you mean ngram
+    -m transformers:assisted | no drafter 'transformers'
     -m draft --draft none | no draft is named
     --price -1 | --price is -1
     --price nan | --price is nan

@@ -79,7 +79,7 @@ class OpenAIClient:
                 if data == b"[DONE]":
                     return
                 chunk = json.loads(data)
-                if "error" in chunk:
+                if chunk.get("error"):
                     raise ServerFailedError(str(chunk["error"])[:_MOST_SHOWN])
                 yield chunk
         raise ServerFailedError("a stream ended without [DONE]")
@@ -109,7 +109,7 @@ def _failing() -> Iterator[None]:
         raise ServerFailedError(str(getattr(error.reason, "strerror", error.reason))) from None
     except TimeoutError:
         raise ServerTimeoutError("no answer in time") from None
-    except (OSError, HTTPException, ValueError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ServerFailedError(f"{type(error).__name__}: {error}") from None
 
 
@@ -166,9 +166,11 @@ class AnswerChoice:
         return [token.text for token in self.tokens]
 
 
-def choices_of(answer: Mapping[str, Any]) -> list[AnswerChoice]:
-    """The choices of a completion. Raises ServerFailedError if there are none."""
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices:
+@_failing()
+def choices_of(answer: Mapping[str, Any], streamed: bool = False) -> list[AnswerChoice]:
+    """The choices of a completion, or of a chunk of a stream, in which there may be only the usage.
+    Raises ServerFailedError if a whole answer has none, or they are not valid in the protocol."""
+    choices = answer.get("choices") or ([{}] if streamed else [])
+    if not choices:
         raise ServerFailedError("an answer has no choices")
     return [AnswerChoice.of(choice, answer) for choice in choices]

@@ -58,7 +58,7 @@ def read_windows(
 
 def shipped_windows(tokenizer: PreTrainedTokenizerFast, most_tokens: int) -> list[list[int]]:
     """The prompts of ``paceline bench`` as plain token ids, at most ``most_tokens`` in all."""
-    texts = ["\n\n".join(prompt.turns) for prompt in load_prompts()]
+    texts = [prompt.text for prompt in load_prompts()]
     return _cut((ids[:WINDOW] for ids in tokenizer(texts)["input_ids"]), most_tokens)
 
 

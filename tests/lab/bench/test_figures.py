@@ -105,7 +105,6 @@ def test_drafts_and_phases_add_up() -> None:
     assert row.drafts["mean_accepted_length"] == 8 / 4
     assert row.drafts["length"] == 10 / 4
     assert row.phases == {"draft": 0.5, "target": 1.0, "verify": 0.0, "other": 0.5}
-    assert row.python == 0.25
 
 
 def test_what_is_not_said_is_not_counted() -> None:

@@ -33,10 +33,11 @@ def test_parse(text: str, expected: Method) -> None:
 @pytest.mark.parametrize(
     ("text", "draft", "words"),
     [
-        ("ngrm", DRAFT, "no method 'ngrm'; did you mean ngram?"),
-        ("warp", DRAFT, "plain, draft, auto"),
+        ("ngrm", DRAFT, "no drafter 'ngrm' and no model folder 'ngrm'; did you mean ngram?"),
+        ("warp", DRAFT, "'warp' is not plain, draft or url:http"),
         ("warp", DRAFT, "eagle3"),
-        ("transformers:lookup", DRAFT, "no method 'transformers:lookup'"),
+        ("transformers:lookup", DRAFT, "no drafter 'transformers'"),
+        ("ngram:colour=1", DRAFT, "has no option colour"),
         ("plain@4", DRAFT, "omit the @"),
         ("draft", None, "no draft is named"),
         ("ngram@0", DRAFT, "from 1 to 64"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.errors import ConfigError, DataError, PromptError
+from paceline.errors import DataError, PromptError
 from paceline.lab.bench.prompts import BenchPrompt, fit, load_prompts
 
 CATEGORIES = {
@@ -74,7 +74,6 @@ def test_spec_bench(tmp_path: Path) -> None:
     assert prompt.category == "summarization"  # kept as it is
     assert prompt.chat
     assert prompt.text == "Summarize: A pig walks."
-    assert prompt.turns == ("Summarize: A pig walks.", "Shorter.")
 
 
 def test_mt_bench_with_references_and_lists_called_prompt(tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def test_mt_bench_with_references_and_lists_called_prompt(tmp_path: Path) -> Non
     )
     first, second, third = load_prompts(file)
     assert (first.text, second.text, third.text) == ("A?", "C?", "E?")
-    assert second.chat and second.turns == ("C?", "D?")
+    assert second.chat
     assert (third.name, third.category) == ("q9", "chat")
 
 
@@ -117,7 +116,7 @@ def test_gsm8k(tmp_path: Path) -> None:
 
 def test_our_own_layout(tmp_path: Path) -> None:
     record = {"id": "a/1", "category": "story", "format": "completion", "turns": ["Once"]}
-    assert only(tmp_path, record) == BenchPrompt("a/1", "story", "Once", False, ("Once",))
+    assert only(tmp_path, record) == BenchPrompt("a/1", "story", "Once", False)
 
 
 def test_messages_stop_at_the_last_user_turn(tmp_path: Path) -> None:
@@ -155,13 +154,7 @@ def test_names_that_occur_again_get_a_number(tmp_path: Path) -> None:
 def test_a_text_file_is_one_prompt(tmp_path: Path) -> None:
     file = write(tmp_path, "A first paragraph.", "", "A second.", name="letter.txt")
     (prompt,) = load_prompts(file)
-    assert prompt == BenchPrompt(
-        "letter/0",
-        "text",
-        "A first paragraph.\n\nA second.",
-        False,
-        ("A first paragraph.\n\nA second.",),
-    )
+    assert prompt == BenchPrompt("letter/0", "text", "A first paragraph.\n\nA second.", False)
 
 
 def test_dashes_separate_the_prompts_of_a_text_file(tmp_path: Path) -> None:
@@ -313,8 +306,3 @@ def test_unknown_categories_name_the_known_ones(tmp_path: Path) -> None:
     assert refused(file, "a", "x") == "no category x in prompts.jsonl; there are: a, b"
     with pytest.raises(DataError, match="no category x in the shipped prompt set; there are: arit"):
         load_prompts(None, ["x"])
-
-
-def test_a_count_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="per_category is 0; use at least 1"):
-        load_prompts(per_category=0)

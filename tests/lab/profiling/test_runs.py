@@ -70,14 +70,20 @@ def test_steps_with_and_without_drafts_are_kept_apart() -> None:
 
 
 def event(name: str, micros: float, parent: Any = None, device: float = 0.0) -> Any:
-    return SimpleNamespace(
+    made = SimpleNamespace(
         name=name,
         cpu_parent=parent,
+        cpu_children=[],
         cpu_time_total=micros,
-        self_cpu_time_total=micros,
-        self_device_time_total=device,
+        device_time_total=device,
         device_type=SimpleNamespace(name="CPU"),
     )
+    if parent is not None:
+        parent.cpu_children.append(made)
+    while parent is not None:  # as the profiler counts, with all that is inside
+        parent.device_time_total += device
+        parent = parent.cpu_parent
+    return made
 
 
 def test_events_are_assigned_to_phases() -> None:

@@ -8,16 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 from paceline.core.params import SamplingParams
-from paceline.drafters import DRAFTERS
+from paceline.drafters import DRAFTERS, parse_draft
 from paceline.engine.driver import DraftCounts, Drive, StepTotals, sequence
 from paceline.errors import ConfigError, PacelineError
-from paceline.files import user_path
 from paceline.lab.bench.runner import (
     BenchEngine,
     BenchRequest,
@@ -31,6 +29,7 @@ from paceline.lab.openai_client import (
     OpenAIClient,
     RequestRefusedError,
     ServerFailedError,
+    choices_of,
 )
 from paceline.llm import LLM
 
@@ -56,12 +55,12 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
         if draft is None:
             raise ConfigError(f"method {text!r}: no draft is named; add --draft, or name it here")
         body = draft
-    elif not (body.partition(":")[0] in DRAFTERS or "/" in body or user_path(body).is_dir()):
-        known = [PLAIN, "draft", *sorted(set(DRAFTERS) - {"none"})]
-        every = f"use url:http://HOST:PORT, the folder of a draft model, {', '.join(known)}"
-        near = get_close_matches(body.partition(":")[0].lower(), known, 1)
-        advice = f"did you mean {near[0]}?" if near else every
-        raise ConfigError(f"there is no method {text!r}; {advice}")
+    else:
+        try:
+            parse_draft(body)
+        except ConfigError as error:
+            known = f"{PLAIN}, draft or url:http://HOST:PORT"
+            raise ConfigError(f"method {text!r} is not {known}, and {error}") from None
     return Method(text, body, length if named_length is None else named_length)
 
 
@@ -174,9 +173,7 @@ class BaselineFailedError(PacelineError):
     """Another engine did not answer, or its answer cannot be one of the target."""
 
 
-_MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # raised by parsing an answer
-_FAILURES = (RequestRefusedError, ServerFailedError, *_MALFORMED)
-
+_FAILURES = (RequestRefusedError, ServerFailedError)
 
 # An event of a stream, with the seconds since the request was sent. The last one has the usage.
 Delivery = tuple[float, AnswerChoice]
@@ -203,9 +200,7 @@ class ServedEngine(BenchEngine):
             with ThreadPoolExecutor(self.clients) as pool:
                 all_answers = list(pool.map(self._deliveries, requests))
         except _FAILURES as error:
-            raise BaselineFailedError(
-                f"{self.name} did not answer ({type(error).__name__}: {error}); see its log"
-            ) from None
+            raise BaselineFailedError(f"{self.name} failed ({error}); see its log") from None
         seconds = time.perf_counter() - start
         answers = [self._answer(*pair) for pair in zip(requests, all_answers, strict=True)]
         steps = sum(len(answer.arrivals) for answer in answers)
@@ -227,8 +222,8 @@ class ServedEngine(BenchEngine):
             body |= _REQUEST_OPTIONS[option]
         start = time.perf_counter()
         for event in self.client.stream("completions", body):
-            seconds, (choice, *_) = time.perf_counter() - start, event.get("choices") or [{}]
-            deliveries.append((seconds, AnswerChoice.of(choice, event)))
+            seconds = time.perf_counter() - start
+            deliveries.append((seconds, choices_of(event, streamed=True)[0]))
         return deliveries
 
     def _ids_of(self, text: str) -> tuple[int, ...]:
@@ -237,11 +232,10 @@ class ServedEngine(BenchEngine):
     def _answer(self, request: BenchRequest, deliveries: Sequence[Delivery]) -> TimedAnswer:
         """Tokens and arrival times of an answer, whose ``differences`` are noted. Token ids and
         counts come from the server if it gives them, otherwise from tokenizing the text."""
-        arrivals = [seconds for seconds, part in deliveries if part.text or part.ids]
-        parts = [part for _, part in deliveries if part.text or part.ids]
+        parts = [(seconds, part) for seconds, part in deliveries if part.text or part.ids]
         vocabulary = self.llm.target.vocab_size
-        token_ids = tuple(token for part in parts for token in part.ids)
-        tokens = token_ids or self._ids_of("".join(part.text for part in parts))
+        token_ids = tuple(token for _, part in parts for token in part.ids)
+        tokens = token_ids or self._ids_of("".join(part.text for _, part in parts))
         counts = [n for _, d in deliveries if (n := d.completion_tokens) is not None]
         count = len(token_ids) or (counts or [len(tokens)])[-1]
         if not parts or not count:
@@ -251,10 +245,9 @@ class ServedEngine(BenchEngine):
                 f"{self.name} returned token id {max(tokens)}, but the target's vocabulary has "
                 f"{vocabulary}: it runs another model; serve a form of the target"
             )
-        weights = [len(part.ids) if token_ids else 1 for part in parts]
-        if not token_ids and count != len(parts):
-            weights = [max(1, len(self._ids_of(part.text))) for part in parts]
-        timed = zip(arrivals, apportion(count, weights), strict=True)
+        weights = [len(part.ids) or len(self._ids_of(part.text)) or 1 for _, part in parts]
+        shares = apportion(count, weights)
+        arrivals = ((at, n) for (at, _), n in zip(parts, shares, strict=True) if n)
         prompt_counts = [n for _, d in deliveries if (n := d.prompt_tokens) is not None]
         self._answers += 1
         length = len(request.prompt)
@@ -265,7 +258,7 @@ class ServedEngine(BenchEngine):
             self._short_answers += 1
             early = f"{self._short_answers} of {self._answers} answers ended early"
             self.differences["ignore_eos"] = early
-        return TimedAnswer(tokens, tuple((seconds, n) for seconds, n in timed if n), count)
+        return TimedAnswer(tokens, tuple(arrivals), count)
 
     def probe_options(self) -> None:
         """Find out which request options the server accepts: send a short request without any,
@@ -288,23 +281,20 @@ def open_served(name: str, url: str, clients: int, llm: LLM) -> ServedEngine:
     base, _, model = url.partition("#")
     client = OpenAIClient.at(base, timeout=_TIMEOUT)
     try:
-        client = replace(client, fields={"model": model or str(client.models()[0]["id"])})
+        names = [model] if model else [str(item["id"]) for item in client.models()]
+        if not names:
+            raise ServerFailedError("it lists no model: name one, as in URL#MODEL")
+        client = replace(client, fields={"model": names[0]})
         engine = ServedEngine(name, client, clients, llm)
         engine.probe_options()
-    except RequestRefusedError as error:
-        raise BaselineFailedError(
-            f"the server at {url} refused a completion ({error}); bench needs /v1/completions"
-        ) from None
     except _FAILURES as error:
-        what = "" if isinstance(error, ServerFailedError) else f"{type(error).__name__}: "
         raise BaselineFailedError(
-            f"no server with OpenAI's protocol answers at {url} ({what}{error}); start it first"
+            f"no server of OpenAI's /v1/completions answers at {url} ({error}); start it first"
         ) from None
     return engine
 
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:
     """Integers in the proportion of ``weights`` that sum to ``total``."""
-    weight_sum = sum(weights)
-    ends = [total * part // weight_sum if weight_sum else total for part in accumulate(weights)]
+    ends = [total * part // sum(weights) for part in accumulate(weights)]
     return [end - begin for begin, end in pairwise([0, *ends])]

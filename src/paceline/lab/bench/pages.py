@@ -46,7 +46,6 @@ _LATENCIES = (
 _PHASES = (
     *(Column("", f"{name} ms", f"phases.{name}", milliseconds) for name in StepTotals().seconds),
     Column("", "step ms", "step", milliseconds),
-    Column("", "Python", "python", share),
 )
 _SWEPT = (
     Column("", "clients", "concurrency"),

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.errors import ConfigError, DataError
+from paceline.errors import DataError
 from paceline.llm import LLM
 
 Element = TypeVar("Element")
@@ -86,14 +86,13 @@ _FIELDS = ("turns", "messages", "question", "prompt", "text")
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """``text``: a user's message if ``chat``, otherwise text to continue. ``turns``: all messages
-    of the user, ``text`` being the first. ``earlier``: the messages before, as (role, content)."""
+    """``text``: a user's message if ``chat``, otherwise text to continue. ``earlier``: the messages
+    before it, as (role, content)."""
 
     name: str
     category: str
     text: str
     chat: bool
-    turns: tuple[str, ...] = ()
     earlier: tuple[tuple[str, str], ...] = ()
 
     def encode(self, llm: LLM) -> list[int]:
@@ -113,10 +112,7 @@ def load_prompts(
 ) -> list[BenchPrompt]:
     """The prompts of a file (None: the shipped ones), ordered by category, with unique names.
     ``per_category`` limits their number by taking evenly spaced ones. Raises DataError for an
-    unreadable file, a record without a prompt, an unknown category, or if no prompt is left, and
-    ConfigError for a ``per_category`` below 1."""
-    if per_category is not None and per_category < 1:
-        raise ConfigError(f"per_category is {per_category}; use at least 1")
+    unreadable file, a record without a prompt, an unknown category, or if no prompt is left."""
     files = sorted(_SHIPPED.glob("*.jsonl")) if source is None else [Path(source)]
     numbered = ((file, *item) for file in files for item in enumerate(read_records(file)))
     prompts = _unique([_prompt(file, number, *item) for file, number, item in numbered])
@@ -185,9 +181,8 @@ def _prompt(file: Path, number: int, where: str, record: dict[str, Any]) -> Benc
     earlier: list[tuple[str, str]] = []
     if field == "messages":
         *earlier, (_, text) = _conversation(record[field], where)
-        turns: tuple[str, ...] = (text,)
     else:
-        turns = _turns(record[field], field, where)
+        text = _first_turn(record[field], field, where)
     category, chat = _category_and_chat(record, field)
     category = record.get("category", category)
     if not isinstance(category, str) or not category:
@@ -195,13 +190,13 @@ def _prompt(file: Path, number: int, where: str, record: dict[str, Any]) -> Benc
     style = record.get("format", "chat" if chat else "completion")
     if style not in ("chat", "completion"):
         raise DataError(f"{where}: the format is {style!r}; use chat or completion")
-    if not turns[0].strip():
+    if not text.strip():
         raise DataError(f"{where}: the prompt is empty; give it text or remove the record")
     ids = (record[key] for key in ("id", "question_id", "task_id") if key in record)
     prompt_id = next(ids, number)
     stem = file.name.split(".")[0]
     name = f"{stem}/{prompt_id}" if isinstance(prompt_id, int) else str(prompt_id)
-    return BenchPrompt(name, category, turns[0], style == "chat", turns, tuple(earlier))
+    return BenchPrompt(name, category, text, style == "chat", tuple(earlier))
 
 
 def _category_and_chat(record: dict[str, Any], field: str) -> tuple[str, bool]:
@@ -216,12 +211,12 @@ def _category_and_chat(record: dict[str, Any], field: str) -> tuple[str, bool]:
     return "text", False
 
 
-def _turns(value: object, field: str, where: str) -> tuple[str, ...]:
-    """The user's messages from a text, or a list of texts or of objects with ``content``."""
+def _first_turn(value: object, field: str, where: str) -> str:
+    """The user's first message, from a text, or a list of texts or of objects with ``content``."""
     turns = [_content(item) for item in (value if isinstance(value, list) else [value])]
     if not turns or None in turns:
         raise DataError(f"{where}: {field} must be a text or a list of texts")
-    return tuple(map(str, turns))
+    return str(turns[0])
 
 
 def _conversation(value: object, where: str) -> list[tuple[str, str]]:

@@ -63,11 +63,6 @@ class Row:
         """Seconds per step: the sum of all phases."""
         return sum(self.phases.values())
 
-    @property
-    def python(self) -> float | None:
-        """Share of a step spent on scheduling, batching and bookkeeping."""
-        return self.phases["other"] / self.step if self.step else None
-
     def cost_per_million(self, price: float) -> float:
         """Cost of a million new tokens on a machine that costs ``price`` per hour."""
         return price / 3600 / self.tokens_per_second.median * 1e6

@@ -112,10 +112,6 @@ class BenchEngine(Protocol):
         """Forget what the drafter learnt from requests; called before a round repeats them."""
         return
 
-    def close(self) -> None:
-        """Free memory and other resources."""
-        return
-
     def run(self, requests: Sequence[BenchRequest]) -> TimedRun:
         """Answer all requests and measure the time, prefill included."""
 

@@ -36,6 +36,7 @@ from paceline.lab.openai_client import (
     RequestRefusedError,
     ServerFailedError,
     ServerTimeoutError,
+    choices_of,
 )
 from paceline.lab.report.document import Column
 
@@ -91,8 +92,7 @@ def check_streams(session: ServerSession, part: Part, prompt: str) -> Iterator[s
     body = {"prompt": prompt, "temperature": 0, "max_tokens": session.max_tokens, "logprobs": 1}
     whole, usage = session.greedy(prompt), {"stream_options": {"include_usage": True}}
     chunks = list(session.stream("completions", {**body, **usage}))
-    empty: list[dict[str, Any]] = [{}]  # the last chunk may have only the usage
-    deltas = [AnswerChoice.of(c, chunk) for chunk in chunks for c in chunk.get("choices") or empty]
+    deltas = [delta for chunk in chunks for delta in choices_of(chunk, streamed=True)]
     reasons = [delta.reason for delta in deltas if delta.reason is not None]
     tokens = tuple(token for delta in deltas for token in delta.tokens)
     text = "".join(delta.text for delta in deltas)

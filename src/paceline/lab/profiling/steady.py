@@ -195,42 +195,35 @@ def shares(events: Iterable[Any]) -> dict[str, Share]:
     """The shares by phase; "other" is what is in a step but in no phase. Steps that called the same
     operators are grouped, and each group counts with its median, so that one slow call does not
     distort the figures and steps with and without drafts are kept apart."""
-    of_steps: defaultdict[str, defaultdict[int, Share]] = defaultdict(lambda: defaultdict(Share))
-    called: defaultdict[int, list[str]] = defaultdict(list)  # operators, by the share they are in
-
-    def share(event: Any) -> Share:
-        """The share of the phase and step that the event is the range of."""
-        name = event.name.removeprefix(PREFIX)
-        if name == "step":
-            return of_steps["other"][id(event)]
-        return of_steps[name][id(event.cpu_parent)]
-
+    ranges: defaultdict[str, defaultdict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
-        if event.device_type.name != "CPU":
-            continue
-        seconds, top = event.cpu_time_total / 1e6, event
-        if event.name.startswith(PREFIX):
-            share(event).wall += seconds
-            if event.cpu_parent is not None:
-                share(event.cpu_parent).wall -= seconds
-            continue
-        # The operator that Python called, of which this event is a part.
-        while top.cpu_parent is not None and not top.cpu_parent.name.startswith(PREFIX):
-            top = top.cpu_parent
-        if top.cpu_parent is None:
-            continue  # in no step: another thread, or the profiler's own
-        phase = share(top.cpu_parent)
-        phase.device += event.self_device_time_total / 1e6
-        if top is event:
-            called[id(phase)].append(event.name)
-            phase.called += seconds
-            if is_kernel(event.name):
-                phase.kernel_seconds += seconds
-                phase.kernel_calls += 1
-    return {
-        name: _typical((tuple(called[id(one)]), one) for one in steps.values())
-        for name, steps in of_steps.items()
-    }
+        if _is_range(event) and event.device_type.name == "CPU":
+            phase = event.name.removeprefix(PREFIX)
+            step = event if phase == "step" else event.cpu_parent
+            ranges["other" if phase == "step" else phase][id(step)].append(event)
+    return {phase: _typical(map(_share_of, steps.values())) for phase, steps in ranges.items()}
+
+
+def _is_range(event: Any) -> bool:
+    return bool(event.name.startswith(PREFIX))
+
+
+def _share_of(ranges: Sequence[Any]) -> tuple[tuple[str, ...], Share]:
+    """The share of a phase's ``ranges`` in one step, and the operators that Python called there."""
+    children = [child for event in ranges for child in event.cpu_children]
+    called = [child for child in children if not _is_range(child)]
+    kernels = [child for child in called if is_kernel(child.name)]
+
+    def seconds(events: Iterable[Any]) -> float:
+        return sum(float(event.cpu_time_total) for event in events) / 1e6
+
+    return tuple(child.name for child in called), Share(
+        wall=seconds(ranges) - seconds(filter(_is_range, children)),
+        called=seconds(called),
+        kernel_seconds=seconds(kernels),
+        kernel_calls=len(kernels),
+        device=sum(child.device_time_total for child in called) / 1e6,
+    )
 
 
 def _typical(steps: Iterable[tuple[tuple[str, ...], Share]]) -> Share:
