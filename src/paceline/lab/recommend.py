@@ -27,7 +27,7 @@ from paceline.draft.spec import DraftSpec
 from paceline.engine.driver import Drive, StepTotals, sequence
 from paceline.errors import UnsupportedModelError
 from paceline.lab.doctor import machine
-from paceline.lab.doctor.examination import check_drafts, compose_auto, folder_of
+from paceline.lab.doctor.examination import check_drafts, compose_auto
 from paceline.lab.doctor.machine import Needs, Setting
 from paceline.lab.doctor.models import Model, describe, read_files, skeleton_of
 from paceline.lab.report.document import Column, Table, record_of, table_of
@@ -162,7 +162,7 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
     process = held_memory(plain.files) or 0
     budget = memory or process + free_memory(setting.device)
     composed = compose_auto(model, setting, budget - process - plain.weights)
-    drafts = [(spec, folder_of(spec)) for spec, _ in composed.taken]
+    drafts = [spec for spec, _ in composed.taken]
     _, drafted = check_drafts(drafts, model, setting, plain)
     # The stages of measuring the sample model and the toy are not shown.
     with stage("measuring this machine"), listening(Listener()):
@@ -184,7 +184,7 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
         rates = [1 / step(1)]
         if draft == "auto":
             passes = forward(4, machine.rounded_bytes(model, "int4", how))
-            rates += [_drafted(spec, step, passes) for spec, _ in drafts if spec.acceptance]
+            rates += [_drafted(spec, step, passes) for spec in drafts if spec.acceptance]
         cache = needs.cache_bytes * min(_CONTEXT, model.max_positions)
         total = process + needs.weights + cache
         # The system drops pages of the files when memory is short.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.lab.bench.pages import labels
-from paceline.lab.bench.result import BenchResult, Comparison, compare, idle_message
+from paceline.lab.bench.result import BenchResult, Comparison, compare
 from paceline.lab.bench.runner import (
     BenchJob,
     BenchRequest,
@@ -82,7 +82,8 @@ def test_idle_methods_are_a_failure_unless_accepted() -> None:
 
 
 def test_advice_of_a_fixed_length() -> None:
-    line = idle_message("x@4", "had none of its drafts accepted", 4)
+    lacking = {"x@4": "had none of its drafts accepted"}
+    (line,) = result(Comparison({}, []), Method("x@4", "x", 4), idle=lacking).failures()
     assert "shows which" not in line and "another draft" in line
 
 

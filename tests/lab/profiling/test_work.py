@@ -85,7 +85,7 @@ def test_only_steps_are_counted_and_each_phase_has_its_own() -> None:
     a @ b
     assert {name: work.flops for name, work in counter.phases.items()} == {"other": 48, "draft": 96}
     draft = counter.phases["draft"]
-    assert (draft.weight_bytes, draft.distinct_bytes) == (2 * 48, 48)
+    assert (draft.weight_bytes, draft.parameters, draft.weight_bits) == (2 * 48, 12, 32)
 
 
 def test_all_operators_of_products_are_counted() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from paceline import ConfigError
 from paceline.drafters import parse_draft
-from paceline.lab.tune.candidates import at_hand, default_candidate, hybrid_of, variants
+from paceline.lab.tune.candidates import at_hand, default_candidate, variants
 from paceline.model.names import REAL
 
 
@@ -87,8 +87,3 @@ def test_variants_of_a_draft(text: str, shapes: list[str]) -> None:
     spec = parse_draft(text)
     assert [*spec.variants(), *("" for _ in spec.precisions())] == shapes
     assert len(variants(text)) == len(shapes)
-
-
-def test_a_hybrid_names_its_members() -> None:
-    hybrid = hybrid_of(variants("ngram")[0], variants("model:a/b")[0])
-    assert hybrid.spec == "hybrid:ngram+model:a/b,nodes=0"

@@ -104,9 +104,6 @@ class Paceline(BenchEngine):
         if self._build is not None:
             self.llm = self._build()
 
-    def close(self) -> None:
-        self.llm.close()
-
     def run(self, requests: Sequence[BenchRequest]) -> TimedRun:
         """Raises PacelineError if a request fails or does not fit into the cache."""
         seqs = []

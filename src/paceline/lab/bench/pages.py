@@ -140,8 +140,11 @@ class _Pages:
         if machine["device"] == "cpu":
             where += f", {machine['threads']} of {machine['cores']} threads"
         rounds = max((row.rounds for row in result.rows), default=0)
+        wanted = settings["prompts"]
+        alone = (row.jobs_per_round for row in result.rows if row.concurrency == 1)
+        measured = min(wanted, max(alone, default=wanted))
         how = (
-            f"{result.measured_prompts()} from {settings['source']}; at most "
+            f"{measured} of {wanted} prompts from {settings['source']}; at most "
             f"{settings['max_tokens']} tokens per answer; the methods take turns, {rounds} "
             f"{'round' if rounds == 1 else 'rounds'}"
         )
@@ -160,7 +163,7 @@ class _Pages:
         )
 
     def methods(self) -> None:
-        price, note = self.result.price, _NOTES["methods"]
+        price, note = self.result.settings.get("price"), _NOTES["methods"]
         swept = self.swept(self.totals)
         columns = [*swept, *_SPEEDS, self.tried]
         if price is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import to_builtins
 
 from paceline.lab.bench.engines import PLAIN
-from paceline.lab.bench.runner import BenchRequest, JobResult, Length, Method, TimedRun, merged
+from paceline.lab.bench.runner import BenchRequest, JobResult, Method, TimedRun, merged
 from paceline.lab.budget import Spending
 from paceline.lab.certify.decoding import Difference, explain
 from paceline.lab.report.document import Spread
@@ -26,6 +26,7 @@ OVERALL = "overall"
 _MIN_PROMPTS = 4  # for a confidence interval
 _RESAMPLES = 2000
 _QUANTILES = (0.025, 0.975)
+DRAFTED_NOTHING = "drafted nothing"
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,6 @@ class Row:
     def cost_per_million(self, price: float) -> float:
         """Cost of a million new tokens on a machine that costs ``price`` per hour."""
         return price / 3600 / self.tokens_per_second.median * 1e6
-
-    def record(self, price: float | None) -> dict[str, Any]:
-        cost = {} if price is None else {"cost_per_million_tokens": self.cost_per_million(price)}
-        return asdict(self) | cost
 
 
 def rows(record: list[JobResult]) -> list[Row]:
@@ -181,8 +178,8 @@ def idle(record: list[JobResult], speculative: Collection[str]) -> dict[str, str
     for name in speculative:
         whole = merged([result.runs[name] for result in record if name in result.runs])
         if whole.answers and not whole.counts.accepted:
-            drafted = whole.counts.drafted
-            reasons[name] = "had none of its drafts accepted" if drafted else "drafted nothing"
+            silent = not whole.counts.drafted
+            reasons[name] = DRAFTED_NOTHING if silent else "had none of its drafts accepted"
     return reasons
 
 
@@ -290,27 +287,20 @@ class BenchResult:
         """The JSON object: medians and spreads, unrounded, in seconds."""
         texts, names = self.texts, ("model", "interrupted", "machine", "settings", "idle")
         divergences = [{**asdict(d), "is_tie": d.difference.is_tie} for d in texts.divergences]
+        figures = [asdict(row) for row in self.rows]
+        if (price := self.settings.get("price")) is not None:
+            for row, figure in zip(self.rows, figures, strict=True):
+                figure["cost_per_million_tokens"] = row.cost_per_million(price)
         return {
             **{name: getattr(self, name) for name in names},
             "methods": [asdict(method) for method in self.methods],
-            "figures": [row.record(self.price) for row in self.rows],
+            "figures": figures,
             "texts": {"counts": texts.counts, "divergences": divergences},
             "unequal": {name: dict(words) for name, words in self.unequal.items()},
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
             "budget": self.spending and asdict(self.spending),
         }
-
-    @property
-    def price(self) -> float | None:
-        """Price of a machine hour."""
-        return self.settings.get("price")
-
-    def measured_prompts(self) -> str:
-        wanted = int(self.settings["prompts"])
-        alone = (row.jobs_per_round for row in self.rows if row.concurrency == 1)
-        measured = max(alone, default=wanted)
-        return f"{wanted} prompts" if measured >= wanted else f"{measured} of {wanted} prompts"
 
     def bugs(self) -> list[str]:
         """Methods of ours whose text differs from plain decoding's by more than rounding."""
@@ -320,24 +310,19 @@ class BenchResult:
     def failures(self, allow_idle: bool = False) -> list[str]:
         """One line for each reason for which the command fails."""
         lines = [self.texts.different(name)[0].message for name in self.bugs()]
-        if not allow_idle:
-            lengths = {method.name: method.length for method in self.methods}
-            lines += [idle_message(name, why, lengths[name]) for name, why in self.idle.items()]
+        lengths = {method.name: method.length for method in self.methods}
+        for name, reason in ({} if allow_idle else self.idle).items():
+            advice = "try other prompts or another draft"
+            if reason == DRAFTED_NOTHING and lengths[name] == "auto":
+                advice = (
+                    "either drafting was too expensive for the automatic length, or the drafter "
+                    f"had no proposals; {name}@4 shows which"
+                )
+            lines.append(
+                f"{name} {reason} in the whole run, so its figures are those of plain decoding; "
+                f"{advice}, or accept this with --allow-idle"
+            )
         return lines
-
-
-def idle_message(name: str, reason: str, length: Length | None) -> str:
-    """Why the figures of a method are those of plain decoding, and what to do."""
-    advice = "try other prompts or another draft"
-    if reason == "drafted nothing" and length == "auto":
-        advice = (
-            "either drafting was too expensive for the automatic length, or the drafter had no "
-            f"proposals; {name}@4 shows which"
-        )
-    return (
-        f"{name} {reason} in the whole run, so its figures are those of plain decoding; {advice}, "
-        "or accept this with --allow-idle"
-    )
 
 
 def machine_of(llm: LLM) -> dict[str, Any]:

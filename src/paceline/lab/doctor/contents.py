@@ -57,21 +57,21 @@ def check_values(files: ModelFiles) -> Iterator[Finding]:
     matrices = [key for key, tensor in floats.items() if tensor.dim() == 2 and tensor.numel()]
     norms = [key for key in floats if key.endswith("norm.weight")]
     others = [key for key in floats if key not in {*matrices, *norms}]
+    matrices, norms, others = (evenly(keys, _TENSORS) for keys in (matrices, norms, others))
     samples: dict[str, torch.Tensor] = {}
-    for key in (key for kind in (matrices, norms, others) for key in evenly(kind, _TENSORS)):
+    for key in (*matrices, *norms, *others):
         values = floats[key].flatten()
         first = max(0, values.numel() - _VALUES) // 2  # from the middle, which has no padding rows
         samples[key] = values[first : first + _VALUES].float()
         if not bool(samples[key].isfinite().all()):
             yield finding("weights-not-finite", name=key)
             return
-    matrices = evenly(matrices, _TENSORS)
     nonzero = [key for key in matrices if bool(samples[key].any())]
     if matrices and not nonzero:
         yield finding("weights-untrained", f"all {len(matrices)} sampled matrices are zero")
     elif (
         nonzero
-        and all(set(samples[key].tolist()) in ({0.0}, {1.0}) for key in evenly(norms, _TENSORS))
+        and all(set(samples[key].tolist()) in ({0.0}, {1.0}) for key in norms)
         and all(_is_initial(samples[key], floats[key].shape[1], files) for key in nonzero)
     ):
         spreads = [float(samples[key].std()) for key in nonzero]

@@ -26,6 +26,7 @@ from paceline.lab.doctor.findings import (
 )
 from paceline.lab.doctor.machine import Needs, Setting
 from paceline.lab.doctor.models import Model, ModelFiles, describe, millions, read_files
+from paceline.model.loading import recurrent_layers
 from paceline.model.lora import adapter_size
 from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import BITS
@@ -53,14 +54,13 @@ def examine(
     ``lora``: folders of adapters by name. ``settings``: engine options, as keywords of ``LLM``.
     Downloads the small files of a hub model that is not on this machine. Raises ModelLoadError (no
     such folder, no config.json) and ConfigError (unknown option of a draft, unusable device)."""
-    texts = [draft] if draft is None or isinstance(draft, str) else list(draft)
+    texts = [draft] if draft is None or isinstance(draft, str) else draft
     specs = [spec for text in texts for spec in parse_draft(text).members()]
     options = EngineOptions(**settings)
     setting = Setting.of(options)
     files = read_files(target)
     if options.tensor_parallel > 1:
         check_shareable(target, options.tensor_parallel)
-    drafts = [(spec, folder_of(spec)) for spec in specs]  # raises on bad paths before other checks
     model, checked = _check_model(files, "target", setting)
     findings = findings_of("target", checked)
     if model is None:
@@ -83,7 +83,7 @@ def examine(
         needs = replace(needs, weights=needs.weights + size)
         values: Any = {"size": machine.size(size), "count": count, "rank": rank}
         findings.append(finding("adapter-memory", about="target", name=name, **values))
-    draft_findings, needs = check_drafts(drafts, model, draft_setting, needs)
+    draft_findings, needs = check_drafts(specs, model, draft_setting, needs)
     findings += [*draft_findings, *machine.check_dtype(setting, needs.weights)]
     quantised = any(item.code.startswith("quantised") for item in findings)
     memory = machine.check_memory(setting, needs, model.max_positions)
@@ -100,38 +100,28 @@ def _check_model(
         if about == "target" and (tokenizer := model.tokenizer) is not None:
             findings += contents.check_chat(model, tokenizer)
             findings += contents.check_ends(model, tokenizer)
-        if recurrent := model.recurrent_layers:
+        if recurrent := recurrent_layers(model.whole_config):
             values: Any = {"kinds": ", ".join(sorted({*recurrent})), "layers": model.num_layers}
             values["size"] = machine.size(model.state_bytes(setting.loaded))
             findings.append(finding("recurrent-layers", recurrent=len(recurrent), **values))
     return model, findings
 
 
-def folder_of(spec: DraftSpec) -> ModelFiles | None:
-    path = spec.argument()
-    if spec.argument_kind == "nothing" or path is None:
-        return None
-    return read_files(path, *([spec.weight_files] if spec.weight_files else []))
-
-
 def check_drafts(
-    drafts: Sequence[tuple[DraftSpec, ModelFiles | None]],
-    target: Model,
-    setting: Setting,
-    needs: Needs,
+    specs: Sequence[DraftSpec], target: Model, setting: Setting, needs: Needs
 ) -> tuple[list[Finding], Needs]:
     """Findings about all drafts, and ``needs`` plus those of the drafts. "auto" stands for the
     drafters that it is composed of."""
     findings: list[Finding] = []
-    if any(isinstance(spec, Auto) for spec, _ in drafts):
+    if any(isinstance(spec, Auto) for spec in specs):
         free = free_memory(setting.device) - needs.weights
         composed = compose_auto(target, setting, free)
         findings.append(finding("draft-auto", composed.line(), about="draft"))
-        named = [pair for pair in drafts if not isinstance(pair[0], Auto)]
-        drafts = [*((spec, folder_of(spec)) for spec, _ in composed.taken), *named]
-    for number, (spec, folder) in enumerate(drafts, 1):
-        about = "draft" if len(drafts) == 1 else f"draft {number} ({spec.kind})"
-        for seen in _check_draft(spec, folder, target, setting):
+        named = [spec for spec in specs if not isinstance(spec, Auto)]
+        specs = [*(spec for spec, _ in composed.taken), *named]
+    for number, spec in enumerate(specs, 1):
+        about = "draft" if len(specs) == 1 else f"draft {number} ({spec.kind})"
+        for seen in _check_draft(spec, target, setting):
             if isinstance(seen, Needs):
                 needs += seen
             else:
@@ -148,18 +138,18 @@ def compose_auto(target: Model, setting: Setting, free: int) -> Composition:
     composed = compose(Circumstances(target.name, refused, bits, weights, rounded, free, mtp))
     failed: dict[DraftSpec, str] = {}
     for spec, _ in composed.taken:
-        for seen in _check_draft(spec, folder_of(spec), target, setting):
+        for seen in _check_draft(spec, target, setting):
             if isinstance(seen, Finding) and seen.severity is ERROR:
                 failed.setdefault(spec, seen.text)
     return composed.without(failed)
 
 
-def _check_draft(
-    spec: DraftSpec, files: ModelFiles | None, target: Model, setting: Setting
-) -> _Checked:
-    if files is None:
+def _check_draft(spec: DraftSpec, target: Model, setting: Setting) -> _Checked:
+    path = spec.argument()
+    if spec.argument_kind == "nothing" or path is None:
         yield from _without_files(spec, target, setting)
         return
+    files = read_files(path, spec.weight_files)
     # The folder may hold weights under the file name of another kind of draft.
     empty = not (files.tensors or files.pickled or files.damaged or files.remote)
     if empty or isinstance(spec, DraftModel):

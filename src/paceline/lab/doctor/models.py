@@ -26,6 +26,7 @@ from paceline.model.gguf_weights import check_all_tensors_used
 from paceline.model.names import SMALL, check_hub_name, hub_message, is_path, located
 from paceline.model.paged.cache import bytes_per_token
 from paceline.model.paged.states import bytes_per_state
+from paceline.model.precision import quantization_of
 from paceline.model.quantised.convert import split_experts
 from paceline.model.target import UNLIMITED_POSITIONS
 from paceline.model.tensorfile import load_tensors, verify
@@ -60,19 +61,12 @@ class ModelFiles:
     gguf: GgufFile | None = None  # then ``folder`` is that file, and ``tensors`` is empty
 
     @property
-    def parameters(self) -> int:
-        return sum(t.numel() for t in self.tensors.values() if t.is_floating_point())
-
-    @property
     def stored_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def whole(self) -> bool:
         return bool(self.tensors) and not (self.absent or self.damaged or self.pickled)
-
-    def has(self, *names: str) -> bool:
-        return any((self.folder / name).is_file() for name in names)
 
 
 def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
@@ -166,14 +160,14 @@ class Model(TargetShape):
     @property
     def quantisation(self) -> Mapping[str, Any] | None:
         """The quantization_config of config.json; None for unquantised weights."""
-        options = self.files.config.get("quantization_config")
-        return options if options is None or isinstance(options, Mapping) else {}
+        return quantization_of(self.whole_config)
 
     @property
     def parameters(self) -> int:
         """The number of parameters in the files, or of the skeleton if these are incomplete."""
         if self.files.whole and self.quantisation is None:
-            return self.files.parameters
+            floats = (t for t in self.files.tensors.values() if t.is_floating_point())
+            return sum(tensor.numel() for tensor in floats)
         return sum(p.numel() for p in self.skeleton.parameters())
 
     def cache_bytes(self, dtype: torch.dtype) -> int:
@@ -188,14 +182,9 @@ class Model(TargetShape):
         layers = self.num_layers - loading.layers_without_keys(self.whole_config)
         return bytes_per_token([(shared, keys, values)] * layers, dtype)
 
-    @property
-    def recurrent_layers(self) -> list[str]:
-        """The kinds of the layers that have a recurrent state."""
-        return loading.recurrent_layers(self.whole_config)
-
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a state of all recurrent layers, in a model of this dtype."""
-        if not self.recurrent_layers:
+        if not loading.recurrent_layers(self.whole_config):
             return 0
         module = skeleton_of(self.whole_config).to(dtype)
         with torch.inference_mode():
@@ -221,7 +210,8 @@ def describe(files: ModelFiles, about: str) -> tuple[Model | None, list[Finding]
     if foreign:
         findings.append(finding("remote-code", cure="Nothing to do.", severity=NOTE))
     tokenizer = None
-    if files.gguf is None and not files.has(*TOKENIZER_FILES):
+    known = any((files.folder / file).is_file() for file in TOKENIZER_FILES)
+    if files.gguf is None and not known:
         severity = ERROR if about == "target" else NOTE
         findings.append(finding("tokenizer-absent", name=files.name, severity=severity))
     else:

@@ -55,13 +55,10 @@ class Work:
         return sum(elements for elements, _ in self.weights.values())
 
     @property
-    def distinct_bytes(self) -> int:
-        return sum(size for _, size in self.weights.values())
-
-    @property
     def weight_bits(self) -> float:
         """Bits per weight element as it is read, scales included."""
-        return 8 * self.distinct_bytes / self.parameters if self.weights else 0.0
+        size = sum(size for _, size in self.weights.values())
+        return 8 * size / self.parameters if self.weights else 0.0
 
     def per_step(self, steps: int) -> Work:
         """The work of one step, if this is the sum over ``steps`` steps."""

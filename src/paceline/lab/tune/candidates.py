@@ -9,7 +9,6 @@ from itertools import product
 from statistics import median
 
 from paceline.drafters import DRAFTERS, DraftSpec, Hybrid, parse_draft
-from paceline.engine.driver import StepTotals
 from paceline.errors import ConfigError
 from paceline.lab.bench.engines import PLAIN
 from paceline.lab.bench.runner import JobResult, Length, TimedRun, merged
@@ -99,12 +98,6 @@ def _label(spec: DraftSpec) -> str:
     if not slash:
         name = f"{spec.kind}:{argument}" if argument else spec.kind
     return " ".join([name, *(f"{key}={value}" for key, value in spec.changed_options().items())])
-
-
-def hybrid_of(first: DrafterCandidate, second: DrafterCandidate) -> DrafterCandidate:
-    """A hybrid of a lookup drafter and a second one."""
-    label = f"{first.label} + {second.label}"
-    return DrafterCandidate(label, f"{Hybrid.kind}:{first.spec}+{second.spec}", Hybrid.kind)
 
 
 def _unique(candidates: Iterable[DrafterCandidate]) -> list[DrafterCandidate]:
@@ -197,7 +190,9 @@ def choose(
     lookup = next((trial for trial in gaining if not trial.passes), None)
     model = next((trial for trial in gaining if trial.passes), None)
     if lookup and model:
-        finalists.append(adaptive(hybrid_of(lookup.candidate, model.candidate), lookup, model))
+        one, other = lookup.candidate, model.candidate
+        label, spec = f"{one.label} + {other.label}", f"{Hybrid.kind}:{one.spec}+{other.spec}"
+        finalists.append(Finalist(label, spec, "auto", (lookup, model)))
     first = {finalist.key: finalist for finalist in finalists[::-1]}
     return [finalist for finalist in finalists if first[finalist.key] is finalist]
 
@@ -245,12 +240,6 @@ def confirmations(finalists: Sequence[Finalist], record: list[JobResult]) -> lis
         ratios = tuple(a / b for a, b in zip(rates, plain, strict=True))
         results.append(Confirmation(finalist, merged(runs), ratios, rates))
     return results
-
-
-def timing_spread_of(plain: Sequence[StepTotals]) -> float:
-    """Step time of plain decoding in the slowest run divided by that in the fastest."""
-    rates = [steps.rate for steps in plain if steps.rate]
-    return max(rates) / min(rates) if rates else 1.0
 
 
 def winner(results: Sequence[Confirmation]) -> Confirmation:

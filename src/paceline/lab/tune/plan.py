@@ -28,7 +28,6 @@ from paceline.lab.tune.candidates import (
     choose,
     confirmations,
     default_candidate,
-    timing_spread_of,
     winner,
 )
 from paceline.llm import LLM
@@ -84,9 +83,11 @@ class TuningOutcome:
 
     @property
     def timing_spread(self) -> float:
+        """Step time of plain decoding in the slowest run divided by that in the fastest."""
         plain = [trial.plain for trial in self.trials]
         plain += [job_result.runs[PLAIN] for job_result in self.job_results]
-        return timing_spread_of([run.decoding for run in plain])
+        rates = [run.decoding.rate for run in plain if run.decoding.rate]
+        return max(rates) / min(rates) if rates else 1.0
 
 
 def num_tasks(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
@@ -115,7 +116,7 @@ def tune(
     default = next((candidate for candidate in candidates if candidate.default), None)
     tried = interleave([c for c in candidates if not c.default], lambda c: c.family)
     for requested in {c.spec.partition(",")[0]: c for c in tried if c.requested}.values():
-        run.open(requested, 0).close()  # fail early, before minutes of measuring
+        run.open("", requested.spec, 0).llm.close()  # fail early, before minutes of measuring
     try:
         if default is not None:
             default = run.resolve_default(default)
@@ -172,25 +173,23 @@ class _Tuning:
         self.jobs, _ = rounds_of(*jobs)
 
     def open(
-        self, drafter: DrafterCandidate | Finalist, length: runner.Length, batch: int | None = None
+        self, name: str, draft: str | None, length: runner.Length, batch: int | None = None
     ) -> Paceline:
         """An engine with this batch size (None: the concurrency). Raises what loading raises."""
-        key = drafter.key if isinstance(drafter, Finalist) else drafter.spec
-        method = runner.Method(key, None if drafter.spec == "none" else drafter.spec, length)
-        clients = self.outcome.options.concurrency
+        clients, method = self.outcome.options.concurrency, runner.Method(name, draft, length)
         engine = self.factory.create(method, clients, max_batch_size=batch or clients)
         assert isinstance(engine, Paceline)
         return engine
 
     @cached_property
     def plain(self) -> Paceline:
-        return self.open(Finalist(PLAIN, "none", 0), 0, self.outcome.batch)
+        return self.open(PLAIN, None, 0, self.outcome.batch)
 
     def load(self, candidate: DrafterCandidate, length: runner.Length) -> Paceline | None:
         """An engine with the batch size of the tuned one. A candidate that fails to load is left
         out (None), unless it was requested: then PacelineError is raised."""
         try:
-            return self.open(candidate, length, self.outcome.batch)
+            return self.open(candidate.spec, candidate.spec, length, self.outcome.batch)
         except PacelineError as error:
             if candidate.requested:
                 raise
@@ -202,7 +201,7 @@ class _Tuning:
         engine = self.load(default, 0)
         if engine is None:
             return None
-        engine.close()
+        engine.llm.close()
         spec = engine.llm.drafts[0]
         return default if spec == default.spec else default_candidate(spec)
 
@@ -261,7 +260,7 @@ class _Tuning:
             curves = {str(k): v.seconds for k, v in measured.items() if not v.model_free}
             passes = {k: PassCosts(curve.tokens, curve.seconds) for k, curve in curves.items()}
         finally:
-            engine.close()
+            engine.llm.close()
         plain, run = (
             runner.merged([r.runs[name] for r in record]) for name in (PLAIN, engine.name)
         )
@@ -278,8 +277,9 @@ class _Tuning:
         outcome.finalists, outcome.size = affordable(finalists, seconds, options, budget)
         size = outcome.size, options.concurrency
         jobs, repeats = rounds_of(self.prompts, options.rounds, *size, self.params)
-        engines = [self.plain, *(self.open(one, one.length) for one in outcome.finalists[1:])]
+        drafting = (self.open(one.key, one.spec, one.length) for one in outcome.finalists[1:])
+        engines = [self.plain, *drafting]
         runner.warm_up(jobs[:1], engines[1:])
         runner.take_turns(jobs, engines, repeats, outcome.job_results, self.advance, budget)
         for engine in engines:
-            engine.close()
+            engine.llm.close()
