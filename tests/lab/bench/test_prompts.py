@@ -143,11 +143,6 @@ def test_layouts_may_be_mixed(tmp_path: Path) -> None:
     assert [prompt.text for prompt in load_prompts(file)] == ["Q", "P", "T"]
 
 
-def test_names_that_occur_again_get_a_number(tmp_path: Path) -> None:
-    file = write(tmp_path, {"id": "x", "text": "1"}, {"id": "x", "text": "2"})
-    assert [prompt.name for prompt in load_prompts(file)] == ["x", "x#2"]
-
-
 # -- files ---------------------------------------------------------------------------------------
 
 

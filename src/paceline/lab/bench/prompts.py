@@ -7,9 +7,8 @@ import gzip
 import json
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,12 +109,12 @@ def load_prompts(
     categories: Sequence[str] = (),
     per_category: int | None = None,
 ) -> list[BenchPrompt]:
-    """The prompts of a file (None: the shipped ones), ordered by category, with unique names.
+    """The prompts of a file (None: the shipped ones), ordered by category.
     ``per_category`` limits their number by taking evenly spaced ones. Raises DataError for an
     unreadable file, a record without a prompt, an unknown category, or if no prompt is left."""
     files = sorted(_SHIPPED.glob("*.jsonl")) if source is None else [Path(source)]
     numbered = ((file, *item) for file in files for item in enumerate(read_records(file)))
-    prompts = _unique([_prompt(file, number, *item) for file, number, item in numbered])
+    prompts = [_prompt(file, number, *item) for file, number, item in numbered]
     where = source or "the shipped prompt set"
     if not prompts:
         raise DataError(f"{where} has no prompts; add at least one")
@@ -240,13 +239,3 @@ def _content(item: object) -> str | None:
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         return "".join(str(part.get("text", "")) for part in content)
     return content if isinstance(content, str) else None
-
-
-def _unique(prompts: list[BenchPrompt]) -> list[BenchPrompt]:
-    """Number repeated names, because results are stored by name."""
-    counts = Counter[str]()
-    for index, prompt in enumerate(prompts):
-        counts[prompt.name] += 1
-        if counts[prompt.name] > 1:
-            prompts[index] = replace(prompt, name=f"{prompt.name}#{counts[prompt.name]}")
-    return prompts

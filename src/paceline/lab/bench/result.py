@@ -26,7 +26,6 @@ OVERALL = "overall"
 _MIN_PROMPTS = 4  # for a confidence interval
 _RESAMPLES = 2000
 _QUANTILES = (0.025, 0.975)
-DRAFTED_NOTHING = "drafted nothing"
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,7 @@ def _row(category: str, rounds: list[list[JobResult]], name: str) -> Row:
     gaps = [gap for answer in whole.answers for gap in answer.gaps]
     token_gaps = [gap / count for gap, count in gaps for _ in range(count)]
     steps = whole.decoding.steps
+    sampled = name != PLAIN and job.concurrency == 1 and len(rounds[0]) >= _MIN_PROMPTS
     mean_rates = (
         [statistics.mean(run.rate for run in one_round) for one_round in by_round]
         for by_round in (runs, plain_runs)
@@ -116,7 +116,7 @@ def _row(category: str, rounds: list[list[JobResult]], name: str) -> Row:
         tokens=whole.tokens,
         tokens_per_second=Spread.of([run.rate for run in merged_rounds]),
         speedup=Spread.of([run.rate / plain.rate for run, plain in pairs]),
-        interval=_confidence_interval(rounds, name) if job.concurrency == 1 else None,
+        interval=_confidence_interval(runs, plain_runs) if sampled else None,
         mean_speedup=statistics.median(map(truediv, *mean_rates)),
         time_to_first_token=statistics.median(a.arrivals[0][0] for a in whole.answers),
         inter_token_p50=percentile(token_gaps, 0.50),
@@ -149,17 +149,15 @@ def draft_figures(run: TimedRun) -> dict[str, Any]:
 
 
 def _confidence_interval(
-    rounds: Sequence[Sequence[JobResult]], name: str
-) -> tuple[float, float] | None:
-    """95 % confidence interval of the speedup in tokens per second, by bootstrap over prompts."""
-    if name == PLAIN or len(rounds[0]) < _MIN_PROMPTS:
-        return None
-    sums: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
-    for result in (result for results in rounds for result in results):
-        run, plain = result.runs[name], result.runs[PLAIN]
-        figures = np.array([run.tokens, run.seconds, plain.tokens, plain.seconds])
-        sums[result.job.index] = sums.get(result.job.index, np.zeros(4)) + figures
-    table = np.stack(list(sums.values()))
+    *by_round: Sequence[Sequence[TimedRun]],
+) -> tuple[float, float]:
+    """95 % confidence interval of the speedup in tokens per second, by bootstrap over prompts, from
+    the runs of a method and those of plain decoding."""
+    # By prompt: tokens and seconds over all rounds, of both.
+    sums = [
+        np.array([[(r.tokens, r.seconds) for r in runs] for runs in m]).sum(0) for m in by_round
+    ]
+    table = np.concatenate(sums, axis=1)
     resampled = np.random.default_rng(0).integers(len(table), size=(_RESAMPLES, len(table)))
     tokens, seconds, plain_tokens, plain_seconds = table[resampled].sum(1).T
     ratios = tokens / seconds * plain_seconds / plain_tokens
@@ -178,8 +176,8 @@ def idle(record: list[JobResult], speculative: Collection[str]) -> dict[str, str
     for name in speculative:
         whole = merged([result.runs[name] for result in record if name in result.runs])
         if whole.answers and not whole.counts.accepted:
-            silent = not whole.counts.drafted
-            reasons[name] = DRAFTED_NOTHING if silent else "had none of its drafts accepted"
+            drafted = whole.counts.drafted
+            reasons[name] = "had none of its drafts accepted" if drafted else "drafted nothing"
     return reasons
 
 
@@ -310,18 +308,12 @@ class BenchResult:
     def failures(self, allow_idle: bool = False) -> list[str]:
         """One line for each reason for which the command fails."""
         lines = [self.texts.different(name)[0].message for name in self.bugs()]
-        lengths = {method.name: method.length for method in self.methods}
-        for name, reason in ({} if allow_idle else self.idle).items():
-            advice = "try other prompts or another draft"
-            if reason == DRAFTED_NOTHING and lengths[name] == "auto":
-                advice = (
-                    "either drafting was too expensive for the automatic length, or the drafter "
-                    f"had no proposals; {name}@4 shows which"
-                )
-            lines.append(
+        if not allow_idle:
+            lines += [
                 f"{name} {reason} in the whole run, so its figures are those of plain decoding; "
-                f"{advice}, or accept this with --allow-idle"
-            )
+                "try other prompts, another draft or a fixed length (@4), or give --allow-idle"
+                for name, reason in self.idle.items()
+            ]
         return lines
 
 
