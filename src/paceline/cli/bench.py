@@ -200,7 +200,7 @@ def tune(
     options = replace(options, source=prompts.prompts or options.source)
     candidates = at_hand(target.model, target.draft, target.draft_only)
     llm = load_llm(target, target.model, "none", max_batch_size=1)
-    outcome = TuningOutcome.start(options, llm)
+    outcome = TuningOutcome(options, target.model)
     tasks = num_tasks(candidates, options)
     with measuring("tuning", budget, tasks) as interrupted:
         search(llm, candidates, chosen_prompts, outcome, interrupted.advance, budget)

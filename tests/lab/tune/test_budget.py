@@ -56,7 +56,7 @@ def run(
 ) -> tuple[TuningOutcome, list[str]]:
     """Each batch size of the target, each drafter and each round of all take a second."""
     said: list[str] = []
-    outcome = TuningOutcome.start(OPTIONS, llm)
+    outcome = TuningOutcome(OPTIONS, "m")
     tune(llm, candidates(folders), prompts(), outcome, said.append, SecondEach(seconds))
     return outcome, said
 
@@ -85,7 +85,7 @@ def test_a_drafter_is_tried_completely_or_not_at_all(llm: LLM, folders: tuple[st
 def test_the_default_draft_is_confirmed_if_it_loads(llm: LLM, folders: tuple[str, str]) -> None:
     for spec, there in (("suffix", True), ("model:nowhere/at/all", False)):
         default = DrafterCandidate("usual", spec, spec.partition(":")[0], default=True)
-        outcome = TuningOutcome.start(OPTIONS, llm)
+        outcome = TuningOutcome(OPTIONS, "m")
         tried = [*variants("ngram"), default]
         tune(llm, tried, prompts(), outcome, lambda what: None, SecondEach(None))
         confirmed = [result.finalist.label for result in outcome.results]
@@ -102,7 +102,7 @@ def test_two_rounds_confirm(llm: LLM, folders: tuple[str, str]) -> None:
 
 
 def test_an_interrupted_round_does_not_count(llm: LLM, folders: tuple[str, str]) -> None:
-    outcome = TuningOutcome.start(OPTIONS, llm)
+    outcome = TuningOutcome(OPTIONS, "m")
     seen: list[str] = []
 
     def interrupt(what: str) -> None:

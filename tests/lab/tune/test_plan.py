@@ -70,7 +70,7 @@ def test_tuning_a_random_pair(
         *at_hand("other", [f"model:{folders[1]},nodes=0"], only=True),
         DrafterCandidate("gone", "model:nowhere/at/all", "model"),
     ]
-    outcome = TuningOutcome.start(TuneOptions(concurrency=2, max_tokens=12, rounds=1), llm)
+    outcome = TuningOutcome(TuneOptions(concurrency=2, max_tokens=12, rounds=1), "m")
     said: list[str] = []
     tune(llm, candidates, words(4), outcome, said.append)
     assert outcome.chosen is not None
@@ -99,7 +99,7 @@ def test_rounds_beyond_those_wanted_are_complete(
     """Two rounds of different prompts, twice: "4 of 3 rounds. More --seconds measure the rest"."""
     monkeypatch.setattr("paceline.lab.tune.candidates.ROUND_SIZES", (2, 1))
     llm = LLM(folders[0], draft="none", dtype="float32", max_batch_size=1)
-    outcome = TuningOutcome.start(TuneOptions(max_tokens=4, rounds=3), llm)
+    outcome = TuningOutcome(TuneOptions(max_tokens=4, rounds=3), "m")
     tune(llm, variants("ngram"), words(4), outcome, lambda what: None)
     assert outcome.completed is not None and len(outcome.job_results) == 4
     assert "4 of 4 rounds of 2 prompts." in outcome.completed.line
@@ -113,7 +113,7 @@ def test_invalid_tuning_options_are_refused(folders: tuple[str, str]) -> None:
             llm,
             [],
             words(2),
-            TuningOutcome.start(TuneOptions(max_tokens=500), llm),
+            TuningOutcome(TuneOptions(max_tokens=500), "m"),
             lambda what: None,
         )
     given = variants("nowhere/at/all", requested=True)
@@ -122,10 +122,10 @@ def test_invalid_tuning_options_are_refused(folders: tuple[str, str]) -> None:
             llm,
             given,
             words(2),
-            TuningOutcome.start(TuneOptions(max_tokens=4), llm),
+            TuningOutcome(TuneOptions(max_tokens=4), "m"),
             lambda what: None,
         )
     with pytest.raises(ConfigError, match="has no option colour"):
         options = DrafterCandidate("n", "ngram:colour=1", "ngram", requested=True)
         asked = TuneOptions(max_tokens=4)
-        tune(llm, [options], words(2), TuningOutcome.start(asked, llm), lambda what: None)
+        tune(llm, [options], words(2), TuningOutcome(asked, "m"), lambda what: None)

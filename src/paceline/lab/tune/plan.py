@@ -32,7 +32,7 @@ from paceline.lab.tune.candidates import (
 )
 from paceline.llm import LLM
 from paceline.model.measure import measure_target
-from paceline.settings.tuned import KnownCosts, PassCosts, count_parameters
+from paceline.settings.tuned import KnownCosts, PassCosts
 
 # Smallest batch size of the tuned settings: more requests may arrive than were expected.
 MIN_BATCH_SIZE = 8
@@ -50,7 +50,6 @@ class TuningOutcome:
 
     options: TuneOptions
     model: str
-    parameters: int
     prompt_count: int = 0
     costs: KnownCosts | None = None
     trials: list[DrafterTrial] = field(default_factory=list)
@@ -60,10 +59,6 @@ class TuningOutcome:
     not_tried: list[str] = field(default_factory=list)
     size: int = 0
     completed: Spending | None = None
-
-    @classmethod
-    def start(cls, options: TuneOptions, llm: LLM) -> TuningOutcome:
-        return cls(options, llm.target.name, count_parameters(llm.target))
 
     @property
     def batch(self) -> int:
@@ -78,8 +73,7 @@ class TuningOutcome:
     def chosen(self) -> Confirmation | None:
         """The winner, once enough rounds are done: two, or one if only one is wanted."""
         wanted = min(MIN_ROUNDS, self.options.rounds)
-        enough = self.job_results and len(self.job_results) >= wanted
-        return winner(self.results) if enough else None
+        return winner(self.results) if len(self.job_results) >= wanted else None
 
     @property
     def timing_spread(self) -> float:

@@ -80,23 +80,15 @@ def decision(outcome: TuningOutcome) -> str:
             f"{chosen.finalist.name}: {chosen.rate:.0f} tokens/s against {results[0].rate:.0f}, "
             f"{chosen.speedup:.2f}x plain decoding, {chosen.run.tokens_per_step:.2f} tokens/step."
         )
-    slower = bool(drafting) and drafting[0].speedup < 1
     if chosen is not None:
+        slower = bool(drafting) and drafting[0].speedup < 1
         why = "all drafts were slower" if slower else "no draft was clearly faster"
         return f"Plain decoding: {why}{f' ({shown})' if shown else ''}."
-    if drafting:
-        so_far = f"speedups over plain decoding: {shown}"
-        if slower:
-            so_far = f"no draft is advised, all were slower than plain decoding ({shown})"
-        done = f"after {len(drafting[0].ratios)} of {outcome.options.rounds} rounds"
-        return f"Not confirmed: {done} {so_far}. Give more --seconds."
-    if outcome.trials:
+    if not drafting and outcome.trials:
         best = max(outcome.trials, key=lambda trial: trial.speedup)
-        return (
-            f"Not confirmed: {best.candidate.label} reached {best.speedup:.2f}x plain decoding "
-            "in its trial. Give more --seconds."
-        )
-    return "No measurement was completed."
+        shown = f"{best.candidate.label} {best.speedup:.2f}x in its trial"
+    so_far = f"speedups over plain decoding {shown}" if shown else "nothing was measured"
+    return f"Not confirmed: {so_far}. Give more --seconds."
 
 
 def report_of(outcome: TuningOutcome) -> Report:
@@ -123,7 +115,6 @@ def report_of(outcome: TuningOutcome) -> Report:
 def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
     return {
         "model": outcome.model,
-        "parameters": outcome.parameters,
         **asdict(outcome.options),
         "prompts": outcome.prompt_count,
         "decision": decision(outcome),
