@@ -17,7 +17,7 @@ from paceline.core.params import SamplingParams
 from paceline.errors import UnsupportedModelError
 from paceline.lab.certify.decoding import Scorer, Start
 from paceline.llm import LLM
-from paceline.model.backends.reference.rows import RowPositions
+from paceline.model.backends.reference.rows import correct_rows
 from paceline.model.target import CausalModel
 from support.cache_invariants import check_cache
 from support.tiny_models import SENTENCES
@@ -190,24 +190,24 @@ def test_a_certification_scores_each_text_by_its_own_length(saved: Callable[[str
 
 
 def test_only_a_context_beyond_the_original_one_has_two_rotations() -> None:
-    assert RowPositions(tiny("phi3"), 256).switch == SWITCH
-    assert RowPositions(tiny("phi3"), SWITCH).switch is None
-    assert RowPositions(tiny("phi3", rope_parameters=None), 256).switch is None
+    assert correct_rows(tiny("phi3"), 256) == SWITCH
+    assert correct_rows(tiny("phi3"), SWITCH) is None
+    assert correct_rows(tiny("phi3", rope_parameters=None), 256) is None
 
 
 def test_rotations_that_go_on_changing_are_refused() -> None:
     """Dynamic scaling is plain within the context that it starts from, and refused beyond."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = tiny("llama", rope_parameters=rope)
-    assert RowPositions(model, 256).switch is None
+    assert correct_rows(model, 256) is None
     with pytest.raises(UnsupportedModelError, match=r"type dynamic goes on changing .* from 256"):
-        RowPositions(model, 1024)
+        correct_rows(model, 1024)
 
 
 def test_outside_our_forwards_a_module_stays_as_it_was(tmp_path: Path) -> None:
     """The hooks are on the user's own module where ``generate`` of transformers is ours."""
     one, other = tiny("phi3"), tiny("phi3")
-    RowPositions(other, 256)
+    correct_rows(other, 256)
     ids = torch.tensor([prompts()[5], prompts()[5][::-1]])
     with torch.no_grad():
         assert torch.equal(one(ids).logits, other(ids).logits)

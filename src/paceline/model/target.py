@@ -76,7 +76,7 @@ class CausalModel:
         self.reference = TorchBackend(hf, self.max_positions)
         self.backend: Backend = self.reference
         # With longrope, longer sequences use the long RoPE factors; None: there is one set of them.
-        self.rope_switch = self.reference.rows.switch
+        self.rope_switch = self.reference.rope_switch
         self.quantize: str | None = None  # the precision that the user asked for
         self.requested_backend = AUTO  # the backend that the user asked for
         self.backend_refusal: str | None = None  # why that backend does not run the model

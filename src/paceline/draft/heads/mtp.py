@@ -175,7 +175,7 @@ class MtpHead(nn.Module):
         H]`` and the target's or earlier outputs ``[T, H]``."""
         parts = self.enorm(embeds), self.hnorm(hidden)
         inputs = self.eh_proj(torch.cat(parts[::-1] if self._hidden_first else parts, -1))
-        with self.model.reference.rows.correcting(step.batch), bound(STEP, step):
+        with bound(STEP, step):
             out = self._decoder(
                 inputs_embeds=inputs[None], position_ids=step.batch.positions[None], use_cache=False
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from paceline.core.batch import Batch, Span
 from paceline.core.transfer import Staging
 from paceline.core.tree import ancestor_mask, depths_of
 from paceline.model.paged.cache import PagedCache
+from paceline.model.paged.states import StateStep, StateStore
 
 _MAX_CACHED_ROWS, _MAX_CACHED_COLUMNS = 64, 4096  # larger masks are not cached; 256 KB each
 
@@ -51,17 +52,6 @@ class Pattern:
 FULL = Pattern()
 
 
-class MaskKey(NamedTuple):
-    """All that a span's mask depends on, besides its width."""
-
-    pending: int
-    parents: tuple[int, ...]
-    first_new: int
-    pattern: Pattern
-    phase: int
-    ancestors: bool  # False: nodes attend to all nodes that the pattern allows
-
-
 def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) -> torch.Tensor:
     """bool ``[rows, columns]`` on the host: which of the span's last ``columns`` keys each row
     attends to. The last column is the last tree node or, without a tree, the last pending token.
@@ -69,15 +59,22 @@ def visible(span: Span, pattern: Pattern, columns: int, ancestors: bool = True) 
     masks the others. Except for chunks a mask does not depend on the length of the context, so
     masks are cached, in a few widths."""
     phase = pattern.phase(span)
-    key = MaskKey(span.pending, span.parents, span.first_new, pattern, phase, ancestors)
+    depends_on = span.pending, span.parents, span.first_new, pattern, phase, ancestors
     if span.rows > _MAX_CACHED_ROWS or columns > _MAX_CACHED_COLUMNS:
-        return _visible(key, columns)
+        return _visible(*depends_on, columns)
     width = max(256, 1 << (columns - 1).bit_length())
-    return _cached_visible(key, width)[:, width - columns :]
+    return _cached_visible(*depends_on, width)[:, width - columns :]
 
 
-def _visible(key: MaskKey, columns: int) -> torch.Tensor:
-    pending, parents, first_new, pattern, phase, ancestors = key
+def _visible(
+    pending: int,
+    parents: tuple[int, ...],
+    first_new: int,
+    pattern: Pattern,
+    phase: int,
+    ancestors: bool,
+    columns: int,
+) -> torch.Tensor:
     # Positions are counted from the first index after the pending tokens ("base").
     nodes = len(parents)
     depths = torch.tensor(depths_of(parents), dtype=torch.int64)
@@ -174,12 +171,16 @@ class DeviceBatch:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """All that the attention of one forward needs. ``layouts`` are by layer."""
+    """What the layers of one forward need besides hidden states. ``layouts`` are by layer;
+    ``states``: those of recurrent layers, and how the batch goes through them; ``features``: the
+    layers whose inputs are wanted, filled by the forward."""
 
     batch: DeviceBatch
     cache: PagedCache
     first_slot: int | None  # set when the batch writes consecutive slots
     layouts: tuple[AttentionLayout, ...]
+    states: tuple[StateStore, StateStep] | None
+    features: dict[int, Any]
 
     @classmethod
     def of(
@@ -200,7 +201,10 @@ class AttentionStep:
             if id(pattern) not in by_pattern:
                 by_pattern[id(pattern)] = AttentionLayout(batch, size, pattern, staging)
         layouts = tuple([by_pattern[id(pattern)] for pattern in patterns])
-        return cls(DeviceBatch.of(batch, staging), cache, first_slot, layouts)
+        store = cache.states
+        states = None if store is None else (store, store.route(batch, size))
+        on_device, features = DeviceBatch.of(batch, staging), dict.fromkeys(batch.features)
+        return cls(on_device, cache, first_slot, layouts, states, features)
 
 
 class AttentionLayout:

@@ -18,8 +18,7 @@ from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import REFERENCE, Backend
 from paceline.model.backends.reference.adapters import applying_adapters, reads_weight_of
 from paceline.model.backends.reference.attention import STEP
-from paceline.model.backends.reference.recurrent import using_states
-from paceline.model.backends.reference.rows import RowPositions
+from paceline.model.backends.reference.rows import correct_rows
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.segments import AttentionStep, DeviceBatch, Pattern
 from paceline.model.quantised.convert import copy_sharing_parameters
@@ -35,34 +34,24 @@ class TorchBackend(Backend):
     name = REFERENCE
 
     def __init__(self, hf: Any, max_positions: int) -> None:
-        """Raises UnsupportedModelError for rotary embeddings that RowPositions cannot correct."""
+        """Raises UnsupportedModelError for rotary embeddings that correct_rows cannot correct."""
         self.hf = hf
         self.patterns: tuple[Pattern, ...] = ()
         self.shapes: list[LayerShape] = []
         self.layer_names: list[str] = []
-        self.rows = RowPositions(hf, max_positions)
+        self.rope_switch = correct_rows(hf, max_positions)
         # Whether the module can compute the logits of some rows only.
         self._selects_logits = "logits_to_keep" in inspect.signature(hf.forward).parameters
-        self._captured: dict[int, torch.Tensor] | None = None  # features of the running forward
         self._hooked: set[int] = set()  # layers with a hook that captures features
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput:
         step = AttentionStep.of(batch, cache, self.patterns, self.hf.device)
         for layer in set(batch.features) - self._hooked:
             self._hook(layer)
-        self._captured = {} if batch.features else None
-        try:
-            with (
-                self.rows.correcting(step.batch),
-                applying_adapters(self.hf, batch.adapter_runs, len(batch.input_ids)),
-                using_states(batch, cache),
-                bound(STEP, step),
-            ):
-                outputs = self.run(step.batch)
-            captured = self._captured or {}
-        finally:
-            self._captured = None
-        return ModelOutput(outputs, {layer: captured[layer] for layer in batch.features})
+        adapting = applying_adapters(self.hf, batch.adapter_runs, len(batch.input_ids))
+        with adapting, bound(STEP, step):
+            outputs = self.run(step.batch)
+        return ModelOutput(outputs, {layer: step.features[layer] for layer in batch.features})
 
     def check_adapter(self, adapter: Adapter) -> None:
         for name in adapter.pairs:
@@ -103,7 +92,7 @@ class TorchBackend(Backend):
     def on(self, hf: Any) -> TorchBackend:
         """A backend that runs ``hf``, whose modules have the same names."""
         other = copy.copy(self)
-        other.hf, other._captured, other._hooked = hf, None, set()
+        other.hf, other._hooked = hf, set()
         return other
 
     @torch.inference_mode()
@@ -176,8 +165,9 @@ class TorchBackend(Backend):
         """Capture the input of a layer, or after the last one the final norm's output."""
 
         def keep(hidden: torch.Tensor) -> None:
-            if self._captured is not None:
-                self._captured[layer] = hidden[0]
+            step = STEP.get(None)
+            if step is not None and layer in step.features:
+                step.features[layer] = hidden[0]
 
         if layer == len(self.layer_names):
             # The module with the layers and the final norm: ``a.b`` for a layer ``a.b.layers.0``.

@@ -5,30 +5,28 @@ transformers' own cache layer. As a batch packs all sequences and tree nodes int
 mixer's forward is called once for each chunk of a prompt, and once for all rows of drafts
 (recurrences.py), or once for each level of them where our step functions cannot replace those of
 transformers. Input and output projections do not depend on states: they are taken out of these
-forwards and computed once for all rows, so that their weights are read once. Outside
-``using_states`` a mixer works as before.
+forwards and computed once for all rows, so that their weights are read once. Outside our
+forwards a mixer works as before.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.core.batch import Batch
 from paceline.core.bound import bound
 from paceline.errors import UnsupportedModelError
 from paceline.model.backends.reference.adapters import ROWS, with_adapters
+from paceline.model.backends.reference.attention import STEP
 from paceline.model.backends.reference.recurrences import batched_steps, patch_step_functions
-from paceline.model.paged.cache import PagedCache
-from paceline.model.paged.states import StateLevel, StatePart, StateStep, StateStore
+from paceline.model.paged.states import StateLevel, StatePart, StateStep
 
-_RUNNING: ContextVar[tuple[StateStore, StateStep] | None] = ContextVar("states", default=None)
 # Layers of a mixer that its forward must not run, by name: the outputs of input projections, which
 # have been computed, and None for the output projection, which runs later.
 _PRECOMPUTED: ContextVar[Mapping[str, Tensor | None] | None] = ContextVar("ready", default=None)
@@ -46,11 +44,11 @@ class _Mixer(nn.Module):
     steps_batched: bool  # whether the rows of all levels run in one forward
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        running = _RUNNING.get()
-        if running is None:
+        running = STEP.get(None)
+        if running is None or running.states is None:
             whole: Tensor = super().forward(hidden_states, *args, **kwargs)
             return whole
-        store, step = running
+        store, step = running.states
         states, device = store.layer(self.layer_idx), hidden_states.device
         scaled = self._scaled(hidden_states)
         projected = {name: getattr(self, name)(scaled)[0] for name in self.input_projections}
@@ -202,13 +200,6 @@ def adapt_mixers(hf: Any, layers: int) -> list[list[StatePart]]:
                 module.__class__ = type(kind.__name__, (_Mixer, kind), properties)
             parts[module.layer_idx] = module.probe(hidden)
     return parts
-
-
-def using_states(batch: Batch, cache: PagedCache) -> AbstractContextManager[None]:
-    """A context in which the mixers run this batch on the states in the cache."""
-    if cache.states is None:
-        return nullcontext()
-    return bound(_RUNNING, (cache.states, cache.states.route(batch, cache.block_size)))
 
 
 def _is_mixer(module: Any) -> bool:

@@ -6,78 +6,57 @@
 - Llama 4's attention without rotary embedding scales queries by the length of the cache plus the
   row's index in the batch. Here it uses the row's position.
 
-The corrections are hooks, which do nothing outside ``RowPositions.correcting``.
+The corrections are hooks, which do nothing outside our forwards.
 """
 
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from paceline.core.bound import bound
 from paceline.errors import UnsupportedModelError
+from paceline.model.backends.reference.attention import STEP
 from paceline.model.backends.reference.recurrent import cache_name
 from paceline.model.paged.segments import DeviceBatch
 
-
-@dataclass(frozen=True)
-class _Rows:
-    positions: torch.Tensor  # int64 [T]
-    long: torch.Tensor | None  # bool [T]: rows that use the long factors; None: no row does
-
-
-_ROWS: ContextVar[_Rows | None] = ContextVar("paceline_rows", default=None)
 _HOOKED: WeakSet[torch.nn.Module] = WeakSet()
 
 
-class RowPositions:
-    """The corrections of a model. ``switch``: the number of tokens up to which a sequence uses the
+def correct_rows(hf: torch.nn.Module, max_positions: int) -> int | None:
+    """Correct the modules of a model. Returns the number of tokens up to which a sequence uses the
     short RoPE factors; None without longrope. Raises UnsupportedModelError for rotary embeddings
     that cannot be corrected."""
-
-    def __init__(self, hf: torch.nn.Module, max_positions: int) -> None:
-        modules = list(hf.modules())
-        switches = {module: _switch_of(module, max_positions) for module in modules}
-        rotated = {module: switch for module, switch in switches.items() if switch is not None}
-        scaled = [module for module in modules if _scales_by_row(module)]
-        self.switch = next(iter(rotated.values()), None)
-        if len(set(rotated.values())) > 1:
-            raise UnsupportedModelError(
-                f"{type(hf).__name__}: its layers change their rotary embeddings at different "
-                f"lengths ({sorted(set(rotated.values()))}); only one such length is supported, "
-                "use another model"
-            )
-        self._needed = bool(rotated or scaled)
-        for module in {*rotated, *scaled} - {*_HOOKED}:
-            if module in rotated:
-                hook = partial(_rotate_by_row, rotated[module])
-                module.register_forward_hook(hook, with_kwargs=True)
-            else:
-                module.register_forward_pre_hook(_count_by_row, with_kwargs=True)
+    switches = {module: _switch_of(module, max_positions) for module in hf.modules()}
+    lengths = sorted({switch for switch in switches.values() if switch is not None})
+    if len(lengths) > 1:
+        raise UnsupportedModelError(
+            f"{type(hf).__name__}: its layers change their rotary embeddings at different "
+            f"lengths ({lengths}); only one such length is supported, use another model"
+        )
+    for module, switch in switches.items():
+        if module in _HOOKED:
+            continue
+        if switch is not None:
+            module.register_forward_hook(partial(_rotate_by_row, switch), with_kwargs=True)
             _HOOKED.add(module)
+        elif _scales_by_row(module):
+            module.register_forward_pre_hook(_count_by_row, with_kwargs=True)
+            _HOOKED.add(module)
+    return lengths[0] if lengths else None
 
-    def correcting(self, batch: DeviceBatch) -> AbstractContextManager[None]:
-        """A context in which the model may run this batch."""
-        if not self._needed:
-            return nullcontext()
-        return bound(_ROWS, _Rows(batch.positions, self._long(batch)))
 
-    def _long(self, batch: DeviceBatch) -> torch.Tensor | None:
-        if self.switch is None:
-            return None
-        # A draft model's cache may not have marked a sequence as long yet: look at positions, too.
-        long = [s.long or max(s.positions, default=0) >= self.switch for s in batch.spans]
-        if not any(long):
-            return None
-        rows = [flag for flag, s in zip(long, batch.spans, strict=True) for _ in range(s.rows)]
-        return torch.tensor(rows, device=batch.positions.device)
+def _long_rows(batch: DeviceBatch, switch: int) -> torch.Tensor | None:
+    """bool ``[T]``: which rows use the long factors; None if no row does."""
+    # A draft model's cache may not have marked a sequence as long yet: look at positions, too.
+    long = [s.long or max(s.positions, default=0) >= switch for s in batch.spans]
+    if not any(long):
+        return None
+    rows = [flag for flag, s in zip(long, batch.spans, strict=True) for _ in range(s.rows)]
+    return torch.tensor(rows, device=batch.positions.device)
 
 
 def _switch_of(module: Any, max_positions: int) -> int | None:
@@ -109,8 +88,9 @@ def _rotate_by_row(
     switch: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
     """Forward hook: computes both sets of cosines and sines, and selects one for each row."""
-    rows = _ROWS.get()
-    if rows is None or rows.long is None:
+    step = STEP.get(None)
+    long_rows = None if step is None else _long_rows(step.batch, switch)
+    if long_rows is None:
         return None
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     positions = bound.arguments["position_ids"]  # [1, T]
@@ -124,7 +104,7 @@ def _rotate_by_row(
     short = rotations(positions.clamp(max=switch - 1))
     long = rotations(torch.cat((positions, torch.full_like(positions[:, :1], switch)), 1))
     chosen = [
-        torch.where(rows.long[:, None], b[:, :-1], a) for a, b in zip(short, long, strict=True)
+        torch.where(long_rows[:, None], b[:, :-1], a) for a, b in zip(short, long, strict=True)
     ]
     return tuple(chosen) if isinstance(output, tuple) else chosen[0]
 
@@ -150,8 +130,8 @@ class _RowLengths:
 
 def _count_by_row(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: passes the lengths by row as the module's cache."""
-    rows = _ROWS.get()
-    if rows is None:
+    step = STEP.get(None)
+    if step is None:
         return None
     name = cache_name(module.forward) or ""
-    return args, {**kwargs, name: _RowLengths(rows.positions)}
+    return args, {**kwargs, name: _RowLengths(step.batch.positions)}
