@@ -39,7 +39,8 @@ from paceline.lab.bench.result import machine_of
 from paceline.lab.report.document import Column, table_of
 from paceline.lab.report.render import print_table
 from paceline.llm import LLM
-from paceline.model.loading import load_module, load_tokenizer, weight_files
+from paceline.model.loading import load_module, load_tokenizer
+from paceline.model.names import weight_files
 
 CHATS = (
     "Repeat this list and add two more: apples, pears, plums, apples, pears, plums.",

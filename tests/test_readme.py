@@ -14,11 +14,10 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from paceline import ModelLoadError
 from paceline.cli.main import app
 from paceline.draft.spec import DraftSpec
 from paceline.drafters import RECORDS
-from paceline.model.names import BUILT_IN, resolve
+from paceline.model.names import EMBEDDED, has_assets
 from support.tiny_models import TinyPair
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,13 +52,10 @@ def test_a_code_block_is_run_or_marked_as_output(page: Path) -> None:
 def pair_or_stand_in(text: str, pair: TinyPair) -> str:
     """Commands and examples as written, with the toy in place of the model that must be pulled;
     random models stand in where the weights are missing."""
-    text = text.replace("paceline/smollm2", BUILT_IN[0])
-    try:
-        for name in BUILT_IN:
-            resolve(name)
-    except ModelLoadError:
-        return text.replace(BUILT_IN[1], pair.draft).replace(BUILT_IN[0], pair.target)
-    return text
+    text = text.replace("paceline/smollm2", EMBEDDED)
+    if has_assets(EMBEDDED):
+        return text
+    return text.replace(f"{EMBEDDED}-draft", pair.draft).replace(EMBEDDED, pair.target)
 
 
 # What needs a running server, tuned settings or a file made before is run by tests of its own.
@@ -128,7 +124,7 @@ def is_cheap(command: str) -> bool:
 @pytest.mark.parametrize("command", [c for c in commands("paceline") if is_cheap(c)])
 def test_cheap_commands_run(command: str, tiny_pair: TinyPair) -> None:
     words = shlex.split(pair_or_stand_in(command, tiny_pair))[1:]
-    if pair_or_stand_in(BUILT_IN[0], tiny_pair) != BUILT_IN[0]:
+    if not has_assets(EMBEDDED):
         words += ["--model", tiny_pair.target]
         if "--draft" not in words:
             words += ["--draft", tiny_pair.draft]

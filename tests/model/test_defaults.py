@@ -111,7 +111,7 @@ def test_every_default_is_a_spec_that_can_be_read() -> None:
 
 def test_a_shipped_head_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As soon as its files lie among the assets."""
-    monkeypatch.setattr(names, "_assets", lambda name: tmp_path / name.partition("/")[2])
+    monkeypatch.setattr(names, "ASSETS", tmp_path)
     name = "paceline/smollm2-eagle3"
     with pytest.raises(names.ModelLoadError, match="there is no built-in model"):
         names.resolve(name)

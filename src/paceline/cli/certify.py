@@ -127,7 +127,7 @@ def certify(
     batch = max(_MIN_BATCH, engine.max_batch_size or 0)
     base = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
     from paceline.lab.certify.run import Certifier
-    from paceline.model.precision import is_few
+    from paceline.model.precision import usual_bits
 
     encoded = [(prompt.name, prompt.encode(base)) for prompt in chosen]
     needed = tokens_needed(base, (ids for _, ids in encoded), effort.max_tokens)
@@ -138,7 +138,7 @@ def certify(
     with stage("testing the samples"):
         certificate = certifier.certificate()
     report = certificate.report()
-    if llm.target.cache_dtype != llm.target.dtype or is_few(llm.target.hf):
+    if llm.target.cache_dtype != llm.target.dtype or usual_bits(llm.target.hf) <= 8:
         report.add("A quantised target", Text(_QUANTISED_NOTE))
     given = {entry.name: getattr(params, entry.name) for entry in _DISTRIBUTION}
     run.emit({**certificate.record(), "sampling": given}, report)

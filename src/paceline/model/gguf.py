@@ -109,8 +109,9 @@ class GgufFile:
 
     @property
     def pre_tokenizer(self) -> str | None:
-        """Name of the pre-tokenizer, which splits text before merges, if the file states one."""
-        name = self.fields.get("tokenizer.ggml.pre")
+        """The stated pre-tokenizer, which splits text before merges, of a byte-level tokenizer."""
+        byte_level = self.fields.get("tokenizer.ggml.model") == "gpt2"
+        name = self.fields.get("tokenizer.ggml.pre") if byte_level else None
         return None if name is None else str(name)
 
     @property
@@ -118,11 +119,7 @@ class GgufFile:
         """Whether neither we nor transformers know the file's pre-tokenizer."""
         known = {None, *_DIGITS_APART, *_AS_GPT2}
         known |= {*_of_transformers("gguf.gguf_tokenizer_mapping", "GGUF_PRE_TOKENIZER_SPLITS")}
-        return self.is_byte_level and self.pre_tokenizer not in known
-
-    @property
-    def is_byte_level(self) -> bool:
-        return bool(self.fields.get("tokenizer.ggml.model") == "gpt2")
+        return self.pre_tokenizer not in known
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -289,7 +286,7 @@ def corrected_tokenizer(backend: Tokenizer, file: GgufFile) -> Tokenizer:
     added = [token for token in content["added_tokens"] if token["id"] < file.vocab_size]
     if len(added) < len(content["added_tokens"]):
         backend = Tokenizer.from_str(json.dumps({**content, "added_tokens": added}))
-    if file.pre_tokenizer in _DIGITS_APART and file.is_byte_level:
+    if file.pre_tokenizer in _DIGITS_APART:
         digits = pre_tokenizers.Digits(individual_digits=True)
         as_gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, as_gpt2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +12,19 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError, ModelLoadError, PacelineError, UnsupportedModelError
-from paceline.files import json_object
 from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
 from paceline.model.gguf import dequantising, gguf_file, read_gguf
 from paceline.model.gguf_config import complete_config
 from paceline.model.gguf_weights import check_all_tensors_used, keep_blocks
-from paceline.model.names import check_hub_name, first_line, hub_message, is_path, model_path
+from paceline.model.names import (
+    check_hub_name,
+    first_line,
+    hub_message,
+    is_path,
+    model_path,
+    weight_files,
+)
 from paceline.model.precision import (
     dense_tensors,
     library_of,
@@ -208,16 +213,6 @@ def _check_weights(name: str, folder: Path) -> tuple[int, int]:
         if total <= _VERIFIED_BYTES:
             verify(file, table)
     return tensors, 8 * total
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder."""
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
-    index = json_object(folder / "model.safetensors.index.json").get("weight_map")
-    files = {folder / str(file) for file in index.values()} if isinstance(index, dict) else set()
-    return sorted(file for file in files if os.path.isfile(file))  # also if its name is too long
 
 
 def read_config(name: str, path: str) -> Any:

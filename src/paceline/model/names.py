@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -82,16 +81,12 @@ SMOLLM2_ORIGINAL = Pullable(
 PULLABLE = {entry.name: entry for entry in (SMOLLM2, SMOLLM2_ORIGINAL)}
 
 EMBEDDED = "paceline/tiny"
-_DRAFTS = ("dflash", "draft", "dspark", "eagle", "eagle3", "medusa")
-BUILT_IN = (EMBEDDED, *(f"{EMBEDDED}-{weights}" for weights in _DRAFTS))
 REAL = SMOLLM2.full_name
 # Trained drafters in this package for each target, the best first: (kind, name).
 MADE_FOR = {
     EMBEDDED: (("eagle3", "paceline/tiny-eagle3"), ("model", "paceline/tiny-draft")),
     REAL: (("eagle3", "paceline/smollm2-eagle3"),),
 }
-# Heads and a draft model for paceline/smollm2, in package versions that include them.
-FOR_SMOLLM2 = ("paceline/smollm2-eagle3", "paceline/smollm2-medusa", "paceline/smollm2-draft")
 VARIABLE = "PACELINE_MODEL"
 DEFAULT_MODEL = "smollm2 if pulled, else tiny"
 MODEL_HELP = (
@@ -100,6 +95,7 @@ MODEL_HELP = (
 )
 # The draft that commands, ``LLM`` and servers use if none is given (draft/auto.py).
 DEFAULT_DRAFT = "auto"
+ASSETS = Path(__file__).resolve().parent.parent / "assets"  # a folder for each built-in name
 _LONGEST_NAME = 4096  # bytes of a path
 
 
@@ -156,17 +152,11 @@ def resolve(name: str) -> str:
         if folder is None:
             raise NotPulledError(entry)
         return str(folder)
-    if name not in BUILT_IN and not has_assets(name):
-        shipped = filter(has_assets, FOR_SMOLLM2)
-        known = [*BUILT_IN, *shipped, *(other.full_name for other in PULLABLE.values())]
+    if not has_assets(name):
+        known = _our_names()
         advice = did_you_mean(name, known, f"the built-in ones are {', '.join(known)}")
         raise ModelLoadError(f"there is no built-in model {name!r}; {advice}")
-    if not has_assets(name):
-        raise ModelLoadError(
-            f"the weights of {name} are not part of this installation; "
-            "reinstall paceline, or name a model folder or a hub model instead"
-        )
-    return str(_assets(name))
+    return str(ASSETS / name.removeprefix(PREFIX))
 
 
 def located(name: str) -> str:
@@ -174,13 +164,18 @@ def located(name: str) -> str:
     return os.path.expanduser(resolve(name))
 
 
+def built_in() -> list[str]:
+    """Names of the models and drafters whose weights this installation contains."""
+    return sorted(f"{PREFIX}{file.parent.name}" for file in ASSETS.glob("*/*.safetensors"))
+
+
 def has_assets(name: str) -> bool:
     """Whether this installation contains the weights of a built-in name."""
-    return name in (*BUILT_IN, *FOR_SMOLLM2) and any(_assets(name).glob("*.safetensors"))
+    return name in built_in()
 
 
-def _assets(name: str) -> Path:
-    return Path(__file__).resolve().parent.parent / "assets" / name.removeprefix(PREFIX)
+def _our_names() -> list[str]:
+    return [*built_in(), *(entry.full_name for entry in PULLABLE.values())]
 
 
 def default_model() -> tuple[str, str | None]:
@@ -228,8 +223,7 @@ def check_hub_name(name: str) -> None:
     """Raises ModelLoadError for a name that cannot be a name on the hub."""
     owner, slash, model = name.partition("/")
     if not (owner and slash and model):
-        known = [*BUILT_IN, *FOR_SMOLLM2, *(entry.full_name for entry in PULLABLE.values())]
-        short = {full_name.removeprefix(PREFIX): full_name for full_name in known}
+        short = {full_name.removeprefix(PREFIX): full_name for full_name in _our_names()}
         near = difflib.get_close_matches(name.lower(), short, 1)
         hint = f"did you mean {short[near[0]]}?" if near else "check the spelling"
         raise ModelLoadError(
@@ -279,13 +273,22 @@ def first_line(error: BaseException) -> str:
     return lines[0].strip().rstrip(".:") if lines else type(error).__name__
 
 
-def stamps_of(path: str, weights: Callable[[Path], list[Path]]) -> tuple[FileStamp, ...]:
-    """Stamps of a model's weight files and config, empty if they cannot be read; ``weights`` lists
-    the weight files of a folder."""
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    index = json_object(folder / "model.safetensors.index.json").get("weight_map")
+    files = {folder / str(file) for file in index.values()} if isinstance(index, dict) else set()
+    return sorted(file for file in files if os.path.isfile(file))  # also if its name is too long
+
+
+def stamps_of(path: str) -> tuple[FileStamp, ...]:
+    """Stamps of a model's weight files and config; empty if they cannot be read."""
     gguf, folder = gguf_file(path), Path(path)
+    files = [gguf] if gguf is not None else weight_files(folder)
+    if gguf is None and files:
+        files.append(folder / "config.json")
     with suppress(OSError):
-        files = [gguf] if gguf is not None else weights(folder)
-        if files:
-            config = [folder / "config.json"] if gguf is None else []
-            return tuple(FileStamp.of(file) for file in [*files, *config])
+        return tuple(map(FileStamp.of, files))
     return ()

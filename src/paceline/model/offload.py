@@ -26,9 +26,8 @@ from paceline.model.loading import (
     plain_config,
     resolve_device,
     resolve_dtype,
-    weight_files,
 )
-from paceline.model.names import model_path
+from paceline.model.names import model_path, weight_files
 from paceline.model.quantised.convert import resident_parameter
 from paceline.model.tensorfile import read_table
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.core.stages import info, stage
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, ModelLoadError
 from paceline.model.quantised.convert import EIGHT_BIT_GROUP, Scheme, quantise_module, split_experts
 from paceline.model.quantised.formats import is_supported, quantised_weights, tensor_suffixes
 from paceline.model.quantised.mxfp4 import METHOD as MXFP4
@@ -55,12 +55,19 @@ def dense_tensors(
 ) -> tuple[dict[str, torch.Tensor], Mapping[str, StoredWeight]]:
     """A checkpoint's tensors, dequantised, and its quantised weights. Raises ModelLoadError."""
     tensors = {key: tensor for file in files for key, tensor in load_tensors(file).items()}
-    if options.get("quant_method") == MXFP4:
-        return expert_weights(tensors, dtype)
-    weights = quantised_weights(options, tensors)
-    packed = {f"{layer}{ending}" for layer in weights for ending in tensor_suffixes(options)}
-    plain = {key: tensor for key, tensor in tensors.items() if key not in packed}
-    plain |= {f"{layer}.weight": weight.dense(dtype) for layer, weight in weights.items()}
+    weights: Mapping[str, StoredWeight]
+    if options["quant_method"] == MXFP4:
+        plain, weights = expert_weights(tensors, dtype)
+    else:
+        weights = matrices = quantised_weights(options, tensors)
+        packed = {f"{layer}{ending}" for layer in matrices for ending in tensor_suffixes(options)}
+        plain = {key: tensor for key, tensor in tensors.items() if key not in packed}
+        plain |= {f"{layer}.weight": weight.dense(dtype) for layer, weight in matrices.items()}
+    if not weights:
+        raise ModelLoadError(
+            f"the config.json asks for {options['quant_method']} weights, but the checkpoint has "
+            "none; the files do not belong together"
+        )
     return plain, weights
 
 
@@ -161,8 +168,3 @@ def usual_bits(hf: nn.Module) -> int:
     for size in matrix_sizes(hf):
         counts[size.bits] += size.elements
     return max(counts, key=counts.__getitem__, default=0)
-
-
-def is_few(hf: nn.Module) -> bool:
-    """Whether most weights have at most 8 bits, so that the model is quantised."""
-    return 0 < usual_bits(hf) <= 8

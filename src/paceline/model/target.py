@@ -28,23 +28,12 @@ from paceline.model.backends.base import (
 )
 from paceline.model.backends.reference.backend import TorchBackend
 from paceline.model.gguf import gguf_file
-from paceline.model.loading import (
-    dtype_to_load,
-    load_module,
-    resolve_device,
-    resolve_dtype,
-    weight_files,
-)
+from paceline.model.loading import dtype_to_load, load_module, resolve_device, resolve_dtype
 from paceline.model.names import first_line, model_path, stamps_of
-from paceline.model.offload import (
-    OffloadPlan,
-    load_offloaded,
-    plan_offload,
-    refuse_with_offload,
-)
+from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.states import StateStore, bytes_per_state
-from paceline.model.precision import dequantise, is_quantised, quantise_loaded, quantization_of
+from paceline.model.precision import dequantise, quantise_loaded, quantization_of
 from paceline.model.probe import ATTENTION, probe, verify
 from paceline.model.tensorfile import check_finite
 
@@ -87,7 +76,7 @@ class CausalModel:
         with _explaining_failure(hf, name):
             self.vocab_size, self.state_parts = probe(self.reference, self.num_layers)
         self.cache_shapes, self.patterns = self.reference.shapes, self.reference.patterns
-        verify(self, exact=self.dtype == torch.float32 and not is_quantised(hf))
+        verify(self)
 
     @property
     def state_bytes(self) -> int:
@@ -123,12 +112,17 @@ class CausalModel:
             plan = plan_offload(name_or_path, dtype, device, offload, weights_memory)
             if plan.offloaded:
                 model = cls(load_offloaded(name_or_path, dtype, device, plan), name_or_path)
-                model.requested_backend = backend
-                return model._with_offload(offload, plan)
+                model.requested_backend, model.offload = backend, offload
+                model.backend_refusal = f"layers stay on {offload}"
+                model.load_note = (
+                    f"{plan.offloaded} of {plan.layers} layers stay on {offload}: "
+                    f"a step moves {plan.moved_bytes / 1e6:,.0f} MB"
+                )
+                return model
         target = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)  # the best one for the reference backend
         native_dtype = dtype_to_load(dtype, target, backend)
-        checkpoint = stamps_of(model_path(name_or_path), weight_files)
+        checkpoint = stamps_of(model_path(name_or_path))
 
         def load(loaded_dtype: torch.dtype | None, backend: str) -> CausalModel:
             keep_quantised = quantize is None and backend != REFERENCE
@@ -151,15 +145,6 @@ class CausalModel:
             model = load(torch_dtype, REFERENCE)
             model.requested_backend, model.backend_refusal = backend, refused
         return model
-
-    def _with_offload(self, offload: str, plan: OffloadPlan) -> CausalModel:
-        """Note that layers are offloaded according to ``plan``; returns ``self``."""
-        self.offload, self.backend_refusal = offload, f"layers stay on {offload}"
-        self.load_note = (
-            f"{plan.offloaded} of {plan.layers} layers stay on {offload}: "
-            f"a step moves {plan.moved_bytes / 1e6:,.0f} MB"
-        )
-        return self
 
     @classmethod
     def from_module(cls, module: Any, name: str, backend: str = AUTO) -> CausalModel:

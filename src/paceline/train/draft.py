@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError, VocabularyMismatchError
 from paceline.files import atomic_folder
-from paceline.model.loading import load_tokenizer, weight_files
+from paceline.model.loading import load_tokenizer
+from paceline.model.names import weight_files
 from paceline.model.tensorfile import add_checksums
 from paceline.model.tokenizer import differences
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText, max_context, simulate_decoding

@@ -14,7 +14,8 @@ import torch
 
 from paceline.core.memory import processors
 from paceline.kernels.library import choose, library
-from paceline.model.backends.native.handle import RopeTables, Rotation
+from paceline.model.backends.native.handle import RopeTables
+from paceline.model.backends.native.recognise import Rotation
 
 
 class Slow:

@@ -46,8 +46,8 @@ from paceline.draft.spec import (
 from paceline.errors import ModelLoadError
 from paceline.model.backends.base import EagleStep
 from paceline.model.backends.reference.attention import STEP
-from paceline.model.loading import causal_class, quiet, weight_files
-from paceline.model.names import first_line, model_path
+from paceline.model.loading import causal_class, quiet
+from paceline.model.names import first_line, model_path, weight_files
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import AttentionStep
 from paceline.model.probe import ATTENTION

@@ -126,9 +126,7 @@ class PagedCache:
         """Start a sequence; returns how many of its first tokens are already cached. These are
         whole blocks, never with the last token, whose logits are needed. 0 without ``share``."""
         assert seq_id not in self._tables, f"sequence {seq_id} is in the cache already"
-        table = _Table([], [], self._is_long(len(tokens)), adapter)
-        if share:
-            self._add_prefix(table, tokens)
+        table = self._prefix(tokens, adapter, share)
         for block in table.blocks:
             self.pool.retain(block)
         self._tables[seq_id] = table
@@ -139,9 +137,7 @@ class PagedCache:
 
     def shared_blocks(self, tokens: Sequence[int], adapter: int = 0) -> list[int]:
         """The blocks that ``admit`` would share with a sequence of these tokens."""
-        table = _Table([], [], self._is_long(len(tokens)), adapter)
-        self._add_prefix(table, tokens)
-        return table.blocks
+        return self._prefix(tokens, adapter).blocks
 
     def _is_long(self, length: int) -> bool:
         return self.rope_switch is not None and length > self.rope_switch
@@ -151,10 +147,10 @@ class PagedCache:
         short: all its keys must be computed again."""
         return self._is_long(length) and not self._tables[seq_id].long
 
-    def _add_prefix(self, table: _Table, tokens: Sequence[int]) -> None:
-        """Add to an empty table the cached blocks of the longest known prefix of ``tokens``."""
-        size = self.block_size
-        for start in range(0, len(tokens) - size, size) if self.shares else ():
+    def _prefix(self, tokens: Sequence[int], adapter: int, share: bool = True) -> _Table:
+        """A table with the cached blocks of the longest known prefix; empty without ``share``."""
+        table, size = _Table([], [], self._is_long(len(tokens)), adapter), self.block_size
+        for start in range(0, len(tokens) - size, size) if share and self.shares else ():
             parent = _parent(table)
             digest = prefix_digest(parent, tokens[start : start + size])
             block = self.pool.find(digest)
@@ -164,6 +160,7 @@ class PagedCache:
             table.digests.append(digest)
         while self.states is not None and table.digests and not self.states.has(table.digests[-1]):
             del table.blocks[-1], table.digests[-1]
+        return table
 
     def blocks_of(self, seq_id: int) -> Sequence[int]:
         return self._tables[seq_id].blocks

@@ -18,12 +18,7 @@ from torch import nn
 from paceline.core.stages import stage
 from paceline.errors import ConfigError
 from paceline.model.quantised.rounding import ZeroPoint, gptq, round_to_nearest
-from paceline.model.quantised.weights import (
-    BITS,
-    ROW_GROUP,
-    LinearBase,
-    plain_linear,
-)
+from paceline.model.quantised.weights import BITS, ROW_GROUP, LinearBase, plain_linear
 
 # Classes of transformers that compute what Experts does. Checkpoints of the first use its names.
 _WRITABLE = {"Qwen3MoeExperts"}

@@ -27,9 +27,8 @@ MXFP4_BYTES = 17 / 32  # of a number, with its share of a scale
 # Codes 0 to 15 are these numbers divided by two.
 _DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 # [256]: both numbers of a byte, the first in the lower byte of an int16.
-_PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), 1).view(torch.int16)[
-    :, 0
-]
+_PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), 1)
+_PAIRS = _PAIRS.view(torch.int16).squeeze(1)
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _NO_NUMBER = 255
 
@@ -103,11 +102,6 @@ def expert_weights(
             for part, outputs in parts.items():
                 pair = (tensor[number, outputs] for tensor in stacked)
                 weights[f"{experts}.{number}.{part}"] = Mxfp4Weight(*pair)
-    if not weights:
-        raise ModelLoadError(
-            f"the config.json asks for {METHOD} weights, but the checkpoint has none; "
-            "the files do not belong together"
-        )
     return plain, weights
 
 

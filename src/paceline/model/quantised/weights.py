@@ -199,18 +199,14 @@ class LinearBase(nn.Module, ABC):
 
 
 class QuantisedLinear(LinearBase):
-    """A linear layer with a quantised weight; the module docstring has the formulas."""
+    """A linear layer with a quantised weight, which ``has_supported_groups``; the module docstring
+    has the formulas."""
 
     def __init__(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._quantised = weight
         self.bias = None if bias is None else bias.detach()
-        if not weight.has_supported_groups:
-            raise ModelLoadError(
-                f"a weight of {self.in_features} inputs in groups of {weight.group} cannot be "
-                f"multiplied in groups of {ROW_GROUP}; leave it unquantised"
-            )
 
     @property
     def quantised(self) -> QuantisedWeight:
@@ -241,10 +237,6 @@ class QuantisedLinear(LinearBase):
         if self.bias is not None:
             result += self.bias.float()
         return result.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        w = self.quantised
-        return f"in={self.in_features}, out={self.out_features}, bits={w.bits}, group={w.group}"
 
 
 def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:

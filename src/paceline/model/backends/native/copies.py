@@ -135,22 +135,12 @@ def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
 
 
 def _cache_file(matrices: Sequence[_Matrix]) -> Path | None:
-    """The file for the rounded matrices; None if files are off, or none can be read or written
-    here. Raises ConfigError for a setting that is no size."""
-    folder = cache_folder() / "quantised"
+    """The file for the rounded matrices; None if files are off. Raises ConfigError for a setting
+    that is no size."""
     if os.environ.get(SETTING) and not _max_bytes():
         return None
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    writable = folder.is_dir() and os.access(folder, os.W_OK)
-    if not writable and not any(folder.glob("*.forms")):
-        info(
-            f"the quantised copy is not kept for the next start: {folder} cannot be written to; "
-            "PACELINE_CACHE=FOLDER names another place"
-        )
-        return None
     keys = json.dumps([matrix.key for matrix in matrices])
-    return folder / f"{hashlib.sha256(keys.encode()).hexdigest()[:40]}.forms"
+    return cache_folder() / "quantised" / f"{hashlib.sha256(keys.encode()).hexdigest()[:40]}.forms"
 
 
 def read(file: Path, matrices: Sequence[_Matrix]) -> list[PackedMatrix] | None:
@@ -170,7 +160,7 @@ def read(file: Path, matrices: Sequence[_Matrix]) -> list[PackedMatrix] | None:
                 buffer = packed.data.numpy().data
                 if stream.readinto(buffer) != len(buffer):
                     raise ValueError("it is cut short")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError) as error:
         info(f"{file} is damaged ({error}); the copy is made again")
@@ -188,11 +178,11 @@ def write(file: Path, matrices: Sequence[PackedMatrix]) -> None:
     """Write the matrices to ``file`` for the next start; if that fails, a log line says why."""
     size = sum(packed.data.nbytes for packed in matrices)
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         room = min(_max_bytes(), shutil.disk_usage(file.parent).free // 2)
         if size > room:
             raise WriteError(
-                f"{file.parent} has room for {room / 1e6:,.0f} MB, it takes {size / 1e6:,.0f} MB; "
-                "make room there, or PACELINE_CACHE=FOLDER names another"
+                f"{file.parent} has room for {room / 1e6:,.0f} MB, it takes {size / 1e6:,.0f} MB"
             )
         _evict(file.parent, _max_bytes() - size)
         forms = [packed.form._asdict() for packed in matrices if packed.form is not None]
@@ -205,7 +195,10 @@ def write(file: Path, matrices: Sequence[PackedMatrix]) -> None:
             for packed in matrices:
                 stream.write(packed.data.numpy().data)
     except (OSError, PacelineError) as error:
-        info(f"the quantised copy is not kept for the next start: {error}")
+        info(
+            f"the quantised copy is not kept for the next start: {error} (PACELINE_CACHE=FOLDER "
+            "names another place)"
+        )
 
 
 def _max_bytes() -> int:

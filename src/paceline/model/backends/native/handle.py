@@ -14,7 +14,7 @@ import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +28,7 @@ from paceline.model.backends.base import GrownTree, TreeRequest
 from paceline.model.backends.counters import NativeWork, report_work, traced
 from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.packing import WeightPacker
+from paceline.model.backends.native.recognise import Rotation
 from paceline.model.backends.native.split import NO_ROPE
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.int8 import INT8
@@ -36,17 +37,6 @@ _SPANS = ctypes.POINTER(CSpan)
 _NO_TOP_K = 1 << 30  # larger than any vocabulary
 SpanSizes = Sequence[tuple[int, int]]  # of each span: rows, and keys that they read
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
-
-
-class Rotation(NamedTuple):
-    """How a model rotates queries and keys. ``module`` computes cosines and sines for each layer
-    type in ``kinds`` (None: it takes no layer type; NO_ROPE: nothing is rotated). The other fields
-    are those of ``DecoderShape``."""
-
-    module: Any
-    kinds: Sequence[str | None] = (None,)
-    short_length: int | None = None
-    query_scaling: tuple[float, int] | None = None
 
 
 class RopeTables:

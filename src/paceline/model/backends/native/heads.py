@@ -17,12 +17,13 @@ from paceline.core.stages import warn
 from paceline.kernels.library import DTYPES, SILU, CLayer, CMedusa, CModel, CWeight, check, library
 from paceline.model.backends.base import BlockStep, EagleStep
 from paceline.model.backends.counters import NativeWork, report_work, traced
-from paceline.model.backends.native.handle import ModelHandle, Rotation, count_logit_rows
+from paceline.model.backends.native.handle import ModelHandle, count_logit_rows
 from paceline.model.backends.native.packing import PackedMatrix, WeightPacker, pack_children
 from paceline.model.backends.native.recognise import (
     QUERY_KEY_NORMS,
     STATIC_ROPE,
     DecoderShape,
+    Rotation,
     scaled_norm,
 )
 from paceline.model.paged.cache import PagedCache

@@ -14,13 +14,7 @@ from paceline.core.adapter import Adapter
 from paceline.core.batch import Batch, ModelOutput
 from paceline.core.memory import trim
 from paceline.kernels.compile import NativeUnavailableError
-from paceline.kernels.library import (
-    DTYPES,
-    CLayer,
-    CModel,
-    instructions,
-    library,
-)
+from paceline.kernels.library import DTYPES, CLayer, CModel, instructions, library
 from paceline.model.backends.base import (
     NATIVE,
     Backend,
@@ -34,7 +28,7 @@ from paceline.model.backends.base import (
 )
 from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.copies import rounded_copy
-from paceline.model.backends.native.handle import ModelHandle, Rotation, count_logit_rows
+from paceline.model.backends.native.handle import ModelHandle, count_logit_rows
 from paceline.model.backends.native.heads import (
     NativeBlock,
     NativeEagle,
@@ -42,12 +36,7 @@ from paceline.model.backends.native.heads import (
     can_run_head,
 )
 from paceline.model.backends.native.packing import PackedLinear, WeightPacker, pack_children
-from paceline.model.backends.native.recognise import (
-    DecoderShape,
-    describe_decoder,
-    rotary_of,
-    scaled_norm,
-)
+from paceline.model.backends.native.recognise import DecoderShape, describe_decoder, scaled_norm
 from paceline.model.backends.native.split import SplitLinear
 from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import Experts, walk_children
@@ -91,10 +80,7 @@ class NativeModel(Backend):
         )
         trim()
         self.adapters = NativeAdapters(hf, self.dtype)
-        rotation = Rotation(
-            rotary_of(hf.model), decoder.rope_kinds, decoder.short_length, decoder.query_scaling
-        )
-        self._handle = ModelHandle(model, weights, rotation, self.adapters)
+        self._handle = ModelHandle(model, weights, decoder.rotation, self.adapters)
         total_bytes = sum(matrix.data.nbytes for matrix, _, _ in weights.matrices)
         self.head_share = self.lm_head.data.nbytes / total_bytes
 

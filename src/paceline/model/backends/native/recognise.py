@@ -62,6 +62,18 @@ class RMSNorm(NamedTuple):
     eps: float
 
 
+class Rotation(NamedTuple):
+    """How a model rotates queries and keys. ``module`` computes cosines and sines for each layer
+    type in ``kinds`` (None: it takes no layer type; NO_ROPE: nothing is rotated). ``short_length``:
+    with longrope, the tokens up to which a text is short. ``query_scaling`` (beta, length), as of
+    Ministral 3: queries at position p are multiplied by ``1 + beta * log(1 + p // length)``."""
+
+    module: Any
+    kinds: Sequence[str | None] = (None,)
+    short_length: int | None = None
+    query_scaling: tuple[float, int] | None = None
+
+
 @dataclass(frozen=True)
 class DecoderShape:
     """What the kernels must know of a model in addition to its matrices."""
@@ -80,12 +92,9 @@ class DecoderShape:
     norms: tuple[Mapping[str, RMSNorm | None], ...]  # for each layer: field of CLayer, norm
     final_norm: RMSNorm
     windows: tuple[int, ...]  # sliding window of each layer, 0: full attention
-    ropes: tuple[int, ...]  # for each layer, the index of its type in `rope_kinds`
-    rope_kinds: tuple[str | None, ...]  # layer types, as the rotary module takes them
-    short_length: int | None = None  # longrope: tokens up to which a text is short
-    norms_all_heads: bool = False  # q_norm and k_norm are over all heads
-    # Ministral 3: queries at position p are multiplied by 1 + beta * log(1 + p // length).
-    query_scaling: tuple[float, int] | None = None  # (beta, length)
+    ropes: tuple[int, ...]  # for each layer, the index of its tables
+    rotation: Rotation
+    norms_all_heads: bool  # q_norm and k_norm are over all heads
 
     def fields(self) -> dict[str, Any]:
         """The fields of CModel that have the same name here, except ``final_norm``."""
@@ -151,8 +160,9 @@ def _described(
         return f"the activation {name} is not known"
     layer_types = _rotations(base, config)
     rope_kinds = tuple(dict.fromkeys(layer_types))
+    rotary = _rotary_of(base)
     for kind in {*rope_kinds} - {NO_ROPE}:
-        cos, _ = rotary_of(base)(torch.zeros(1), torch.arange(1)[None], *([kind] if kind else ()))
+        cos, _ = rotary(torch.zeros(1), torch.arange(1)[None], *([kind] if kind else ()))
         if cos.shape[-1] != shape[1] and type(hf).__name__ not in PARTIAL:
             return f"the rotary embedding turns {cos.shape[-1]} of {shape[1]} numbers of a head"
     options, q_norm = config.rope_parameters or {}, norms[0].get("q_norm")
@@ -182,14 +192,12 @@ def _described(
         final_norm=final,
         windows=tuple(pattern.window or 0 for pattern in patterns),
         ropes=tuple(rope_kinds.index(kind) * (2 if short_length else 1) for kind in layer_types),
-        rope_kinds=rope_kinds,
-        short_length=short_length,
+        rotation=Rotation(rotary, rope_kinds, short_length, (beta, original) if beta else None),
         norms_all_heads=q_norm is not None and len(q_norm.weight) > shape[1],
-        query_scaling=(beta, original) if beta else None,
     )
 
 
-def rotary_of(base: Any) -> Any:
+def _rotary_of(base: Any) -> Any:
     """What gives the cosines and sines of all numbers of a head: GPT-OSS's module gives those of
     the first half, which are those of the second."""
     module = base.rotary_emb
