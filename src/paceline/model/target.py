@@ -72,6 +72,7 @@ class CausalModel:
         self.offload: str | None = None  # "cpu" or "disk" if some layers are offloaded there
         self.load_note = ""  # what the user should know about how the model was loaded
         self.checkpoint: tuple[FileStamp, ...] = ()  # its files, as they were when it was loaded
+        self.packed = False  # whether a backend has changed the modules
         self.ranks: Ranks | None = None  # tensor-parallel processes that share the weights
         with _explaining_failure(hf, name):
             self.vocab_size, self.state_parts = probe(self.reference, self.num_layers)
@@ -138,8 +139,9 @@ class CausalModel:
             return model.use_requested_backend()
 
         model = load(native_dtype, backend)
-        if model.backend.runs_torch and native_dtype != torch_dtype and torch_dtype is not None:
-            # The kernels cannot run it, and torch is faster with the other dtype: load it again.
+        loaded_for_torch = torch_dtype in (None, native_dtype) and not model.packed
+        if model.backend.runs_torch and not loaded_for_torch:
+            # The kernels cannot run it, and torch is faster with plain modules in its own dtype.
             refused = model.backend_refusal
             del model  # never two models in memory
             model = load(torch_dtype, REFERENCE)

@@ -67,7 +67,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def native_model(shape: str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> CausalModel:
+def native_model(
+    shape: str, dtype: torch.dtype, kv_cache_dtype: str = "auto", backend: str = "native"
+) -> CausalModel:
     register()
     kind, changes = SHAPES[shape]
     config = getattr(transformers, kind)(**{**COMMON, **changes})
@@ -77,7 +79,7 @@ def native_model(shape: str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -
         if parameter.dim() == 1:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     model = CausalModel(hf.to(dtype), shape)
-    assert model.use_backend("native")
+    assert model.use_backend(backend)
     model.cache_dtype = cache_dtype(kv_cache_dtype, dtype)
     return model
 

@@ -3,7 +3,6 @@ bits of one round. A build with little room stands for long contexts with many r
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 import subprocess
@@ -17,7 +16,6 @@ from native_models import VOCAB, Paged, Piece, native_model
 from paceline.kernels import compile as building
 from paceline.kernels.library import INSTRUCTIONS, choose, instructions
 from paceline.model.backends.base import relative_error
-from paceline.model.backends.native.model import unpack_modules
 from paceline.model.target import CausalModel
 
 # Room for 16 blocks of one row's results, for 3 of four rows', for one of more.
@@ -52,10 +50,7 @@ def found_here() -> tuple[Found, dict[str, torch.Tensor]]:
         model = native_model(shape, dtype, cache)
         for table in filter(choose, INSTRUCTIONS):
             found[shape, table] = logits(model)
-        reference = copy.copy(model)
-        reference.backend = reference.reference
-        unpack_modules(model.hf)
-        wanted[shape] = logits(reference)
+        wanted[shape] = logits(native_model(shape, dtype, cache, "reference"))
     choose(best)
     torch.set_num_threads(before)
     return found, wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from paceline.model.backends.base import NATIVE, relative_error, trial_logits
 from paceline.model.backends.native import model
 from paceline.model.backends.native.split import SplitLinear
 from paceline.model.precision import quantise_loaded
+from paceline.model.quantised.weights import LinearBase
 from paceline.model.target import CausalModel
 
 SIZES = {
@@ -49,17 +51,32 @@ def test_quantised_weights(kind: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [None, "int4"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "mixtral"])
 @torch.inference_mode()
-def test_what_is_refused_is_as_it_was(
+def test_what_cannot_be_described_is_as_it_was(
     kind: str, precision: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = random_model(kind, precision)
-    before = {name: type(module) for name, module in target.hf.named_modules()}
+    before = list(target.hf.modules())
     wanted, right = trial_logits(target), model.describe_decoder
+    monkeypatch.setattr(model, "describe_decoder", lambda *given: right(*given) and "a reason")
+    assert not target.use_backend(NATIVE) and target.backend_refusal == "a reason"
+    assert list(target.hf.modules()) == before
+    assert all(map(torch.equal, trial_logits(target), wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_whose_logits_are_wrong_is_loaded_again(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model(kind, None).hf.save_pretrained(tmp_path)
+    wanted = CausalModel.load(str(tmp_path), "float32", "cpu", backend="reference")
+    right = model.describe_decoder
     monkeypatch.setattr(
         model, "describe_decoder", lambda *given: replace(right(*given), logit_scale=3.0)
     )
-    assert not target.use_backend(NATIVE) and "logits are" in str(target.backend_refusal)
-    assert {name: type(module) for name, module in target.hf.named_modules()} == before
-    assert all(map(torch.equal, trial_logits(target), wanted))
+    target = CausalModel.load(str(tmp_path), "float32", "cpu")
+    assert "logits are" in str(target.backend_refusal) and target.requested_backend == "auto"
+    assert not any(isinstance(module, LinearBase) for module in target.hf.modules())
+    assert all(map(torch.equal, trial_logits(target), trial_logits(wanted)))

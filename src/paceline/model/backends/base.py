@@ -33,7 +33,8 @@ class BackendModel(Protocol):
     """What a backend may read of the model that it runs; ``CausalModel`` fulfils it. ``hf``: the
     module of transformers, whose attention goes through our paged cache. ``cache_shapes`` and
     ``patterns`` (what a row attends to) are by layer. ``checkpoint``: the files it was loaded from,
-    none for a module of the caller's."""
+    none for a module of the caller's. ``packed``: a backend sets this before it changes modules;
+    if it refuses the model then, the checkpoint is loaded again."""
 
     hf: Any
     name: str
@@ -45,6 +46,7 @@ class BackendModel(Protocol):
     cache_shapes: list[LayerShape]
     patterns: tuple[Pattern, ...]
     checkpoint: tuple[FileStamp, ...]
+    packed: bool
 
     def __call__(self, batch: Batch, cache: PagedCache) -> ModelOutput: ...
 

@@ -22,8 +22,7 @@ from paceline.model.quantised.weights import BITS, ROW_GROUP, LinearBase, plain_
 
 # Classes of transformers that compute what Experts does. Checkpoints of the first use its names.
 _WRITABLE = {"Qwen3MoeExperts"}
-_GPT_OSS = "GptOssExperts"
-_EXPERT_CLASSES = _WRITABLE | {"MixtralExperts", _GPT_OSS}
+_EXPERT_CLASSES = _WRITABLE | {"MixtralExperts", "GptOssExperts"}
 
 
 class Expert(nn.Module):
@@ -39,17 +38,14 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """The experts of a layer as separate modules. They take the weights of ``fused``, a module with
-    ``gate_up_proj [experts, 2 width, hidden]`` and ``down_proj [experts, hidden, width]``, which is
-    left without weights. In GPT-OSS both are transposed, gates and ups alternate, and there are
-    biases, which ``fused`` keeps."""
-
-    _fused: Any
+    """The experts of a layer as separate modules, with views of the weights of ``fused``, a module
+    with ``gate_up_proj [experts, 2 width, hidden]`` and ``down_proj [experts, hidden, width]``. In
+    GPT-OSS both are transposed, gates and ups alternate, and there are biases."""
 
     def __init__(self, fused: Any) -> None:
         gate_up, down = fused.gate_up_proj.detach(), fused.down_proj.detach()
         biases: Any = [(None, None, None)] * len(down)
-        if self._is_gpt_oss(fused):
+        if type(fused).__name__ == "GptOssExperts":
             pairs = [(t[:, ::2].t(), t[:, 1::2].t()) for t in gate_up]
             down, both = down.transpose(1, 2), fused.gate_up_proj_bias.detach()
             biases = zip(both[:, ::2], both[:, 1::2], fused.down_proj_bias.detach(), strict=True)
@@ -62,12 +58,6 @@ class Experts(nn.ModuleList):
             for pair, out, bias in zip(pairs, down, biases, strict=True)
         )
         super().__init__(Expert(gate, up, out, gated) for gate, up, out in matrices)
-        self.__dict__["_fused"] = fused  # not registered as a submodule: it has no weights
-        fused.gate_up_proj = fused.down_proj = None
-
-    @staticmethod
-    def _is_gpt_oss(fused: Any) -> bool:
-        return type(fused).__name__ == _GPT_OSS
 
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
@@ -80,29 +70,6 @@ class Experts(nn.ModuleList):
             part = self[index](hidden[rows]) * weights[rows, ranks, None]
             total.index_add_(0, rows, part.to(total.dtype))
         return total
-
-    def merged(self) -> Any:
-        """The module that the experts were taken from, with its weights again; ``self`` if a matrix
-        is quantised, as that module takes dense tensors only."""
-        matrices: list[list[Any]] = [[e.gate_proj, e.up_proj, e.down_proj] for e in self]
-        if any(type(linear) is not nn.Linear for expert in matrices for linear in expert):
-            return self
-        gates, ups, downs = (
-            torch.stack([expert[part].weight for expert in matrices]) for part in range(3)
-        )
-        module = copy.copy(self._fused)
-        if self._is_gpt_oss(module):
-            tensors = {
-                "gate_up_proj": torch.stack((gates, ups), 2).flatten(1, 2).transpose(1, 2),
-                "down_proj": downs.transpose(1, 2),
-            }
-        else:
-            tensors = {"gate_up_proj": torch.cat((gates, ups), 1), "down_proj": downs}
-        module._parameters = module._parameters | {
-            name: nn.Parameter(tensor.contiguous(), requires_grad=False)
-            for name, tensor in tensors.items()
-        }
-        return module
 
 
 def _activated(act_fn: Any, gate: torch.Tensor, up: torch.Tensor) -> Any:

@@ -237,13 +237,6 @@ class PackedLinear(LinearBase):
             return self.packed.multiply(x)
         return F.linear(x, self.weight, self.bias)
 
-    def plain(self) -> nn.Linear | QuantisedLinear:
-        """Unpack into a module of the kind that this one replaced."""
-        if self.packed.form is not None:
-            weight = self.packed.quantised(self.part, self.first, self.out_features)
-            return QuantisedLinear(weight, self.bias)
-        return plain_linear(self.weight, self.bias)
-
 
 def pack_children(
     parent: nn.Module, names: Sequence[str], dtype: torch.dtype, gated: bool = False

@@ -9,7 +9,6 @@ have any order that is the same for both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,23 +42,6 @@ class SplitLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.cat([child(x) for child in self.children()], -1)
         return out if self._inverse is None else out[..., self._inverse]
-
-    def merged(self) -> nn.Linear | QuantisedLinear:
-        """The layer that this one replaced; its parts must not be packed."""
-        parts: list[Any] = list(self.children())
-        rows = slice(None) if self._inverse is None else self._inverse
-        bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts])[rows]
-        if not isinstance(parts[0], QuantisedLinear):
-            return plain_linear(torch.cat([part.weight for part in parts])[rows], bias)
-        weights = [part.quantised for part in parts]
-        offsets = [weight.offsets for weight in weights if weight.offsets is not None]
-        joined = replace(
-            weights[0],
-            codes=torch.cat([weight.codes for weight in weights]),
-            scales=torch.cat([weight.scales for weight in weights]),
-            offsets=torch.cat(offsets) if offsets else None,
-        )
-        return QuantisedLinear(joined.rows(rows), bias)
 
 
 def owner(parent: nn.Module, name: str) -> nn.Module:
