@@ -95,17 +95,24 @@ def test_a_dtype_that_the_kernels_do_not_know(said: Said) -> None:
     assert said == ["llama runs on the reference backend: no weights in float16"]
 
 
+@pytest.mark.parametrize("loaded", [True, False])
 @pytest.mark.parametrize(
     "name, change",
     [("mistral", "scaling"), ("mistral", "windows"), ("mistral", "norms"), ("mixtral", "norms")],
 )
 def test_what_disagrees_with_the_reference_is_not_used(
-    name: str, change: str, said: Said, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    change: str,
+    loaded: bool,
+    said: Said,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The model is as it was: its own modules, with the very same weights."""
-    model, _ = tiny_pair(name)
-    before = {name: tensor.clone() for name, tensor in model.hf.state_dict().items()}
-    wanted = logits(model)
+    given, _ = tiny_pair(name)
+    given.hf.save_pretrained(tmp_path)
+    before = {name: tensor.clone() for name, tensor in given.hf.state_dict().items()}
+    wanted = logits(given)
     right = using.describe_decoder
 
     def wrong(*arguments: Any) -> Any:
@@ -114,7 +121,11 @@ def test_what_disagrees_with_the_reference_is_not_used(
         return replace(shape, **{change: other})
 
     monkeypatch.setattr(using, "describe_decoder", wrong)
-    assert not model.use_backend("native") and model.backend.name == "reference"
+    if loaded:
+        model = CausalModel.load(str(tmp_path), "float32", "cpu")
+    else:
+        model = CausalModel.from_module(given.hf, name)
+    assert model.backend.name == "reference" and "logits are" in model.backend_reason
     assert "the kernels' logits are" in said[0] and len(said) == 1
     assert torch.equal(logits(model), wanted)
     after = model.hf.state_dict()
