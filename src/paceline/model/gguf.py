@@ -187,7 +187,6 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
 
 
 def _check(file: GgufFile, reader: GGUFReader) -> None:
-    """Raises ModelLoadError or UnsupportedModelError for a file that cannot be loaded."""
     name = file.fields.get("general.architecture")
     if not isinstance(name, str):
         raise ModelLoadError(f"GGUF file {file.path} names no architecture; it holds no model")

@@ -103,7 +103,6 @@ def _load_gguf(
         dtype = torch.float32 if plain else torch.bfloat16
     with quiet(), dequantising(path):
         options = read_config(name, str(path)) if config is None else config
-        check_architecture(options)
         check_sizes(name, options, len(file.tensor_names), file.parameters)
         module = _load_weights(name, str(path), options, dtype, attention)
     if config is None:  # a given config may leave out layers of the file

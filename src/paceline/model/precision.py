@@ -132,7 +132,6 @@ _REFERENCE = {"int8": 1.0 + 4 / EIGHT_BIT_GROUP, "int4": 1.0 + 2 * 4 / ROW_GROUP
 
 
 def _linears(hf: nn.Module) -> Iterator[tuple[Any, MatrixSize]]:
-    """The linear layers of a model, and their sizes."""
     for module in hf.modules():
         if isinstance(module, LinearBase):
             yield module, module.matrix_size()

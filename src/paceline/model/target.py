@@ -126,10 +126,8 @@ class CausalModel:
         checkpoint = stamps_of(model_path(name_or_path))
 
         def load(loaded_dtype: torch.dtype | None, backend: str) -> CausalModel:
-            keep_quantised = quantize is None and backend != REFERENCE
-            module = load_module(
-                name_or_path, loaded_dtype or dtype, target, keep_quantised=keep_quantised
-            )
+            keep = quantize is None and backend != REFERENCE
+            module = load_module(name_or_path, loaded_dtype or dtype, target, keep_quantised=keep)
             if check_values:
                 check_finite(module.state_dict(), f"the draft model {name_or_path} cannot be used")
             if quantize is not None:
@@ -139,8 +137,7 @@ class CausalModel:
             return model.use_requested_backend()
 
         model = load(native_dtype, backend)
-        loaded_for_torch = torch_dtype in (None, native_dtype) and not model.packed
-        if model.backend.runs_torch and not loaded_for_torch:
+        if model.backend.runs_torch and (model.packed or torch_dtype not in (None, native_dtype)):
             # The kernels cannot run it, and torch is faster with plain modules in its own dtype.
             refused = model.backend_refusal
             del model  # never two models in memory

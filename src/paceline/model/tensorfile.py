@@ -27,7 +27,6 @@ SUMS = "paceline_sha256"  # in the metadata: a JSON object of tensor names and d
 _LARGEST_TABLE = 100_000_000  # bytes; the format's own limit
 _WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
 _WIDTHS |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_AGAIN = "download or copy it again"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def _entry(value: Mapping[str, Any], base: int) -> Entry:
 
 
 def _damaged(file: Path, what: str) -> ModelLoadError:
-    return ModelLoadError(f"the weights file {file} is damaged: {what}; {_AGAIN}")
+    return ModelLoadError(f"the weights file {file} is damaged: {what}; download or copy it again")
 
 
 def verify(file: Path, table: TensorTable | None = None) -> bool:

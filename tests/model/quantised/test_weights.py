@@ -59,9 +59,9 @@ def test_a_product_is_what_the_formulas_say(
 
 def test_gates_and_heads_have_activations_of_8_bits() -> None:
     weight = weight_of(8, 128)
-    assert weight.for_layer("model.layers.0.mlp.down_proj").int16_activations
+    assert weight.linear("model.layers.0.mlp.down_proj", None).int16_activations
     for name in ("model.layers.0.mlp.gate_proj", "lm_head"):
-        narrow = weight.for_layer(name)
+        narrow = weight.linear(name, None).quantised
         assert (narrow.int16_activations, narrow.span) == (False, 32)
         assert not narrow.rows(slice(3)).int16_activations
         is_what_the_formulas_say(narrow)

@@ -147,7 +147,6 @@ def tensor_suffixes(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
-    """Reads compressed-tensors."""
     scales = tensors[f"{name}.weight_scale"].float()
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
     global_scale = tensors.get(f"{name}.weight_global_scale")

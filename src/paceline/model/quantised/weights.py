@@ -86,13 +86,10 @@ class QuantisedWeight:
         """Whether products use 16-bit activations; otherwise they use 8-bit ones."""
         return self.bits == 8 and not self.int8_activations and self.group % _INT16_SPAN == 0
 
-    def for_layer(self, name: str) -> QuantisedWeight:
-        """The weight as used in the layer ``name``: some layers take 8-bit activations."""
-        return replace(self, int8_activations=name.rpartition(".")[2] in INT8_ACTIVATION_LAYERS)
-
     def linear(self, name: str, bias: torch.Tensor | None) -> QuantisedLinear:
-        """The layer ``name`` with this weight."""
-        return QuantisedLinear(self.for_layer(name), bias)
+        """The layer ``name`` with this weight; some layers take 8-bit activations."""
+        narrow = name.rpartition(".")[2] in INT8_ACTIVATION_LAYERS
+        return QuantisedLinear(replace(self, int8_activations=narrow), bias)
 
     @property
     def span(self) -> int:

@@ -100,9 +100,7 @@ class NativeAdapters:
             PackedMatrix.pack(padded_b, self._dtype, gated),
         )
         a, b = (matrix.struct() for matrix in packed)
-        if (
-            gated
-        ):  # count gate and up outputs separately: both sums are added, before the activation
+        if gated:  # both sums are added, before the activation: each output counts
             b.outputs = 2 * -(-b.outputs // 16) * 16
         return CLora(a, b), packed
 

@@ -38,7 +38,7 @@ from paceline.model.quantised.convert import (
     walk_children,
 )
 from paceline.model.quantised.rounding import round_to_nearest
-from paceline.model.quantised.weights import LinearBase, QuantisedLinear
+from paceline.model.quantised.weights import LinearBase
 
 SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
@@ -80,9 +80,7 @@ class _Matrix:
 
     def rounded(self) -> PackedMatrix:
         linears = [
-            QuantisedLinear(
-                round_to_nearest(layer.weight, *self.rounding).for_layer(name), layer.bias
-            )
+            round_to_nearest(layer.weight, *self.rounding).linear(name, layer.bias)
             for layer, _, name in self.members
         ]
         return PackedMatrix.pack(linears, self.packed.dtype, self.gated)
@@ -115,7 +113,6 @@ def rounded_copy(model: BackendModel, precision: str) -> Any:
 
 
 def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
-    """The packed matrices that ``scheme`` rounds."""
     head = hf.get_output_embeddings()
     by_matrix: dict[int, list[tuple[PackedLinear, nn.Module, str]]] = {}
     for parent, key, child in walk_children(hf):

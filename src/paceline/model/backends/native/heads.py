@@ -65,7 +65,8 @@ def _head_model(
             mlp_norm=weights.norm(module.post_attention_layernorm),
             **{
                 name: weights.norm(norm)
-                for name, norm in _query_key_norms(module.self_attn).items()
+                for name in QUERY_KEY_NORMS
+                if isinstance(norm := getattr(module.self_attn, name), nn.RMSNorm)  # not in EAGLE
             },
         )
         for module in layers
@@ -91,12 +92,6 @@ def _head_model(
         fuse=weights.add(pack_children(head, ("fc",), dtype)),
         **fields,
     )
-
-
-def _query_key_norms(attention: Any) -> dict[str, Any]:
-    """The RMS norms of each head's queries and keys; EAGLE heads have none."""
-    norms = {name: getattr(attention, name) for name in QUERY_KEY_NORMS}
-    return {name: norm for name, norm in norms.items() if isinstance(norm, nn.RMSNorm)}
 
 
 class NativeEagle(EagleStep):

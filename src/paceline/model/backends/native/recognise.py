@@ -178,7 +178,7 @@ def _described(
         heads=linear_of(attention, "q_proj").out_features // shape[1],
         kv_heads=shape[0],
         head_dim=shape[1],
-        ffn=max(map(_ffn, base.layers)),
+        ffn=max(linear_of(_mlps(layer)[0], "gate_proj").out_features for layer in base.layers),
         activation=activation,
         scaling=float(attention.scaling),
         embedding_scale=float(
@@ -218,11 +218,6 @@ def _rotations(base: Any, config: Any) -> list[str | None]:
         if not getattr(attention, "use_rope", True) or (windows and not attention.is_sliding):
             types[n] = NO_ROPE
     return types
-
-
-def _ffn(layer: Any) -> int:
-    """The width of a layer's MLP, or of each of its experts."""
-    return int(linear_of(_mlps(layer)[0], "gate_proj").out_features)
 
 
 def _matrices(hf: Any) -> list[Any]:
