@@ -12,7 +12,7 @@ from paceline import LLM, Grammar, SamplingParams
 from paceline.core.batch import Plan
 from paceline.core.tree import TokenTree, paths_of
 from paceline.draft.base import can_extend_forced, forced_tokens, with_members
-from paceline.draft.model_drafter import ModelDrafter
+from paceline.draft.model import ModelDrafter
 from paceline.draft.selfspec import SelfDrafter
 from paceline.draft.trees.levels import LevelDrafter
 from paceline.model.loading import load_tokenizer

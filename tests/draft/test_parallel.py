@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.core.batch import Plan
-from paceline.draft.model_drafter import ParallelDrafter
+from paceline.draft.model import ParallelDrafter
 from paceline.lab.export import export
 from support.cache_invariants import check_cache
 from support.engine_models import write_pair

@@ -16,7 +16,7 @@ from paceline.core.batch import Commit, ModelOutput, Plan, Slice
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter, with_members
-from paceline.draft.model_drafter import ModelDrafter
+from paceline.draft.model import ModelDrafter
 from paceline.engine.driver import Drive, sequence
 from support.every_drafter import SPECS, WEIGHTS
 

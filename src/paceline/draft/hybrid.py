@@ -47,7 +47,7 @@ class Hybrid(DraftSpec):
     def prepare(self, loading: LoadContext) -> PreparedDraft:
         return joined([prepare(part, loading) for part in self.parts], HybridDrafter)
 
-    def variants(self) -> dict[str, Hybrid]:
+    def variants(self) -> dict[str, DraftSpec]:
         return {"": self}
 
     @classmethod

@@ -24,7 +24,15 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Slice, Span
 from paceline.core.sequence import PerSequence, SequenceView
-from paceline.draft.spec import DraftInfo, LoadContext, PreparedDraft, Target, TreeSpec, option
+from paceline.draft.spec import (
+    DraftInfo,
+    DraftSpec,
+    LoadContext,
+    PreparedDraft,
+    Target,
+    TreeSpec,
+    option,
+)
 from paceline.draft.trees.grow import GrowingTree
 from paceline.draft.trees.levels import GrowthSettings, LevelDrafter
 from paceline.errors import ConfigError
@@ -250,7 +258,7 @@ class QuantizedDraft(TreeSpec):
 
     quantize: str = option("int4", choices=tuple(BITS))
 
-    def precisions(self) -> dict[str, QuantizedDraft]:
+    def precisions(self) -> dict[str, DraftSpec]:
         return {"int8": replace(self, quantize="int8")} if self.quantize == "int4" else {}
 
     def prepare(self, loading: LoadContext) -> PreparedDraft:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from inspect import get_annotations
 from operator import ge, gt, le, lt
 from types import NoneType
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import torch
 
@@ -33,7 +33,6 @@ from paceline.model.tokenizer import Tokenizer
 # A static tree can be cut at any level: a deep one serves for all lengths.
 _BRANCHING, NODES = (2, 2, 1, 1, 1), 16
 _LEAST = 0.02  # default chance of acceptance from which verifying a node pays
-_Spec = TypeVar("_Spec", bound="DraftSpec")
 
 
 @dataclass(frozen=True)
@@ -206,11 +205,11 @@ class DraftSpec(ABC):
         """A report of one note."""
         return DraftInfo(((code, text, None),))
 
-    def variants(self: _Spec) -> dict[str, _Spec]:
+    def variants(self) -> dict[str, DraftSpec]:
         """The records that ``tune`` tries in its place, by the shape of their trees."""
         return {"chain": self}
 
-    def precisions(self: _Spec) -> dict[str, _Spec]:
+    def precisions(self) -> dict[str, DraftSpec]:
         """The same draft in fewer bits, by precision, for ``tune`` to try."""
         return {}
 
@@ -221,7 +220,7 @@ class DraftSpec(ABC):
     # -- specs ---------------------------------------------------------------------------------
 
     @classmethod
-    def read(cls: type[_Spec], rest: str, kinds: Mapping[str, type[DraftSpec]]) -> _Spec:
+    def read(cls, rest: str, kinds: Mapping[str, type[DraftSpec]]) -> DraftSpec:
         """The record of a spec without its ``KIND:``; ``kinds``: all kinds. Raises ConfigError."""
         known = {_key(item): item for item in fields(cls) if item.kw_only}
         argument = next((item for item in fields(cls) if not item.kw_only), None)
@@ -341,7 +340,7 @@ class TreeSpec(DraftSpec):
             return _text(self.branching)
         return f"{self.nodes} nodes" if self.nodes else None if self.nodes is None else "chain"
 
-    def variants(self: _Tree) -> dict[str, _Tree]:
+    def variants(self) -> dict[str, DraftSpec]:
         """A chain, a static and a dynamic tree, unless the options say which."""
         shape = self.shape()
         if shape is not None or self.argument_kind == "nothing":
@@ -351,9 +350,6 @@ class TreeSpec(DraftSpec):
             "2x2 tree": replace(self, branching=_BRANCHING),
             f"{NODES} nodes": replace(self, nodes=NODES),
         }
-
-
-_Tree = TypeVar("_Tree", bound=TreeSpec)
 
 
 @dataclass(frozen=True)
@@ -371,5 +367,5 @@ class NoDraft(DraftSpec):
     def examine(self, target: Target, read: Any = None) -> DraftInfo:
         return self.report("draft-none", "no draft is given")
 
-    def variants(self) -> dict[str, NoDraft]:
+    def variants(self) -> dict[str, DraftSpec]:
         return {}  # plain decoding is always measured

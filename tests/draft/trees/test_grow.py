@@ -18,8 +18,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import Draw, TokenTree
-from paceline.draft.trees.dynamic import DynamicTree
 from paceline.draft.trees.grow import GrowingTree, ReducedLogits, StaticTree, grow, tree_candidates
+from paceline.draft.trees.policy import DynamicTree
 from paceline.draft.trees.shape import Shape
 from paceline.verify.verifier import Verifier
 from support.spans import judged

@@ -20,9 +20,9 @@ from paceline.core.sampling import Rows, probabilities
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import Draw, TokenTree, is_chain
 from paceline.draft.selfspec import SelfDrafter
-from paceline.draft.trees.dynamic import DynamicTree
 from paceline.draft.trees.grow import GrowingTree, grow
 from paceline.draft.trees.levels import LevelDrafter
+from paceline.draft.trees.policy import DynamicTree
 from paceline.model.backends.base import EarlyStop, GrownTree, TreeRequest
 from paceline.model.backends.native.handle import ModelHandle
 from paceline.model.paged.cache import PagedCache

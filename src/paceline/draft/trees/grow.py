@@ -4,7 +4,7 @@ nodes expanded last. Of the candidates, the tree takes some as nodes and expands
     logits -> candidates -> nodes, of which some are the next frontier -> logits -> ...
 
 The shapes of static trees (SpecInfer, Miao et al. 2024) are known beforehand, so nothing waits for
-the device; shape.py finds the best one for a node budget. For dynamic trees see dynamic.py.
+the device; shape.py finds the best one for a node budget. For dynamic trees see policy.py.
 """
 
 from __future__ import annotations
