@@ -50,6 +50,7 @@ from paceline.model.tokenizer import Tokenizer
 MATCH = 5  # tokens of the shortest match
 DEPTH = 16  # tokens of the longest match
 _FORMAT, _VERSION = "paceline-datastore", 1
+_ENTRIES = ("about", "tokens", "order")
 _COMPARED = 32  # occurrences of a match that count, on either side of the text's rank
 # Confidence by the least share of a match's occurrences (plus one) that continue with the first
 # draft token. It is the length of a match within the text itself that is right as often
@@ -95,7 +96,7 @@ class Store:
         self.path = path
         try:
             table = read_table(path)
-            if "about" not in table.entries or not verify(path, table):
+            if not set(_ENTRIES) <= table.entries.keys() or not verify(path, table):
                 raise DataError(f"{path} is not a datastore; {_AGAIN} or name another file")
             with path.open("rb") as stream:
                 self._content = mmap(stream.fileno(), 0, access=ACCESS_READ)
@@ -104,22 +105,20 @@ class Store:
             raise DataError(f"cannot read the datastore {path}: {reason}") from None
         except ModelLoadError as error:
             raise DataError(f"{path} is not a datastore, or a damaged one: {error}") from None
-        about, tokens, order = (table.entries.get(key) for key in ("about", "tokens", "order"))
+        entries, content = map(table.entries.__getitem__, _ENTRIES), memoryview(self._content)
+        about, tokens, order = (content[entry.start : entry.end] for entry in entries)
         try:
-            assert about and tokens and order
-            self.about = json.loads(self._content[about.start : about.end])
+            self.about = json.loads(bytes(about))
             if (self.about["format"], self.about["version"]) != (_FORMAT, _VERSION):
                 raise DataError(
                     f"{path} is a datastore of version {self.about['version']}, this program reads "
                     f"version {_VERSION}; {_AGAIN}"
                 )
             self.width = 2 if self.about["vocab_size"] < 1 << 16 else 4
-            count = (tokens.end - tokens.start) // self.width
-            self.ids = np.frombuffer(self._content, f">u{self.width}", count, tokens.start)
-            contexts = (order.end - order.start) // 4
-            self.order = np.frombuffer(self._content, "<i4", contexts, order.start)
-            sound = not contexts or (self.order.min() > 0 and self.order.max() < count)
-        except (AssertionError, KeyError, TypeError, ValueError):
+            self.ids = np.frombuffer(tokens, f">u{self.width}")
+            self.order = np.frombuffer(order, "<i4")
+            sound = self.order.min(initial=1) > 0 and self.order.max(initial=0) < len(self.ids)
+        except (KeyError, TypeError, ValueError):
             sound = False
         if not sound:
             raise DataError(f"{path} is not a datastore, or of another kind; {_AGAIN}")
@@ -128,11 +127,11 @@ class Store:
                 f"{path} is a datastore of a tokenizer with {self.about['vocab_size']} tokens, but "
                 f"the target knows {vocab_size}; use one file per tokenizer"
             )
-        known = np.arange(self.about["vocab_size"] + 1)
+        every_token = np.arange(self.about["vocab_size"] + 1)
         # Where in ``order`` the contexts that end with each token begin: saves half of a search.
-        self._first_entries = np.searchsorted(self.ids[self.order], known).tolist()
-        self._start = tokens.start  # type: ignore[union-attr]
-        self._order = memoryview(self._content)[order.start : order.end].cast("i")  # type: ignore[union-attr]
+        self._first_entries = np.searchsorted(self.ids[self.order], every_token).tolist()
+        self._start = table.entries["tokens"].start
+        self._order = order.cast("i")
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises VocabularyMismatchError if the datastore's ids stand for other tokens."""

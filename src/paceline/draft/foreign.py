@@ -112,8 +112,8 @@ def _head_config(model: str) -> Mapping[str, Any]:
 
 
 def _vllm(values: Mapping[str, Any], where: str) -> ForeignDraft:
-    usual = _USUAL_LENGTH.get(_vllm_method(values))
-    length = _whole(values, "num_speculative_tokens", where, usual)
+    method = _vllm_method(values)
+    length = _whole(values, "num_speculative_tokens", where, _USUAL_LENGTH.get(method))
     sampling = values.get("rejection_sample_method")
     if sampling not in (None, "standard", "block"):
         raise ConfigError(
@@ -121,7 +121,7 @@ def _vllm(values: Mapping[str, Any], where: str) -> ForeignDraft:
             "use standard or block"
         )
     rule = "token" if sampling == "standard" else sampling
-    return ForeignDraft(_vllm_spec(values, length, where), length, rule)
+    return ForeignDraft(_vllm_spec(method, values, length, where), length, rule)
 
 
 def _vllm_method(values: Mapping[str, Any]) -> str:
@@ -136,8 +136,7 @@ def _vllm_method(values: Mapping[str, Any]) -> str:
     return next(named, "draft_model").replace("peagle", "eagle3")
 
 
-def _vllm_spec(values: Mapping[str, Any], length: int, where: str) -> str:
-    method = _vllm_method(values)
+def _vllm_spec(method: str, values: Mapping[str, Any], length: int, where: str) -> str:
     if method in _WITH_MODEL:
         model = _model(values, "model", where)
         alone = method == "draft_model" and "pard_token" in _head_config(model)
