@@ -47,9 +47,6 @@ class Hybrid(DraftSpec):
     def prepare(self, loading: LoadContext) -> PreparedDraft:
         return joined([prepare(part, loading) for part in self.parts], HybridDrafter)
 
-    def variants(self) -> dict[str, DraftSpec]:
-        return {"": self}
-
     @classmethod
     def read(cls, rest: str, kinds: Mapping[str, type[DraftSpec]]) -> Hybrid:
         """A ``+`` separates members only if a known kind follows: paths may contain one, too."""

@@ -88,7 +88,7 @@ class DraftModel(TreeSpec):
     parallel: bool = True
 
     def precisions(self) -> dict[str, DraftSpec]:
-        if self.quantize is not None or self.shape() is not None:
+        if self.quantize is not None or self.is_shaped():
             return {}
         return {name: replace(self, nodes=0, quantize=name) for name in BITS}
 
@@ -165,9 +165,8 @@ class DraftTree(DraftModel):
             return Policy(Shape.branching((2, 2, 1)))
         return super().policy(nodes)
 
-    def shape(self) -> str:
-        shape = super().shape()
-        return "tree" if shape in (None, "chain") else str(shape)
+    def is_shaped(self) -> bool:
+        return True
 
 
 @dataclass

@@ -206,8 +206,8 @@ class DraftSpec(ABC):
         return DraftInfo(((code, text, None),))
 
     def variants(self) -> dict[str, DraftSpec]:
-        """The records that ``tune`` tries in its place, by the shape of their trees."""
-        return {"chain": self}
+        """The records that ``tune`` tries in its place, by the shape of their trees; "": itself."""
+        return {"": self}
 
     def precisions(self) -> dict[str, DraftSpec]:
         """The same draft in fewer bits, by precision, for ``tune`` to try."""
@@ -334,17 +334,14 @@ class TreeSpec(DraftSpec):
         node = context.min_acceptance() if policy.nodes else 0.0
         return GrowthSettings(self.kind, cache, policy, generator, min_level_prob, node)
 
-    def shape(self) -> str | None:
-        """The shape of its trees in words; None if the options do not say."""
-        if self.branching:
-            return _text(self.branching)
-        return f"{self.nodes} nodes" if self.nodes else None if self.nodes is None else "chain"
+    def is_shaped(self) -> bool:
+        """Whether the options say the shape of its trees."""
+        return bool(self.branching) or self.nodes is not None
 
     def variants(self) -> dict[str, DraftSpec]:
         """A chain, a static and a dynamic tree, unless the options say which."""
-        shape = self.shape()
-        if shape is not None or self.argument_kind == "nothing":
-            return {shape or "chain": self}
+        if self.is_shaped() or self.argument_kind == "nothing":
+            return super().variants()
         return {
             "chain": replace(self, nodes=0),
             "2x2 tree": replace(self, branching=_BRANCHING),

@@ -84,8 +84,8 @@ class Eagle(HeadSpec):
         config = head.config
         return feature_drafter(target, config.cache_shapes, len(config.feature_layers), make)
 
-    def shape(self) -> str | None:
-        return super().shape() or ("tree" if self.kind == "eagle2" else None)
+    def is_shaped(self) -> bool:
+        return super().is_shaped() or self.kind == "eagle2"
 
     def examine(self, target: Target, read: Any = None) -> DraftInfo:
         head = load_eagle(read, target, self.version, self.feature_layers)
