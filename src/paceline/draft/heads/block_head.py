@@ -180,7 +180,6 @@ class BlockHead(AttendingHead):
         return chance.squeeze(-1)
 
 
-LAYOUTS = ("z-lab", "deepspec", "speculators")
 _CAUSAL = ("causal_head", "causal", "is_causal")
 _KINDS = {"dflash": "DFlash head", "dspark": "DSpark head"}
 
@@ -277,12 +276,10 @@ def save_block(
     target_name: str | None = None,
     target_architectures: tuple[str, ...] = ("LlamaForCausalLM",),
 ) -> None:
-    """Write a head in one of ``LAYOUTS``; None: the first of ``layouts_of``. ``target_name``: for
-    the speculators config. Raises ConfigError for a head that the layout cannot hold."""
+    """Write a head in a layout of ``layouts_of``; None: the first. ``target_name``: for the
+    speculators config. Raises ConfigError for a head that the layout cannot hold."""
     config, fits = head.config, layouts_of(head.config)
-    layout = layout or next(iter(fits), LAYOUTS[0])
-    if layout not in LAYOUTS:
-        raise ConfigError(f"block layout {layout!r} is unknown; use {', '.join(LAYOUTS)}")
+    layout = layout or next(iter(fits), "speculators")
     if layout not in fits:
         instead = f"use {fits[0]!r}" if fits else "no layout can"
         raise ConfigError(f"the layout of {layout} cannot hold this head; {instead}")
