@@ -109,19 +109,15 @@ class Store:
         about, tokens, order = (content[entry.start : entry.end] for entry in entries)
         try:
             self.about = json.loads(bytes(about))
-            if (self.about["format"], self.about["version"]) != (_FORMAT, _VERSION):
-                raise DataError(
-                    f"{path} is a datastore of version {self.about['version']}, this program reads "
-                    f"version {_VERSION}; {_AGAIN}"
-                )
+            sound = (self.about["format"], self.about["version"]) == (_FORMAT, _VERSION)
             self.width = 2 if self.about["vocab_size"] < 1 << 16 else 4
             self.ids = np.frombuffer(tokens, f">u{self.width}")
             self.order = np.frombuffer(order, "<i4")
-            sound = self.order.min(initial=1) > 0 and self.order.max(initial=0) < len(self.ids)
+            sound &= self.order.min(initial=1) > 0 and self.order.max(initial=0) < len(self.ids)
         except (KeyError, TypeError, ValueError):
             sound = False
         if not sound:
-            raise DataError(f"{path} is not a datastore, or of another kind; {_AGAIN}")
+            raise DataError(f"{path} is no datastore of version {_VERSION}; {_AGAIN}")
         if self.about["vocab_size"] > vocab_size:
             raise VocabularyMismatchError(
                 f"{path} is a datastore of a tokenizer with {self.about['vocab_size']} tokens, but "

@@ -72,8 +72,6 @@ class EagleConfig(HeadShape):
             )
         if self.version == 1 and self.layers > 1:
             return f"EAGLE-1 has one layer, not {self.layers}"
-        if self.version == 1 and self.columns < self.vocab_size:
-            return "EAGLE-1 drafts with the target's head: no draft vocabulary"
         if self.version == 3 and not self.has_lm_head and narrower:
             return "it has no lm_head, and the target's fits heads of its width"
         return super()._problem()
