@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.control.adaptive import AdaptiveController
-from paceline.control.controller import METHODS, Controller, FixedLength, LoggedController
+from paceline.control.controller import METHODS, Controller, FixedLength
 from paceline.control.cost import CostModel
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.draft.base import (
@@ -239,8 +239,6 @@ def build_engine(
         length = options.draft_length
         controller = FixedLength(length if isinstance(length, int) else 0)
     _fill_watch(watch, members)
-    if options.log_decisions:
-        controller = LoggedController(controller)
     limits = SchedulerConfig(
         max_batch_size=options.max_batch_size,
         max_positions=min(options.positions(target), blocks * BLOCK_SIZE),
@@ -249,7 +247,8 @@ def build_engine(
     verifier = Verifier(options.rule, generator)
     parts = target, cache, drafter, verifier, Scheduler(limits, cache), controller
     strict = options.strict or os.environ.get("PACELINE_STRICT", "0") != "0"
-    return Engine(*parts, _draw_seed(options, drafter), predictions, watch, strict)
+    seeds = _draw_seed(options, drafter)
+    return Engine(*parts, seeds, predictions, watch, strict, options.log_decisions)
 
 
 def _fill_watch(watch: CollapseWatch, drafters: Mapping[str, Drafter]) -> None:

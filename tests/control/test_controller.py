@@ -242,14 +242,6 @@ def test_a_pass_for_few_must_pay_for_itself() -> None:
     assert sum(levels(control, seqs)) <= 1
 
 
-def test_known_levels_are_not_counted_twice() -> None:
-    whole, parts = (AcceptanceEstimate([0.5], 3) for _ in range(2))
-    whole.record(3, 2)
-    parts.record(1, 1)
-    parts.record(3, 2, since=1)
-    assert whole.rates() == parts.rates()
-
-
 def test_no_sequence_is_slowed_down_by_what_another_gains() -> None:
     """All drafts of one are right, none of the other's are."""
     control = adaptive(draft=0.02, slope=0.3)

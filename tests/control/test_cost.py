@@ -87,11 +87,11 @@ def test_one_hiccup_is_no_policy() -> None:
 def test_sampled_text_has_an_acceptance_of_its_own() -> None:
     acceptance = AcceptanceTracker(1)
     acceptance.priors["model"] = (0.8,)
-    (greedy,), (sampled,) = (acceptance.rates(0, "model", sampled=s) for s in (False, True))
+    (greedy,), (sampled,) = (acceptance.rates(0, "model", (None, s)) for s in (False, True))
     assert sampled == pytest.approx(greedy**2)
     for _ in range(30):
-        acceptance.record(0, "model", 1, 0, sampled=True)
-    assert acceptance.rates(1, "model", sampled=True)[0] < 0.2
+        acceptance.record(0, "model", 1, 0, (None, True))
+    assert acceptance.rates(1, "model", (None, True))[0] < 0.2
     assert acceptance.rates(1, "model") == [greedy]
 
 

@@ -131,7 +131,7 @@ def test_acceptance_is_learnt_for_each_confidence() -> None:
     machine = Machine(HybridDrafter([Sure()], "cpu"))
     machine.decode(1000)
     acceptance = machine.controller.cost.acceptance
-    unsure, sure = (acceptance.of_all(0, kind).rates()[0] for kind in (1, 8))
+    unsure, sure = (acceptance.of_all(0, (match, False)).rates()[0] for match in (1, 8))
     assert unsure < 0.2 and sure > 0.9
 
 
@@ -226,14 +226,14 @@ def test_nothing_is_learnt_from_what_a_grammar_forces() -> None:
     cost = CostModel(TargetCosts((1,), (CostCurve((1,), (1.0,)),)))
     cost.add("half", costs_of(Half(), 8, CostCurve((1,), (0.0,))))
     follower = LookupFollower({"half": Half()}, cost)
-    before = cost.acceptance.of_all("half", 1).rates()
+    before = cost.acceptance.of_all("half", (1, False)).rates()
     for seq_id in range(1, 20):
         seqs = [SequenceState(seq_id, [1, 2], 2, SamplingParams(max_tokens=90), cached=1)]
         offers = follower.lookup(seqs, lambda seq: ["half"], 0, False)
         assert offers is not None and offers[seq_id]["half"].forced_levels == 2
         seqs[0].tokens += [5, 6, 7]
         follower.forget(seq_id)
-    after = cost.acceptance.of_all("half", 1).rates()
+    after = cost.acceptance.of_all("half", (1, False)).rates()
     assert after[0] < 0.2 < before[0]
 
 
@@ -271,9 +271,9 @@ def test_a_length_of_a_request_stands(batch: int) -> None:
     )
     control = machine.controller
     machine.guessers[0].text = list(range(1, 99))  # type: ignore[attr-defined]
-    for name, kind, right in ((0, 0, 0), (1, None, 8)):
+    for name, match, right in ((0, 0, 0), (1, None, 8)):
         for _ in range(40):  # the lookup is never right, and the model is dear
-            control.cost.acceptance.record(0, name, 8, right, kind=kind)
+            control.cost.acceptance.record(0, name, 8, right, (match, False))
     given = SamplingParams(draft_length=8, max_tokens=90)
     own = SequenceState(0, [1, 2, 3], 3, given, cached=2)
     others = [

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.control.controller import Decision
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceState
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
@@ -30,7 +31,7 @@ def seq(seq_id: int, length: int, max_tokens: int = 8, first: int = 0) -> Sequen
 
 def advance(sched: Scheduler, asked: int = 0) -> dict[int, tuple[int, int]]:
     """Plan a step and pretend that it ran; every decoding sequence gains one token."""
-    plan = sched.plan(lambda seqs: [asked] * len(seqs), lambda length: length)
+    plan = sched.plan(lambda seqs: [Decision(asked)] * len(seqs), lambda length: length)
     done = {}
     for item in plan.slices:
         done[item.seq.seq_id] = (item.scheduled, item.draft_length)

@@ -79,7 +79,7 @@ def chooser(kind: type, passes: int, useless: bool = False) -> Drafter:
             control = AdaptiveController(cost, {"it": drafter.names}, {"lookup": lookup})
             cost.learn_plain(1, 1.0)  # a plain step has been seen
             for _ in range(20 * useless):
-                cost.acceptance.record(0, "sampler", 1, 0, sampled=True)
+                cost.acceptance.record(0, "sampler", 1, 0, (None, True))
             request = SequenceState(0, [0, 1], 2, PARAMS, cached=1)
             (choice,) = control.lengths([request])
             item = Slice(request.view(), 1, choice.length, True, choice.drafter)

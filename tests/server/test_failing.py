@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline import LLM
+from paceline.control.controller import PLAIN
 from paceline.errors import EngineLostError
 from paceline.server import run
 from paceline.server.security import Keys
@@ -66,7 +67,7 @@ def break_steps(server: Running, monkeypatch: pytest.MonkeyPatch, error: Excepti
 
     def fail() -> Any:
         scheduler = server.service.client.engine.llm.engine.scheduler
-        scheduler.plan(lambda seqs: [0] * len(seqs), lambda length: length)
+        scheduler.plan(lambda seqs: [PLAIN] * len(seqs), lambda length: length)
         raise error
 
     monkeypatch.setattr(server.service.client.engine.llm.owner, "step", fail)

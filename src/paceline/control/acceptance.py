@@ -2,8 +2,7 @@
 
 Shrinkage has two levels. The engine's rates for a drafter start at the drafter's prior; a
 sequence's rates start at the engine's, scaled by how often this sequence's drafts fail. Rates are
-kept apart by *kind* where drafts of one drafter differ (lookups: by the length of the match) and
-for greedy and sampled text.
+kept apart by *kind*: greedy or sampled text and, for lookups, the length of the match.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ MATCHED = {
     16: (0.93, 0.93, 0.95),
     32: (0.95, 0.97),
 }
-_KINDS = list(MATCHED)
+_MATCHES = list(MATCHED)
 _SAMPLED_FROM = 0.5  # temperature from which acceptance is that of sampled text
-CONTINUES = "continues"  # kind of the estimate of how often a draft gets one level longer
+Kind = tuple[Hashable, bool]  # entry of ``MATCHED``, for drafts of lookups; sampled text or greedy
+GREEDY: Kind = (None, False)
+CONTINUES: Kind = ("continues", False)  # how often a draft gets one level longer
 _DECAY, _WEIGHT = 0.998, 4.0  # decay of old drafts; weight of the prior, in drafts
 _PREVIOUS_LEVEL = 3.0  # times this weight, for the estimate taken from the level before
 _SEQUENCE_DECAY, _SEQUENCE_WEIGHT = 0.97, 6.0  # the same for the drafts of one sequence
 _NO_FAILURES = 0.0, 0.0
 
 
-def is_sampled(params: SamplingParams) -> bool:
-    """Whether the request's acceptance is that of sampled text, not of greedy text."""
-    return params.temperature >= _SAMPLED_FROM
-
-
-def kind_of(confidence: int) -> int:
-    """The entry of ``MATCHED`` for a match of ``confidence`` tokens."""
-    return _KINDS[max(0, bisect_right(_KINDS, confidence) - 1)]
+def kind_of(params: SamplingParams, match_length: int | None = None) -> Kind:
+    """The kind of a request's drafts; ``match_length``: of a lookup's match."""
+    match = None
+    if match_length is not None:
+        match = _MATCHES[bisect_right(_MATCHES, match_length) - 1]
+    return match, params.temperature >= _SAMPLED_FROM
 
 
 def expected_tokens(rates: Sequence[float]) -> list[float]:
@@ -73,11 +72,10 @@ class AcceptanceEstimate:
         self._accepted = [0.0] * depth
         self._rates: list[float] = []  # cached, for as many levels as were asked for
 
-    def record(self, reached: int, accepted: int, since: int = 0) -> None:
-        """Of ``reached`` levels that were tried, the first ``accepted`` were accepted. The first
-        ``since`` of them were recorded before."""
+    def record(self, reached: int, accepted: int) -> None:
+        """Of ``reached`` levels that were tried, the first ``accepted`` were accepted."""
         self._rates = []
-        for level in range(since, min(reached, self.depth)):
+        for level in range(min(reached, self.depth)):
             self._reached[level] = _DECAY * self._reached[level] + 1.0
             self._accepted[level] = _DECAY * self._accepted[level] + (level < accepted)
 
@@ -101,33 +99,27 @@ class AcceptanceTracker:
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
         self.priors: dict[Hashable, Sequence[float]] = {}
-        self._all: dict[tuple[Hashable, Hashable, bool], AcceptanceEstimate] = {}
+        self._all: dict[tuple[Hashable, Kind], AcceptanceEstimate] = {}
         # By sequence and drafter: failures, and how many the rates of all sequences expected. Their
         # ratio holds for all levels, so that a few drafts are enough to estimate it.
         self._failures: dict[int, dict[Hashable, tuple[float, float]]] = {}
 
-    def of_all(
-        self, name: Hashable, kind: Hashable = None, sampled: bool = False
-    ) -> AcceptanceEstimate:
+    def of_all(self, name: Hashable, kind: Kind = GREEDY) -> AcceptanceEstimate:
         """The estimate over all sequences."""
-        estimate = self._all.get((name, kind, sampled))
+        estimate = self._all.get((name, kind))
         if estimate is None:
-            prior = MATCHED[kind] if isinstance(kind, int) else self.priors.get(name) or UNKNOWN
+            match, sampled = kind
+            prior = MATCHED[match] if isinstance(match, int) else self.priors.get(name) or UNKNOWN
             if sampled:
                 prior = [rate**2 for rate in prior]
-            estimate = self._all[name, kind, sampled] = AcceptanceEstimate(prior, self.depth)
+            estimate = self._all[name, kind] = AcceptanceEstimate(prior, self.depth)
         return estimate
 
     def rates(
-        self,
-        seq_id: int,
-        name: Hashable,
-        kind: Hashable = None,
-        sampled: bool = False,
-        most: int | None = None,
+        self, seq_id: int, name: Hashable, kind: Kind = GREEDY, most: int | None = None
     ) -> list[float]:
         """Expected acceptance rates of a sequence's next draft, for its first ``most`` levels."""
-        all_rates = self.of_all(name, kind, sampled).rates(most)
+        all_rates = self.of_all(name, kind).rates(most)
         failed, expected = self._failures.get(seq_id, {}).get(name, _NO_FAILURES)
         if not (expected and all_rates):
             return all_rates
@@ -136,23 +128,16 @@ class AcceptanceTracker:
         return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in all_rates]
 
     def record(
-        self,
-        seq_id: int,
-        name: Hashable,
-        reached: int,
-        accepted: int,
-        since: int = 0,
-        kind: Hashable = None,
-        sampled: bool = False,
+        self, seq_id: int, name: Hashable, reached: int, accepted: int, kind: Kind = GREEDY
     ) -> None:
         """As ``AcceptanceEstimate.record``, for one sequence and for all of them."""
-        estimate = self.of_all(name, kind, sampled)
-        tried = estimate.rates(accepted + 1)[since:reached]  # behind the first failure none was
+        estimate = self.of_all(name, kind)
+        tried = estimate.rates(accepted + 1)[:reached]  # behind the first failure none was
         failures = self._failures.setdefault(seq_id, {})
         failed, expected = (_SEQUENCE_DECAY * n for n in failures.get(name, _NO_FAILURES))
         failed += accepted < min(reached, estimate.depth)
         failures[name] = failed, expected + len(tried) - sum(tried)
-        estimate.record(reached, accepted, since)
+        estimate.record(reached, accepted)
 
     def forget(self, seq_id: int) -> None:
         self._failures.pop(seq_id, None)

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from math import inf
 from time import perf_counter
 
-from paceline.control.acceptance import expected_tokens, is_sampled, kind_of
+from paceline.control.acceptance import expected_tokens, kind_of
 from paceline.control.choice import choose, fixed_length, with_more_nodes
 from paceline.control.controller import (
     MEASURING,
@@ -167,7 +167,7 @@ class AdaptiveController(Controller):
     ) -> list[DraftOption]:
         """Drafts of all lengths by the models allowed for ``seq`` (or by those that may pay), and
         the lookups' offers, cut at several lengths."""
-        options, sampled = list[DraftOption](), is_sampled(seq.params)
+        options, kind = list[DraftOption](), kind_of(seq.params)
         forced_tokens = seq.constraint.forced_tokens() or () if seq.constraint else ()
         for name in self._members(seq):
             if (offer := offers.get(name)) is not None:
@@ -175,8 +175,7 @@ class AdaptiveController(Controller):
             elif name not in self._lookups.drafters:
                 takes = len(forced_tokens) <= self.cost.drafters[name].max_forced_tokens
                 forced = len(forced_tokens) * takes
-                may_pay = forced or self.cost.may_pay(name, batch, sampled=sampled)
-                if may_pay or not only_if_may_pay:
+                if forced or not only_if_may_pay or self.cost.may_pay(name, batch, kind):
                     options += self.draft_options(seq, name, batch, forced)
         return options
 
@@ -200,9 +199,8 @@ class AdaptiveController(Controller):
         lengths: Sequence[int] = range(1, 1 + most)
         if batch > 1 or offer:
             lengths = [*(n for n in _LENGTHS if n < most), most]
-        kind = kind_of(offer.match_length) if offer else None
-        sampled = is_sampled(seq.params)
-        rates = cost.acceptance.rates(seq.seq_id, name, kind, sampled, most)
+        kind = kind_of(seq.params, offer.match_length if offer else None)
+        rates = cost.acceptance.rates(seq.seq_id, name, kind, most)
         expected = expected_tokens(([1.0] * forced + rates)[:most])
         tokens = [min(count, remaining) for count in expected]
         unread = (
@@ -217,14 +215,12 @@ class AdaptiveController(Controller):
             prices = {n: cost.verification(batch, nodes[n]) / batch for n in lengths}
         else:
             nodes = cost.nodes(name, batch)
-            prices = cost.prices_for(name, batch, expected, sampled, forced > 0)
+            prices = cost.prices_for(name, batch, expected, kind, forced > 0)
         options = list[DraftOption]()
         for n in lengths:
             reading = reading_now * tokens[n] / horizon
             share = prices[n] + reading, reading, reading_now
-            options.append(
-                DraftOption(name, n, nodes[n], tokens[n], *share, sampled, min(forced, n))
-            )
+            options.append(DraftOption(name, n, nodes[n], tokens[n], *share, kind, min(forced, n)))
         return options
 
     def _select(

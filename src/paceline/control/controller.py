@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.core.batch import Commit
@@ -72,30 +72,15 @@ class FixedLength(Controller):
         return [self._choice] * len(seqs)
 
 
-class LoggedController(Controller):
-    """Logs the decisions of ``inner`` to "paceline.decisions": a line of JSON for each one that
-    differs from the sequence's last."""
-
-    def __init__(self, inner: Controller) -> None:
-        self.inner = inner
-        self._last: dict[int, tuple[int, Hashable, str]] = {}
-        self._step = 0
-
-    def lengths(self, seqs: Sequence[SequenceState]) -> list[Decision]:
-        self._step += 1
-        choices = [c if isinstance(c, Decision) else Decision(c) for c in self.inner.lengths(seqs)]
-        for seq, choice in zip(seqs, choices, strict=True):
-            if self._last.get(seq.seq_id) != choice[:3]:
-                self._last[seq.seq_id] = choice[:3]
-                record = {"step": self._step, "request": seq.seq_id, "generated": seq.generated}
-                _log.info(json.dumps({**record, **choice._asdict()}, default=str))
-        return choices
-
-    def observe(
-        self, commits: Sequence[Commit], seconds: float, drafting: float | None = None
-    ) -> None:
-        self.inner.observe(commits, seconds, drafting)
-
-    def forget(self, seq_id: int) -> None:
-        self._last.pop(seq_id, None)
-        self.inner.forget(seq_id)
+def log_decisions(
+    step: int,
+    seqs: Sequence[SequenceState],
+    decisions: Sequence[Decision],
+    last: Mapping[int, Decision],
+) -> None:
+    """Log the decisions of a step to "paceline.decisions": a line of JSON for each one that differs
+    from the sequence's ``last``."""
+    for seq, decision in zip(seqs, decisions, strict=True):
+        if decision[:3] != last.get(seq.seq_id, ())[:3]:
+            record = {"step": step, "request": seq.seq_id, "generated": seq.generated}
+            _log.info(json.dumps({**record, **decision._asdict()}, default=str))

@@ -14,13 +14,18 @@ from typing import NamedTuple
 
 from numpy import interp
 
-from paceline.control.acceptance import CONTINUES, AcceptanceTracker, expected_tokens
+from paceline.control.acceptance import (
+    CONTINUES,
+    GREEDY,
+    AcceptanceTracker,
+    Kind,
+    expected_tokens,
+)
 from paceline.control.correction import COLD, Correction, PassPrice, batch_bucket, node_bucket
 from paceline.core.costs import DrafterCosts, TargetCosts
 
 WARM_UP = 5  # plain steps behind passes or a prompt, after which the target's weights are cached
 _MAX_PLAIN_INTERVAL = 256  # steps after which a plain step is measured again
-_PLAIN_IS_RECENT = 64  # steps for which the last plain step tells drafting from verification
 _MARGINAL = 1.2  # expected speedup below which plain steps are measured several in a row
 _MAX_COLD_PENALTY = 0.1  # of a plain step, by which cold caches may be thought to slow it down
 _SLOW_STEP = 1.3  # times its expected time; from there on a step says that the machine is busy
@@ -36,8 +41,8 @@ class DraftOption(NamedTuple):
     sequence's share of the step if all sequences draft alike. Before it drafts, a drafter may have
     to read text that it has not seen: ``reading_now`` are the seconds of that in this very step,
     ``reading`` is the part of them charged to this step, as they are spread over the tokens to
-    come. ``sampled``: acceptance is that of sampled text. ``forced``: leading levels that a grammar
-    forces, of which nothing is learnt.
+    come. ``kind``: of its acceptance. ``forced``: leading levels that a grammar forces, of which
+    nothing is learnt.
     """
 
     name: Hashable
@@ -47,7 +52,7 @@ class DraftOption(NamedTuple):
     seconds: float
     reading: float = 0.0
     reading_now: float = 0.0
-    sampled: bool = False
+    kind: Kind = GREEDY
     forced: int = 0
 
     @property
@@ -86,7 +91,7 @@ class CostModel:
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and batch
         # Caches, emptied when more is learnt.
         self._tables: dict[tuple[Hashable, int], _Table] = {}
-        self._pays: dict[tuple[Hashable, int, Hashable, bool], bool] = {}
+        self._pays: dict[tuple[Hashable, int, Kind], bool] = {}
         self._since_plain = _MAX_PLAIN_INTERVAL  # steps since one without drafts
         self._plain_steps = 0  # times that a plain step was asked for
         self._in_a_row = 0  # further ones that are to follow at once
@@ -155,7 +160,7 @@ class CostModel:
         return self._table(name, batch).seconds
 
     def prices_for(
-        self, name: Hashable, batch: int, tokens: Sequence[float], sampled: bool, forced: bool
+        self, name: Hashable, batch: int, tokens: Sequence[float], kind: Kind, forced: bool
     ) -> Sequence[float]:
         """``prices`` for a sequence whose drafts are expected to gain ``tokens``, by draft length.
 
@@ -168,7 +173,7 @@ class CostModel:
             return prices
         level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.max_length - 1)
         level *= self._correction.machine * self._passes[name].factor * costs.seconds(batch) / batch
-        usual = expected_tokens(self.acceptance.of_all(name, None, sampled).rates())
+        usual = expected_tokens(self.acceptance.of_all(name, kind).rates())
         adjusted = [s + level * (t - u) for s, t, u in zip(prices, tokens, usual, strict=False)]
         return [prices[0], *(max(seconds, prices[1]) for seconds in adjusted[1:])]
 
@@ -221,6 +226,8 @@ class CostModel:
         wanted = batch == 1 and self._since_plain >= interval
         self._in_a_row = WARM_UP if wanted and count else 0
         self._plain_steps += wanted
+        if wanted:
+            self._since_plain = 0
         return wanted
 
     def cold_penalty(self, batch: int) -> float:
@@ -234,17 +241,15 @@ class CostModel:
 
     # -- tokens and seconds ------------------------------------------------------------------------
 
-    def may_pay(
-        self, name: Hashable, batch: int, kind: Hashable = None, sampled: bool = False
-    ) -> bool:
+    def may_pay(self, name: Hashable, batch: int, kind: Kind) -> bool:
         """Whether drafts of an average sequence might gain anything.
 
         If no draft length pays where all sequences draft alike, none pays in any batch: passes are
         shared there, and rows cost as much.
         """
-        key = name, batch, kind, sampled
+        key = name, batch, kind
         if key not in self._pays:
-            tokens = expected_tokens(self.acceptance.of_all(name, kind, sampled).rates())
+            tokens = expected_tokens(self.acceptance.of_all(name, kind).rates())
             plain, *prices = self.prices(name, batch)
             drafts = zip(tokens[1:], prices, strict=False)
             self._pays[key] = any(count * plain > seconds for count, seconds in drafts)
@@ -270,14 +275,12 @@ class CostModel:
         seconds = min(max(seconds, 0.0), limit)
         self._reading[name] = (keep * (known + seconds), keep * (count + tokens))
 
-    def learn_plain(self, batch: int, seconds: float | None, cold: bool = False) -> None:
-        """A plain step took ``seconds`` (None: no measure of a plain step). ``cold``: soon after a
-        drafter's passes."""
+    def learn_plain(self, batch: int, seconds: float, cold: bool = False) -> None:
+        """A plain step took ``seconds``. ``cold``: soon after a drafter's passes."""
         self._since_plain = 0
-        if seconds is not None:
-            ratio = seconds / self.forward(batch, 0.0)
-            self._correction.observe(batch_bucket(batch), COLD if cold else 0, ratio)
-            self._expire()
+        ratio = seconds / self.forward(batch, 0.0)
+        self._correction.observe(batch_bucket(batch), COLD if cold else 0, ratio)
+        self._expire()
 
     def learn_drafts(
         self,
@@ -292,13 +295,8 @@ class CostModel:
         ``passes_alone``."""
         self._since_plain += 1
         bucket = batch_bucket(batch)
-        if drafting is None:
-            # If a plain step was measured lately, drafting took what verification does not explain.
-            # Else both are off by the same factor.
-            verification, expected = self.verification(batch, nodes), self.drafting(batch, passes)
-            share = seconds * expected / (verification + expected)
-            recent = self._since_plain < _PLAIN_IS_RECENT
-            drafting = max(seconds - verification, 0.0) if recent else share
+        if drafting is None:  # it took what verification does not explain
+            drafting = max(seconds - self.verification(batch, nodes), 0.0)
         drafted = [name for name, alone in passes.items() if alone]
         verification = seconds - drafting if drafted else seconds
         ratio = verification / self.forward(batch, nodes)

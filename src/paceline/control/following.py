@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
-from paceline.control.acceptance import is_sampled, kind_of
+from paceline.control.acceptance import kind_of
 from paceline.control.cost import CostModel, DraftOption
 from paceline.core.batch import Commit, Slice
 from paceline.core.sequence import SequenceState
@@ -23,11 +23,11 @@ _MAX_BALANCE = 1.0  # plain steps
 class _FollowedOffer:
     """An offer for a sequence, and how many of its levels the text has confirmed."""
 
-    __slots__ = ("_children", "_node", "_seq", "_start", "accepted", "kind", "offer", "sampled")
+    __slots__ = ("_children", "_node", "_seq", "_start", "accepted", "kind", "offer")
 
     def __init__(self, offer: LookupDraft, seq: SequenceState) -> None:
         self.offer, self._seq, self._start = offer, seq, len(seq.tokens)
-        self.kind, self.sampled = kind_of(offer.match_length), is_sampled(seq.params)
+        self.kind = kind_of(seq.params, offer.match_length)
         self.accepted, self._node = 0, -1
         self._children: dict[tuple[int, int], int] = {}  # node by parent and token
 
@@ -71,12 +71,10 @@ class LookupFollower:
         self, commits: Sequence[Commit], drafts: Mapping[int, DraftOption], seconds: float
     ) -> None:
         """A step with these ``drafts`` (by sequence) took ``seconds``."""
-        plain = self._cost.verification(len(commits))
-        drafted = [
-            c for c in commits if c.seq_id in drafts and drafts[c.seq_id].name in self.drafters
-        ]
-        if drafted:
-            self._add(sum(len(c.tokens) - seconds / plain for c in drafted) / len(commits))
+        steps = seconds / self._cost.verification(len(commits))
+        drafted = {seq_id for seq_id, draft in drafts.items() if draft.name in self.drafters}
+        gains = (len(commit.tokens) - steps for commit in commits if commit.seq_id in drafted)
+        self._add(sum(gains) / len(commits))
 
     def _add(self, plain_steps: float) -> None:
         self._balance = min(max(self._balance + plain_steps, -_MAX_BALANCE), _MAX_BALANCE)
@@ -108,26 +106,24 @@ class LookupFollower:
                 if offer is not None and offer.levels:  # wrong parents raise before it is followed
                     new = _FollowedOffer(offer, seq)
                     self._followed.setdefault(seq.seq_id, {}).setdefault(name, new)
-                    if offer.forced_levels or self._cost.may_pay(
-                        name, len(seqs), new.kind, new.sampled
-                    ):
+                    if offer.forced_levels or self._cost.may_pay(name, len(seqs), new.kind):
                         offers.setdefault(seq.seq_id, {})[name] = offer
         return offers
 
-    def _follow(self, seq_id: int) -> None:
-        """Compare a sequence's offers with its text, and record what was right."""
+    def _follow(self, seq_id: int, forget: bool = False) -> None:
+        """Compare a sequence's offers with its text. Of those that have ended (``forget``: of all)
+        record what was right."""
         offers = self._followed.get(seq_id, {})
         for name, followed in list(offers.items()):
-            recorded, ended = followed.accepted, followed.follow()
-            reached = min(followed.accepted + ended, followed.offer.levels)
-            forced = followed.offer.forced_levels  # nothing is learnt of forced levels
-            levels = reached - forced, followed.accepted - forced, max(recorded - forced, 0)
-            if levels[0] > 0 and (ended or followed.accepted > recorded):
-                kind = followed.kind, followed.sampled
-                self._cost.acceptance.record(seq_id, name, *levels, *kind)
-            if ended:
+            ended = followed.follow()
+            if ended or forget:
                 del offers[name]
+                reached = min(followed.accepted + ended, followed.offer.levels)
+                forced = followed.offer.forced_levels  # nothing is learnt of forced levels
+                if reached > forced:
+                    levels = reached - forced, followed.accepted - forced
+                    self._cost.acceptance.record(seq_id, name, *levels, followed.kind)
 
     def forget(self, seq_id: int) -> None:
-        self._follow(seq_id)
+        self._follow(seq_id, forget=True)
         self._followed.pop(seq_id, None)

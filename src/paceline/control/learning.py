@@ -90,10 +90,8 @@ class StepLearner:
         costs = self._cost.drafters
         passes = any(not costs[draft.name].model_free for draft in decision.drafts.values())
         prompt = any(commit.scheduled > 1 for commit in commits)
-        cold = decision.has_fixed or passes or prompt
-        self._since_passes = 0 if cold else self._since_passes + 1
-        is_sample = self._since_passes > 0 and self._count % _PLAIN_INTERVAL == 0
-        is_sample = is_sample or decision.measures_plain
+        self._since_passes = 0 if decision.has_fixed or passes or prompt else self._since_passes + 1
+        is_sample = decision.measures_plain or self._count % _PLAIN_INTERVAL == 0
         cold = self._since_passes < WARM_UP
         self._steps.append(_Step(decision, is_sample, cold, commits, seconds, drafting))
 
@@ -131,23 +129,25 @@ class StepLearner:
         batch = len(commits)
         plain = cost.verification(batch)
         self._budget.earn(step.seconds, plain, batch)
-        has_fixed = step.decision.has_fixed
+        # A step that prefills, or has drafts of a fixed length, is no measure of time.
+        is_measure = not step.decision.has_fixed and all(
+            commit.scheduled == 1 and commit.tokens for commit in commits
+        )
         if not drafts:
-            if step.is_sample:
-                measures = not has_fixed and all(commit.scheduled == 1 for commit in commits)
-                cost.learn_plain(batch, step.seconds if measures else None, step.cold)
+            if step.is_sample and is_measure:
+                cost.learn_plain(batch, step.seconds, step.cold)
             return
-        tried = [commit for commit in commits if commit.drafted and commit.seq_id in drafts]
-        unread = sum(self._learn_draft(commit, drafts[commit.seq_id], batch) for commit in tried)
-        lengths: dict[Hashable, list[int]] = {}
+        unread, lengths = 0, dict[Hashable, list[int]]()
         for commit in commits:
             if (draft := drafts.get(commit.seq_id)) is not None:
+                if commit.drafted:
+                    unread += self._learn_draft(commit, draft, batch)
                 early = cost.drafters[draft.name].stops_early
                 length = min(draft.length, commit.levels) if early else draft.length
                 lengths.setdefault(draft.name, []).append(length)
                 cost.record_length(draft.name, batch, length)
-        if has_fixed or not all(commit.scheduled == 1 and commit.tokens for commit in commits):
-            return  # a step that prefills measures nothing else
+        if not is_measure:
+            return
         passes = {name: cost.passes_alone(name, levels) for name, levels in lengths.items()}
         nodes = sum(commit.drafted for commit in commits) / batch
         expected = cost.drafting(batch, passes)
@@ -164,8 +164,7 @@ class StepLearner:
     def _learn_draft(self, commit: Commit, draft: DraftOption, batch: int) -> int:
         """Learn from one draft. Returns the tokens that the drafter had to read for it."""
         name, costs, acceptance = draft.name, self._cost.drafters[draft.name], self._cost.acceptance
-        length = min(draft.length, costs.max_length)
-        forced = draft.forced  # nothing is learnt of forced levels
+        length, forced = draft.length, draft.forced  # nothing is learnt of forced levels
         if costs.stops_early:
             continues = acceptance.of_all(name, CONTINUES)
             reached = min(commit.levels + 1, length) - forced
@@ -178,7 +177,7 @@ class StepLearner:
             ended, accepted = commit.finish_reason is not None, len(commit.path) - forced
             reached = commit.reached - forced if ended else min(accepted + 1, length - forced)
             if reached > 0:
-                acceptance.record(commit.seq_id, name, reached, accepted, sampled=draft.sampled)
+                acceptance.record(commit.seq_id, name, reached, accepted, draft.kind)
         if not costs.needs_prefill or commit.seq_id not in self._read:
             return 0
         read, end = self._read[commit.seq_id], commit.position + commit.scheduled

@@ -63,13 +63,6 @@ def _random_bits(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _exponential(bits: torch.Tensor) -> torch.Tensor:
-    """float32 Exp(1) noise, finite and above zero, from integers of 63 random bits."""
-    v = bits.to(torch.float32)
-    v *= -(2.0**-63)
-    return v.clamp_(-_HIGHEST, -_LOWEST).log1p_().neg_()
-
-
 def noise_keys(
     seeds: Sequence[int], positions: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
@@ -89,7 +82,9 @@ def exponential(keys: torch.Tensor, vocab: int) -> torch.Tensor:
     """float32 [rows, vocab] of Exp(1) noise E from keys [rows, 1], finite and above zero, with full
     relative precision in small values. argmax_x p(x) / E(x) is a sample of p. It is the token of
     the Gumbel-max trick, argmax_x log p(x) + gumbel(x), but needs two logarithms less."""
-    return _exponential(_random_bits(keys, id_hashes(vocab, keys.device)))
+    v = _random_bits(keys, id_hashes(vocab, keys.device)).to(torch.float32)
+    v *= -(2.0**-63)
+    return v.clamp_(-_HIGHEST, -_LOWEST).log1p_().neg_()
 
 
 def gumbel(

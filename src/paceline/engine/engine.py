@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.control.controller import NO_DRAFT, PLAIN, Controller, Decision
+from paceline.control.controller import NO_DRAFT, PLAIN, Controller, Decision, log_decisions
 from paceline.core.batch import Batch, Commit, ModelOutput, Plan, Span, Verdict
 from paceline.core.draws import draws_unseeded
 from paceline.core.params import TokenLogprob
@@ -52,6 +52,7 @@ class Engine:
     predictions: Predictions  # drafts from the requests' own ``prediction``
     watch: CollapseWatch  # switches off drafters whose acceptance rate has collapsed
     strict: bool = False  # errors in a step are raised, and every proposed tree is checked
+    logs_decisions: bool = False  # the controller's decisions are logged
 
     def __post_init__(self) -> None:
         self.clock = PhaseClock(self.target.device)
@@ -133,17 +134,20 @@ class Engine:
         most = self.drafter.max_nodes(length)
         return max(most, length) if most else 0
 
-    def select_drafts(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]:
+    def select_drafts(self, seqs: Sequence[SequenceState]) -> Sequence[Decision]:
         """The controller's decision for each sequence. Raises ConfigError if some are missing."""
         if not any(seq.drafts for seq in seqs):
             return [PLAIN] * len(seqs)
-        decisions = self.controller.lengths(seqs)
-        if len(decisions) != len(seqs):
+        drafts = self.controller.lengths(seqs)
+        if len(drafts) != len(seqs):
             raise ConfigError(
                 f"{type(self.controller).__name__}: lengths must return one draft for each "
-                f"sequence, in their order; there are {len(seqs)} sequences, and {len(decisions)} "
+                f"sequence, in their order; there are {len(seqs)} sequences, and {len(drafts)} "
                 "drafts"
             )
+        decisions = [d if isinstance(d, Decision) else Decision(d) for d in drafts]
+        if self.logs_decisions:
+            log_decisions(self.steps + 1, seqs, decisions, self.scheduler.decisions)
         return decisions
 
     def record_step(self, commits: Sequence[Commit], start: float) -> None:

@@ -66,7 +66,7 @@ def error_commit(seq: SequenceState, failure: Failure | str) -> Commit:
 MakePlan = Callable[[], Plan]
 Step = Callable[[MakePlan], None]
 TryStep = Callable[[MakePlan], Failure | None]
-SelectDrafts = Callable[[Sequence[SequenceState]], Sequence[Decision | int]]
+SelectDrafts = Callable[[Sequence[SequenceState]], Sequence[Decision]]
 
 
 class SteppedEngine(Protocol):
@@ -79,7 +79,7 @@ class SteppedEngine(Protocol):
     ready: list[Commit]
     strict: bool
 
-    def select_drafts(self, seqs: Sequence[SequenceState]) -> Sequence[Decision | int]: ...
+    def select_drafts(self, seqs: Sequence[SequenceState]) -> Sequence[Decision]: ...
     def max_nodes(self, length: int) -> int: ...
     def record_step(self, commits: Sequence[Commit], start: float) -> None: ...
     def forget(self, seq_id: int) -> None: ...

@@ -77,7 +77,7 @@ class Scheduler:
 
     def plan(
         self,
-        select_drafts: Callable[[Sequence[SequenceState]], Sequence[Decision | int]],
+        select_drafts: Callable[[Sequence[SequenceState]], Sequence[Decision]],
         max_nodes: Callable[[int], int],
     ) -> Plan:
         """Plan the next step. ``select_drafts`` returns the wanted draft of each running sequence,
@@ -87,9 +87,7 @@ class Scheduler:
                 self._preempt(seq)  # prefilled again with the RoPE factors for long sequences
         self._admit()
         ids = [seq.seq_id for seq in self.running]
-        drafts = select_drafts(self.running)
-        decisions = (d if isinstance(d, Decision) else Decision(d) for d in drafts)
-        self.decisions = dict(zip(ids, decisions, strict=True))
+        self.decisions = dict(zip(ids, select_drafts(self.running), strict=True))
         scheduled: list[tuple[SequenceState, int]] = []  # with the number of pending tokens
         budget, score_budget = self.config.max_step_tokens, self.config.max_scored_rows
         # Oldest first: if blocks run out the youngest is preempted, so the oldest always finishes.
