@@ -238,50 +238,27 @@ class AdaptiveController(Controller):
             return longer, plain
         names = dict.fromkeys(draft.name for draft in best if draft.length)
         models = [name for name in names if not self.cost.drafters[name].model_free]
-        if batch == 1 and names:
+        untried = [name for name in models if not self.cost.longest_made(name, batch)]
+        candidates = list(dict.fromkeys(name for seq in seqs for name in self._models(seq)))
+        beside = batch == 1 and bool(names)  # the others wait for their turns
+        if beside:
+            plain, untried = 1 / best[0].goodput, []
             for name in models:
                 self._turns.pop(name, None)
-            other = self._explore_another(best[0], options[0], seqs[0]) if can_explore else None
-            return ([other], 1 / best[0].goodput) if other else (best, 0.0)
-        untried = [name for name in models if not self.cost.longest_made(name, batch)]
-        candidates = (
-            untried if names else dict.fromkeys(n for seq in seqs for n in self._models(seq))
-        )
+            due = [n for n in candidates if self._step >= self._turns.get(n, (0, 0))[0]]
+            candidates = [name for name in due if name not in names]
+        elif names:
+            candidates = untried
         for name in candidates if can_explore else ():
             if drafts := self._explore(name, batch, options, seqs):
+                if beside:  # each time twice as long
+                    wait = self._turns.get(name, (0, _FIRST_WAIT))[1]
+                    self._turns[name] = self._step + wait, min(2 * wait, _LONGEST_WAIT)
                 return drafts, plain
         if untried:
             tried = [[d for d in some if d.name not in untried] or some for some in options]
             best = choose(self.cost, batch, tried, self._fair)
         return best, 0.0
-
-    def _drafts_to_explore(
-        self, name: Hashable, batch: int, options: Sequence[DraftOption], seq: SequenceState
-    ) -> Sequence[DraftOption]:
-        """A drafter's ``options`` for ``seq``. If it has none, as it was not expected to pay, a
-        draft of one level: start-up may have measured it wrong, or its first drafts were
-        unlucky."""
-        drafts = [draft for draft in options if draft.name == name]
-        may_draft = not drafts and name in self._models(seq)
-        return self.draft_options(seq, name, batch, longest=1) if may_draft else drafts
-
-    def _explore_another(
-        self, best: DraftOption, options: Sequence[DraftOption], seq: SequenceState
-    ) -> DraftOption | None:
-        """While one drafter is the best for a single request: the best draft of another one, if it
-        is its turn and the budget pays what it is expected to lose. Each time it then waits twice
-        as long."""
-        for name in self._models(seq):
-            turn, wait = self._turns.get(name, (0, _FIRST_WAIT))
-            if name == best.name or self._step < turn:
-                continue
-            if drafts := self._drafts_to_explore(name, 1, options, seq):
-                other = max(drafts, key=lambda draft: draft.goodput)
-                seconds = other.seconds - other.reading + other.reading_now
-                if seconds - other.tokens / best.goodput <= self.budget.seconds:
-                    self._turns[name] = self._step + wait, min(2 * wait, _LONGEST_WAIT)
-                    return other
-        return None
 
     def _explore(
         self,
@@ -293,9 +270,14 @@ class AdaptiveController(Controller):
         """Drafts of one level by a drafter, to learn from: for each of its sequences whose text it
         has read, else for the one with the least to read. Empty if the budget does not pay for them
         even if none is accepted."""
-        pairs = zip(options, seqs, strict=True)
-        candidates = [self._drafts_to_explore(name, batch, *pair) for pair in pairs]
-        drafts = {index: some[0] for index, some in enumerate(candidates) if some}
+        drafts: dict[int, DraftOption] = {}
+        for index, (alternatives, seq) in enumerate(zip(options, seqs, strict=True)):
+            own = [draft for draft in alternatives if draft.name == name]
+            if not own and name in self._models(seq):
+                # It was not expected to pay: start-up may have measured it wrong, or its first
+                # drafts were unlucky.
+                own = self.draft_options(seq, name, batch, longest=1)
+            drafts.update((index, draft) for draft in own[:1])
         if not drafts:
             return []
         least = min(drafts, key=lambda index: drafts[index].reading_now)
@@ -320,8 +302,5 @@ class AdaptiveController(Controller):
         if seq_id in self._ids:
             del self._decisions[self._ids.index(seq_id)]
             self._ids.remove(seq_id)
-        drafts = self._batch_decision.drafts
-        if drafts:  # a plain decision is kept for the other sequences
+        if self._batch_decision.drafts:  # a plain decision is kept for the other sequences
             self._decided = -_KEEP_DRAFTS  # so long ago that it is not kept
-        left = {other: draft for other, draft in drafts.items() if other != seq_id}
-        self._batch_decision = self._batch_decision._replace(drafts=left)

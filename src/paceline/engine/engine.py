@@ -184,19 +184,15 @@ class Engine:
 
     def draft(self, plan: Plan) -> list[TokenTree]:
         """Propose a tree for each slice; an empty one once drafting has failed for a sequence."""
-        drafting = plan
-        if not all(item.drafts for item in plan.slices):
-            drafting = Plan(tuple(item for item in plan.slices if item.drafts))
-            if not drafting.slices:
-                return [self._empty] * len(plan.slices)
+        drafting = Plan(tuple([item for item in plan.slices if item.drafts]))
+        if not drafting.slices:
+            return [self._empty] * len(plan.slices)
         with self._inference_mode(self._drafter_runs_torch):
             trees = self.predictions.propose_with(self.drafter, drafting)
         if self.strict:
             check_trees(self.drafter, drafting, trees, self.target.vocab_size)
         if self.on_drafts is not None:
             self.on_drafts(drafting, trees)
-        if drafting is plan:
-            return trees
         proposed = iter(trees)
         return [next(proposed) if item.drafts else self._empty for item in plan.slices]
 

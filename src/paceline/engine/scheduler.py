@@ -124,10 +124,17 @@ class Scheduler:
         self, seq: SequenceState, scheduled: int, requested: int, max_nodes: Callable[[int], int]
     ) -> int:
         """The requested draft length, limited by the request, the context and the free blocks;
-        reserves the blocks of the draft's nodes."""
-        if scheduled < seq.num_pending:
+        reserves the blocks of the draft's nodes. The last token of ``max_tokens`` and of the
+        context is the target's own, so it is not drafted."""
+        if scheduled < seq.num_pending or seq.params.drafter == "none" or not seq.drafts:
             return 0
-        length = self._draft_limit(seq, requested)
+        if seq.params.draft_length is not None:
+            requested = seq.params.draft_length
+        left = self.config.max_positions - len(seq.tokens) - 1
+        switch = self.cache.rope_switch
+        if switch is not None and len(seq.tokens) <= switch:
+            left = min(left, switch - len(seq.tokens))  # later nodes need other RoPE factors
+        length = max(0, min(requested, seq.remaining - 1, left))
         while length and (nodes := max_nodes(length)):
             try:
                 self.cache.reserve(seq.seq_id, seq.cached + scheduled + nodes, nodes)
@@ -136,19 +143,6 @@ class Scheduler:
                 # Recurrent states are scarce, and a shorter draft may still get some.
                 length = length // 2 if self.cache.states is not None else 0
         return 0
-
-    def _draft_limit(self, seq: SequenceState, requested: int) -> int:
-        """The requested draft length, limited by the request and the context. The last token of
-        ``max_tokens`` and of the context is the target's own, so it is not drafted."""
-        if seq.params.drafter == "none" or not seq.drafts:
-            return 0
-        if seq.params.draft_length is not None:
-            requested = seq.params.draft_length
-        left = self.config.max_positions - len(seq.tokens) - 1
-        switch = self.cache.rope_switch
-        if switch is not None and len(seq.tokens) <= switch:
-            left = min(left, switch - len(seq.tokens))  # later nodes need other RoPE factors
-        return max(0, min(requested, seq.remaining - 1, left))
 
     def _admit(self) -> None:
         """Start waiting sequences in order while there is room. A sequence whose prefix another one
