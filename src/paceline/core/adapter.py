@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -29,23 +29,22 @@ class Adapter:
     number: int = field(default_factory=lambda: next(_NUMBERS))
 
 
+_NO_ADAPTER = Adapter("", "", {}, 0)
+
+
 class PerAdapter(Generic[_Value]):
     """One value for requests without an adapter, and one per adapter, which is dropped with it."""
 
     def __init__(self) -> None:
-        self._base: _Value | None = None
-        self._adapted: WeakKeyDictionary[Adapter, _Value] = WeakKeyDictionary()
+        self._values: WeakKeyDictionary[Adapter, _Value] = WeakKeyDictionary()
 
     def get(self, adapter: Adapter | None, make: Callable[[], _Value]) -> _Value:
         """The adapter's value; ``make`` makes it the first time. (A stored ``make`` could be a
         reference cycle, so the caller passes it.)"""
-        if adapter is not None:
-            if adapter not in self._adapted:
-                self._adapted[adapter] = make()
-            return self._adapted[adapter]
-        if self._base is None:
-            self._base = make()
-        return self._base
+        value = self._values.get(adapter or _NO_ADAPTER)
+        if value is None:
+            value = self._values[adapter or _NO_ADAPTER] = make()
+        return value
 
 
 @dataclass(frozen=True)
@@ -55,23 +54,3 @@ class AdapterRun:
     adapter: Adapter
     rows: slice
     logits: slice
-
-
-def adapter_runs(
-    spans: Sequence[tuple[Adapter | None, int]], logit_rows: Sequence[int] | None
-) -> list[AdapterRun]:
-    """Runs of a batch whose ``spans`` have these adapters and numbers of rows. ``logit_rows``:
-    ascending rows that have logits, None for all."""
-    runs: list[AdapterRun] = []
-    if all(adapter is None for adapter, _ in spans):
-        return runs
-    start = 0
-    for adapter, group in itertools.groupby(spans, lambda span: span[0]):
-        end = start + sum(count for _, count in group)
-        if adapter is not None:
-            logits = slice(start, end)
-            if logit_rows is not None:
-                logits = slice(sum(r < start for r in logit_rows), sum(r < end for r in logit_rows))
-            runs.append(AdapterRun(adapter, slice(start, end), logits))
-        start = end
-    return runs

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from paceline.core.adapter import Adapter, AdapterRun, adapter_runs
+from paceline.core.adapter import Adapter, AdapterRun
 from paceline.core.params import SamplingParams, TokenLogprob
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import HostCopy
@@ -183,10 +184,11 @@ class Batch:
 
     ``input_ids``, ``positions`` and ``slots`` have one entry per row; ``slots`` says where the
     cache stores the row's key and value. ``tables[i]``: block table of span i. ``logit_rows``: rows
-    whose logits are wanted, None for all. ``choices_only``: only the argmax of each row is wanted,
-    so a backend that computes it may leave the logits out. ``features``: layers whose input hidden
-    states are wanted; the number of layers stands for the final norm's output. ``nodes``: (first
-    row, tokens) of trees whose tokens only the device knows; their ``input_ids`` are placeholders.
+    whose logits are wanted, ascending; None for all. ``choices_only``: only the argmax of each row
+    is wanted, so a backend that computes it may leave the logits out. ``features``: layers whose
+    input hidden states are wanted; the number of layers stands for the final norm's output.
+    ``nodes``: (first row, tokens) of trees whose tokens only the device knows; their ``input_ids``
+    are placeholders.
 
     The fields are no tensors, because torch's first operator between two forwards takes longer than
     the rest of a step. A forward on a device copies them there with the rest of its input
@@ -205,7 +207,20 @@ class Batch:
     @property
     def adapter_runs(self) -> list[AdapterRun]:
         """The ranges of rows that have a LoRA adapter."""
-        return adapter_runs([(span.adapter, span.rows) for span in self.spans], self.logit_rows)
+        runs: list[AdapterRun] = []
+        if all(span.adapter is None for span in self.spans):
+            return runs
+        start, logit_rows = 0, self.logit_rows
+        for adapter, group in groupby(self.spans, lambda span: span.adapter):
+            end = start + sum(span.rows for span in group)
+            if adapter is not None:
+                logits = slice(start, end)
+                if logit_rows is not None:
+                    first, after = (sum(row < at for row in logit_rows) for at in (start, end))
+                    logits = slice(first, after)
+                runs.append(AdapterRun(adapter, slice(start, end), logits))
+            start = end
+        return runs
 
 
 @dataclass(frozen=True)

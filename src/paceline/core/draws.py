@@ -8,11 +8,13 @@ import torch
 
 from paceline.core.noise import exponential_race, noise_keys, random_keys
 from paceline.core.params import SamplingParams
-from paceline.core.ranking import invert_cumulative, param_column, row_max, top_k_indices
+from paceline.core.ranking import param_column, row_max, top_k_indices
 from paceline.core.sampling import NO_TOKEN, Rows, adjust_logits, greedy_tokens, scores_to_probs
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw
+
+_BELOW_ONE = 1.0 - 2.0**-50  # keeps uniform * mass below the mass in spite of rounding
 
 
 def is_coupled(params: SamplingParams) -> bool:
@@ -32,8 +34,11 @@ def sample_by_inversion(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Te
     A token of probability zero is never sampled, so a one-hot distribution gives its token. Rows
     need not sum to one. Sums are float64, so that rounding loses no probability. NO_TOKEN where a
     row is not a distribution: its sum is zero, infinite or NaN."""
-    drawn, mass = invert_cumulative(probs, uniforms)
-    return torch.where((mass > 0) & (mass < torch.inf), drawn, NO_TOKEN)
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    mass = cumulative[:, -1:]
+    points = mass * (uniforms.to(torch.float64).unsqueeze(1) * _BELOW_ONE)
+    drawn = torch.searchsorted(cumulative, points, right=True).clamp_(max=probs.shape[1] - 1)
+    return torch.where((mass > 0) & (mass < torch.inf), drawn, NO_TOKEN).squeeze(1)
 
 
 def _seeded_rows(rows: Rows) -> list[int]:

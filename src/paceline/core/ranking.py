@@ -1,5 +1,4 @@
-"""Argmax, top-k, inversion sampling and truncation (min_p, top_k, top_p) of long rows, made fast on
-a CPU.
+"""Argmax, top-k and truncation (min_p, top_k, top_p) of long rows, made fast on a CPU.
 
 On a CPU torch's ``topk`` and the index of ``max`` are slow, while numpy's ``argmax`` and torch's
 ``amax`` are vectorised. On one core of a Zen 4, for 8 rows of 49,152 in float32, the argmax takes
@@ -70,24 +69,6 @@ def stable_top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
         order = np.argsort(-values[above], kind="stable")
         best[row] = torch.from_numpy(np.concatenate((above[order], equal)))
     return best
-
-
-# Keeps uniform * mass below the mass in spite of rounding.
-_BELOW_ONE = 1.0 - 2.0**-50
-
-
-def invert_cumulative(
-    probs: torch.Tensor, uniforms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample an index of each row of ``probs`` [R, V] in proportion to its weight, given
-    ``uniforms`` [R] in [0, 1). Returns the indices, int64 [R], and the row sums, float64 [R].
-    Weights need not sum to one; an entry of weight zero is never sampled. The index means nothing
-    where the sum is zero, infinite or NaN."""
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    mass = cumulative[:, -1:]
-    points = mass * (uniforms.to(torch.float64).unsqueeze(1) * _BELOW_ONE)
-    indices = torch.searchsorted(cumulative, points, right=True).squeeze(1)
-    return indices.clamp_(max=probs.shape[1] - 1), mass.squeeze(1)
 
 
 _ROUNDING = 1e-4  # more than the rounding error in the sum of a softmax
