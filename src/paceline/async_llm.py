@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from functools import partial, wraps
 from typing import Concatenate, ParamSpec
 
-from paceline.core.keywords import renamed
 from paceline.core.params import SamplingParams, shown
 from paceline.errors import ConfigError
 from paceline.llm import LLM, Lora, Prompt
@@ -26,7 +25,6 @@ def _as_llm(
     return wraps(LLM.__init__, ("__annotations__",))
 
 
-@renamed(over="from_llm")
 class AsyncLLM:
     """``LLM`` with ``await``: the requests of all coroutines share the engine's steps.
 

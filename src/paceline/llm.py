@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
 from paceline.control.controller import Controller
-from paceline.core.keywords import forgiving, renamed
+from paceline.core.keywords import forgiving
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SEQUENCE_IDS, SequenceState
 from paceline.core.stages import stage
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 
-@renamed(beside="with_draft", notes="setup_notes")
 class LLM:
     """A target model, the drafters for it, and the engine that decodes with them.
 

@@ -3,7 +3,6 @@ own. Each is mapped to its name here, or answered with advice."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from functools import wraps
@@ -16,7 +15,6 @@ from paceline.errors import ConfigError
 from paceline.files import read_toml
 
 _Made = TypeVar("_Made", bound=Callable[..., Any])
-_Class = TypeVar("_Class", bound=type)
 
 # By section and foreign name: our name, several names, or advice (a text with spaces).
 TABLES: dict[str, dict[str, str | list[str]]] = read_toml(
@@ -61,43 +59,6 @@ def forgiving(what: str) -> Callable[[_Made], _Made]:
         return call  # type: ignore[return-value]
 
     return decorate
-
-
-def renamed(**names: str) -> Callable[[_Class], _Class]:
-    """Decorator: let the class's attributes be used, and overridden in subclasses, by their former
-    names for one release, with a DeprecationWarning. ``names``: the new names, by former name."""
-
-    def decorate(cls: Any) -> Any:
-        def adopt_overrides(subclass: type, /, **keywords: Any) -> None:
-            super(cls, subclass).__init_subclass__(**keywords)
-            for former in names.keys() & vars(subclass).keys():
-                _warn_renamed(subclass, former, names[former])
-                setattr(subclass, names[former], vars(subclass)[former])
-
-        for former, name in names.items():
-            setattr(cls, former, _FormerName(former, name))
-        cls.__init_subclass__ = classmethod(adopt_overrides)
-        return cls
-
-    return decorate
-
-
-class _FormerName:
-    def __init__(self, former: str, name: str) -> None:
-        self.former, self.name = former, name
-
-    def __get__(self, instance: object | None, owner: type) -> Any:
-        _warn_renamed(owner, self.former, self.name)
-        return getattr(owner if instance is None else instance, self.name)
-
-    def __set__(self, instance: object, value: Any) -> None:
-        _warn_renamed(type(instance), self.former, self.name)
-        setattr(instance, self.name, value)
-
-
-def _warn_renamed(owner: type, former: str, name: str) -> None:
-    text = f"{owner.__name__}.{former} is {name} now; the former name goes with the next release"
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def announce(what: str, name: str, ours: str, twice: bool) -> None:

@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar, overload
 import torch
 
 from paceline.core.adapter import Adapter
-from paceline.core.keywords import renamed
 from paceline.core.params import SamplingParams
 
 
@@ -296,7 +295,6 @@ class SequenceState(_TokenCounts):
         return kept, reason
 
 
-@renamed(of="get_or_make")
 class PerSequence(dict[int, _Value]):
     """A value for each sequence, by ``seq_id``."""
 

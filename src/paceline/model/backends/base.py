@@ -16,7 +16,6 @@ from torch import nn
 
 from paceline.core.adapter import Adapter
 from paceline.core.batch import Batch, ModelOutput, Span
-from paceline.core.keywords import renamed
 from paceline.core.params import SamplingParams
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
@@ -184,7 +183,6 @@ class BlockStep:
         return outputs
 
 
-@renamed(without="without_layers", same_bits="batch_invariant", growth="tree_grower")
 class Backend(ABC):
     """Runs a model's forward over a packed batch."""
 
