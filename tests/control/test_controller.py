@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import random
 import time
 from collections.abc import Sequence
@@ -11,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from paceline import LLM
 from paceline.control.acceptance import (
     AcceptanceEstimate,
     AcceptanceTracker,
     expected_tokens,
 )
 from paceline.control.adaptive import AdaptiveController
-from paceline.control.controller import FixedLength
+from paceline.control.controller import Controller, FixedLength
 from paceline.control.cost import CostModel
 from paceline.core.batch import Commit
 from paceline.core.costs import CostCurve, DrafterCosts, TargetCosts
@@ -380,6 +383,24 @@ def test_a_length_of_a_request_stands() -> None:
 
 def test_fixed_length() -> None:
     assert [choice.length for choice in FixedLength(3).lengths([seq(), seq(1)])] == [3, 3]
+
+
+class _LongerLater(Controller):
+    def lengths(self, seqs: Sequence[SequenceState]) -> Sequence[int]:
+        return [1 if seq.generated < 4 else 2 for seq in seqs]
+
+
+def test_a_decision_is_logged_where_it_differs_from_the_last(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    llm = LLM("paceline/tiny", draft="ngram", controller=_LongerLater(), log_decisions=True)
+    with caplog.at_level(logging.INFO, "paceline.decisions"):
+        llm.generate("Once upon a time", max_tokens=8, ignore_eos=True)
+    named = (r.getMessage() for r in caplog.records if r.name == "paceline.decisions")
+    first, second = map(json.loads, named)
+    assert (first["step"], first["generated"], first["length"]) == (1, 0, 1)
+    assert second["step"] > 1 and second["generated"] >= 4 and second["length"] == 2
+    assert first["request"] == second["request"] and first["reason"] == ""
 
 
 def test_cost_curve_is_linear_between_points_and_beyond() -> None:
