@@ -395,7 +395,7 @@ def test_a_decision_is_logged_where_it_differs_from_the_last(
 ) -> None:
     llm = LLM("paceline/tiny", draft="ngram", controller=_LongerLater(), log_decisions=True)
     with caplog.at_level(logging.INFO, "paceline.decisions"):
-        llm.generate("Once upon a time", max_tokens=8, ignore_eos=True)
+        llm.generate("Once upon a time", SamplingParams(max_tokens=8, ignore_eos=True))
     named = (r.getMessage() for r in caplog.records if r.name == "paceline.decisions")
     first, second = map(json.loads, named)
     assert (first["step"], first["generated"], first["length"]) == (1, 0, 1)
