@@ -303,4 +303,5 @@ class AdaptiveController(Controller):
             del self._decisions[self._ids.index(seq_id)]
             self._ids.remove(seq_id)
         if self._batch_decision.drafts:  # a plain decision is kept for the other sequences
+            self._batch_decision = BatchDecision()
             self._decided = -_KEEP_DRAFTS  # so long ago that it is not kept
