@@ -56,7 +56,7 @@ class BatchDecision(NamedTuple):
 
 class _Step(NamedTuple):
     decision: BatchDecision
-    is_sample: bool  # of a plain step: whether its time is learnt
+    is_measure: bool  # whether its time is learnt
     cold: bool  # whether it ran soon after a drafter's passes
     commits: Sequence[Commit]
     seconds: float
@@ -83,17 +83,20 @@ class StepLearner:
         seconds: float,
         drafting: float | None,
     ) -> None:
-        """Keep a step, of which ``drafting`` seconds went into drafts (None: not measured)."""
+        """Keep a step, of which ``drafting`` seconds went into drafts (None: not measured). A step
+        that prefills, or has drafts of a fixed length, is no measure of time."""
         if decision.alternative:
             self._budget.spend(self.cold_seconds(len(commits)))
         self._count += 1
         costs = self._cost.drafters
         passes = any(not costs[draft.name].model_free for draft in decision.drafts.values())
-        prompt = any(commit.scheduled > 1 for commit in commits)
-        self._since_passes = 0 if decision.has_fixed or passes or prompt else self._since_passes + 1
-        is_sample = decision.measures_plain or self._count % _PLAIN_INTERVAL == 0
+        decodes = all(commit.scheduled == 1 and commit.tokens for commit in commits)
+        is_measure = decodes and not decision.has_fixed
+        self._since_passes = 0 if passes or not is_measure else self._since_passes + 1
+        if not decision.drafts and not decision.measures_plain:
+            is_measure = is_measure and self._count % _PLAIN_INTERVAL == 0
         cold = self._since_passes < WARM_UP
-        self._steps.append(_Step(decision, is_sample, cold, commits, seconds, drafting))
+        self._steps.append(_Step(decision, is_measure, cold, commits, seconds, drafting))
 
     def learn(self, at_once: bool = False) -> None:
         """Learn from the steps kept, if there are enough of them or they matter now."""
@@ -129,12 +132,8 @@ class StepLearner:
         batch = len(commits)
         plain = cost.verification(batch)
         self._budget.earn(step.seconds, plain, batch)
-        # A step that prefills, or has drafts of a fixed length, is no measure of time.
-        is_measure = not step.decision.has_fixed and all(
-            commit.scheduled == 1 and commit.tokens for commit in commits
-        )
         if not drafts:
-            if step.is_sample and is_measure:
+            if step.is_measure:
                 cost.learn_plain(batch, step.seconds, step.cold)
             return
         unread, lengths = 0, dict[Hashable, list[int]]()
@@ -146,7 +145,7 @@ class StepLearner:
                 length = min(draft.length, commit.levels) if early else draft.length
                 lengths.setdefault(draft.name, []).append(length)
                 cost.record_length(draft.name, batch, length)
-        if not is_measure:
+        if not step.is_measure:
             return
         passes = {name: cost.passes_alone(name, levels) for name, levels in lengths.items()}
         nodes = sum(commit.drafted for commit in commits) / batch
