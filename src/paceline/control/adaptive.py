@@ -201,8 +201,7 @@ class AdaptiveController(Controller):
             lengths = [*(n for n in _LENGTHS if n < most), most]
         kind = kind_of(seq.params, offer.match_length if offer else None)
         rates = cost.acceptance.rates(seq.seq_id, name, kind, most)
-        expected = expected_tokens(([1.0] * forced + rates)[:most])
-        tokens = [min(count, remaining) for count in expected]
+        tokens = expected_tokens(([1.0] * forced + rates)[:most])
         unread = (
             len(seq.tokens) - 1 - self.learner.tokens_read(seq)[name] if costs.needs_prefill else 0
         )
@@ -215,7 +214,7 @@ class AdaptiveController(Controller):
             prices = {n: cost.verification(batch, nodes[n]) / batch for n in lengths}
         else:
             nodes = cost.nodes(name, batch)
-            prices = cost.prices_for(name, batch, expected, kind, forced > 0)
+            prices = cost.prices_for(name, batch, tokens, kind, forced > 0)
         options = list[DraftOption]()
         for n in lengths:
             reading = reading_now * tokens[n] / horizon
