@@ -29,16 +29,17 @@ MATCHED = {
 }
 _MATCHES = list(MATCHED)
 _SAMPLED_FROM = 0.5  # temperature from which acceptance is that of sampled text
-Kind = tuple[Hashable, bool]  # entry of ``MATCHED``, for drafts of lookups; sampled text or greedy
-GREEDY: Kind = (None, False)
-CONTINUES: Kind = ("continues", False)  # how often a draft gets one level longer
+# An entry of ``MATCHED`` for drafts of lookups, and whether the text is sampled.
+DraftKind = tuple[Hashable, bool]
+GREEDY: DraftKind = (None, False)
+CONTINUES: DraftKind = ("continues", False)  # how often a draft gets one level longer
 _DECAY, _WEIGHT = 0.998, 4.0  # decay of old drafts; weight of the prior, in drafts
 _PREVIOUS_LEVEL = 3.0  # times this weight, for the estimate taken from the level before
 _SEQUENCE_DECAY, _SEQUENCE_WEIGHT = 0.97, 6.0  # the same for the drafts of one sequence
 _NO_FAILURES = 0.0, 0.0
 
 
-def kind_of(params: SamplingParams, match_length: int | None = None) -> Kind:
+def kind_of(params: SamplingParams, match_length: int | None = None) -> DraftKind:
     """The kind of a request's drafts; ``match_length``: of a lookup's match."""
     match = None
     if match_length is not None:
@@ -99,12 +100,12 @@ class AcceptanceTracker:
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
         self.priors: dict[Hashable, Sequence[float]] = {}
-        self._all: dict[tuple[Hashable, Kind], AcceptanceEstimate] = {}
+        self._all: dict[tuple[Hashable, DraftKind], AcceptanceEstimate] = {}
         # By sequence and drafter: failures, and how many the rates of all sequences expected. Their
         # ratio holds for all levels, so that a few drafts are enough to estimate it.
         self._failures: dict[int, dict[Hashable, tuple[float, float]]] = {}
 
-    def of_all(self, name: Hashable, kind: Kind = GREEDY) -> AcceptanceEstimate:
+    def of_all(self, name: Hashable, kind: DraftKind = GREEDY) -> AcceptanceEstimate:
         """The estimate over all sequences."""
         estimate = self._all.get((name, kind))
         if estimate is None:
@@ -116,7 +117,7 @@ class AcceptanceTracker:
         return estimate
 
     def rates(
-        self, seq_id: int, name: Hashable, kind: Kind = GREEDY, most: int | None = None
+        self, seq_id: int, name: Hashable, kind: DraftKind = GREEDY, most: int | None = None
     ) -> list[float]:
         """Expected acceptance rates of a sequence's next draft, for its first ``most`` levels."""
         all_rates = self.of_all(name, kind).rates(most)
@@ -128,7 +129,7 @@ class AcceptanceTracker:
         return [max(0.0, 1.0 - factor * (1.0 - rate)) for rate in all_rates]
 
     def record(
-        self, seq_id: int, name: Hashable, reached: int, accepted: int, kind: Kind = GREEDY
+        self, seq_id: int, name: Hashable, reached: int, accepted: int, kind: DraftKind = GREEDY
     ) -> None:
         """As ``AcceptanceEstimate.record``, for one sequence and for all of them."""
         estimate = self.of_all(name, kind)

@@ -271,12 +271,13 @@ class AdaptiveController(Controller):
         even if none is accepted."""
         drafts: dict[int, DraftOption] = {}
         for index, (alternatives, seq) in enumerate(zip(options, seqs, strict=True)):
-            own = [draft for draft in alternatives if draft.name == name]
-            if not own and name in self._models(seq):
+            candidates = [draft for draft in alternatives if draft.name == name]
+            if not candidates and name in self._models(seq):
                 # It was not expected to pay: start-up may have measured it wrong, or its first
                 # drafts were unlucky.
-                own = self.draft_options(seq, name, batch, longest=1)
-            drafts.update((index, draft) for draft in own[:1])
+                candidates = self.draft_options(seq, name, batch, longest=1)
+            if candidates:
+                drafts[index] = candidates[0]
         if not drafts:
             return []
         least = min(drafts, key=lambda index: drafts[index].reading_now)

@@ -18,7 +18,7 @@ from paceline.control.acceptance import (
     CONTINUES,
     GREEDY,
     AcceptanceTracker,
-    Kind,
+    DraftKind,
     expected_tokens,
 )
 from paceline.control.correction import COLD, Correction, PassPrice, batch_bucket, node_bucket
@@ -52,7 +52,7 @@ class DraftOption(NamedTuple):
     seconds: float
     reading: float = 0.0
     reading_now: float = 0.0
-    kind: Kind = GREEDY
+    kind: DraftKind = GREEDY
     forced: int = 0
 
     @property
@@ -91,7 +91,7 @@ class CostModel:
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and batch
         # Caches, emptied when more is learnt.
         self._tables: dict[tuple[Hashable, int], _Table] = {}
-        self._pays: dict[tuple[Hashable, int, Kind], bool] = {}
+        self._pays: dict[tuple[Hashable, int, DraftKind], bool] = {}
         self._since_plain = _MAX_PLAIN_INTERVAL  # steps since one without drafts
         self._plain_steps = 0  # times that a plain step was asked for
         self._in_a_row = 0  # further ones that are to follow at once
@@ -160,7 +160,7 @@ class CostModel:
         return self._table(name, batch).seconds
 
     def prices_for(
-        self, name: Hashable, batch: int, tokens: Sequence[float], kind: Kind, forced: bool
+        self, name: Hashable, batch: int, tokens: Sequence[float], kind: DraftKind, forced: bool
     ) -> Sequence[float]:
         """``prices`` for a sequence whose drafts are expected to gain ``tokens``, by draft length.
 
@@ -241,7 +241,7 @@ class CostModel:
 
     # -- tokens and seconds ------------------------------------------------------------------------
 
-    def may_pay(self, name: Hashable, batch: int, kind: Kind) -> bool:
+    def may_pay(self, name: Hashable, batch: int, kind: DraftKind) -> bool:
         """Whether drafts of an average sequence might gain anything.
 
         If no draft length pays where all sequences draft alike, none pays in any batch: passes are
