@@ -176,9 +176,8 @@ def test_a_text_or_grammar_that_fails_takes_nobody_along(
     requests = prepared(llm)
     seq = requests[1].seq
     if where in ("text", "stops"):
-        seq.stops = requests[1]._new_text_stream()
-        reader = seq.stops if where == "stops" else requests[1]._stream
-        Fault(reader, "push", lambda own, *_: own.calls == at, RuntimeError("planted"))
+        seq.stops = requests[1]._stream if where == "stops" else None
+        Fault(requests[1]._stream, "push", lambda own, *_: own.calls == at, RuntimeError("planted"))
     elif where == "grammar":
         seq.constraint = Grammar()
     else:

@@ -169,7 +169,7 @@ def test_lower_priorities_start_first(llm: LLM) -> None:
         params = SamplingParams(max_tokens=2, priority=priority)
         (request,) = small.prepare("Once upon", params, place)
         started.append(request)
-    small.enqueue(started)
+    small.owner.enqueue(started)
     while small.engine.has_work:
         small.step()
     order = sorted(started, key=lambda request: request.seq.started)
