@@ -66,7 +66,7 @@ def test_good_folder(folder: Path) -> None:
     assert torch.allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp16", torch.float32])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", torch.float32])
 def test_dtypes(folder: Path, dtype: str | torch.dtype) -> None:
     model = CausalModel.load(str(folder), dtype=dtype, device="cpu")
     assert model.dtype == resolve_dtype(dtype, torch.device("cpu"))

@@ -41,7 +41,6 @@ from paceline.model.tokenizer import load_tokenizer as load_tokenizer
 Dtype = str | torch.dtype
 Device = str | torch.device
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
 _VERIFIED_BYTES = 1 << 30  # checksums of more bytes take seconds; paceline doctor compares those
 _UNDECLARED_ATTENTION = {"biogpt", "stablelm"}  # they use the interface without declaring it

@@ -42,10 +42,9 @@ def measure(
     for count in counts:
         run(count)  # warm-up: allocations, kernel selection
     began = time.perf_counter()
-    done = 0
-    max_rounds = max(4 * rounds, _MAX_ROUNDS)
-    while done < rounds or (done < max_rounds and time.perf_counter() - began < budget):
-        done += 1
+    for done in range(max(4 * rounds, _MAX_ROUNDS)):
+        if done >= rounds and time.perf_counter() - began >= budget:
+            break
         for index, count in enumerate(counts):
             synchronise(device)
             start = time.perf_counter()

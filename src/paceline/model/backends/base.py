@@ -23,7 +23,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.files import FileStamp
 from paceline.model.backends.reference.attention import paged_attention
 from paceline.model.paged.cache import LayerShape, PagedCache
-from paceline.model.paged.segments import FULL, AttentionStep, Pattern
+from paceline.model.paged.segments import FULL, AttentionStep, DeviceBatch, Pattern
 
 NATIVE, REFERENCE = "native", "reference"
 
@@ -130,6 +130,11 @@ DraftingHeads = Callable[[torch.Tensor, int], torch.Tensor]
 Attend = Callable[..., torch.Tensor]
 
 
+def _rows_and_attention(head: Any, batch: Batch, cache: PagedCache) -> tuple[DeviceBatch, Attend]:
+    step = AttentionStep.of(batch, cache, (FULL,) * head.config.layers, device=cache.device)
+    return step.batch, partial(paged_attention, step=step)
+
+
 class EagleStep:
     """Runs the modules of the EAGLE head ``head``; ``embed`` maps the target's token ids to ``[T,
     H]``. ``tree_grower`` grows whole trees with the head; None: drafters grow level by level."""
@@ -145,9 +150,7 @@ class EagleStep:
         """Outputs ``[R, H]`` and logits ``[R, draft_vocab]`` of ``batch.logit_rows``, from the
         target's features ``[T, layers * target_hidden]`` or, if ``fused``, the head's own earlier
         outputs ``[T, H]``."""
-        head, layers = self.head, (FULL,) * self.head.config.layers
-        step = AttentionStep.of(batch, cache, layers, device=cache.device)
-        attend, rows = partial(paged_attention, step=step), step.batch
+        head, (rows, attend) = self.head, _rows_and_attention(self.head, batch, cache)
         inputs = hidden if fused else head.fuse(hidden)
         outputs: torch.Tensor = head(self._embed(rows.input_ids), inputs, rows.positions, attend)
         if rows.logit_rows is not None:
@@ -176,9 +179,7 @@ class BlockStep:
 
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         """Outputs ``[T, H]`` of the rows of the blocks; their keys and values go into the cache."""
-        layers = (FULL,) * self.head.config.layers
-        step = AttentionStep.of(batch, cache, layers, device=cache.device)
-        attend, rows = partial(paged_attention, step=step), step.batch
+        rows, attend = _rows_and_attention(self.head, batch, cache)
         outputs: torch.Tensor = self.head(self._embed(rows.input_ids), rows.positions, attend)
         return outputs
 
