@@ -33,7 +33,7 @@ def test_any_beginning_of_a_run_covers_all_tests(llm: LLM, prompts: Named) -> No
 
     def advance(shown: str) -> None:
         drawn = [len(prefix.drawn) for prefix in certifier.evidence.prefixes]
-        state = certifier.num_compared(range(3)), drawn
+        state = certifier.num_compared, drawn
         if not seen or state != seen[-1]:
             seen.append(state)
 
@@ -123,7 +123,7 @@ def test_texts_that_no_setting_finished_certify_nothing(complete: Certifier) -> 
     """It said CERTIFIED beside "0 of 8 texts": each setting had seen some other text."""
     certifier = complete
     for number in range(certifier.num_texts):
-        certifier.evidence.done.remove(f"greedy/{number}")
+        certifier.evidence.compared[number] -= 1
     certificate = certifier.certificate()
     assert certificate.verdict.startswith("NOT ENOUGH: whole texts compared: 0, not 2")
 
@@ -131,10 +131,11 @@ def test_texts_that_no_setting_finished_certify_nothing(complete: Certifier) -> 
 def test_no_whole_prefix_and_no_rule_certify_nothing(complete: Certifier) -> None:
     """It said CERTIFIED beside "0 of 4 prefixes" and "0 of 8000 samples"."""
     certifier = complete
-    exact = [*certifier.evidence.exact]
-    certifier.evidence.exact.clear()
+    unchecked = copy.deepcopy(certifier.evidence)
+    for prefix in certifier.evidence.prefixes:
+        prefix.exact.clear()
     assert "the rule was not enumerated" in certifier.certificate().verdict
-    certifier.evidence.exact += exact
+    certifier.evidence = unchecked
     for prefix in certifier.evidence.prefixes:
         del prefix.drawn[-1]
     assert "0 prefixes have all their samples, not 1" in certifier.certificate().verdict
@@ -182,7 +183,7 @@ def test_an_interruption_leaves_whole_pieces(
     certifier = Certifier(llm, prompts, None, SMALL)
     with pytest.raises(KeyboardInterrupt):
         certifier.run(interrupt_at(6))
-    assert len(certifier.evidence.done) == 5
+    assert certifier.evidence.compared[0] == 3 and len(certifier.evidence.plain) == 2
     assert certifier.certificate().verdict.startswith("NOT CERTIFIED: interrupted")
 
 

@@ -52,7 +52,7 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
     ngram = llm.with_draft("ngram", max_batch_size=8, seed=1)
     again = [("again", [*prompts[0][1], *prompts[0][1]] * 2)]
     certifier = Certifier(ngram, again, None, Effort(1, 16, 1, 200))
-    assert list(certifier.single_settings)[2] == "draft length auto, alone"
+    assert list(certifier.settings)[2] == "draft length auto, alone"
     pieces: list[str] = []
     certifier.run(pieces.append)
     assert len(pieces) == certifier.num_tasks

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.core.tree import Draw, TokenTree
-from paceline.lab.certify.draws import DraftRecorder, DrawCounts
+from paceline.lab.certify.draws import DraftRecorder, Examples
 
 DISTRIBUTION = torch.softmax(torch.arange(8) / 2.0, -1)
 
@@ -34,12 +34,11 @@ def samples(
 
 
 def p_value(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> float:
-    draws = DrawCounts()
-    recorder = DraftRecorder(draws)
+    recorder = DraftRecorder()
     for tree in samples(600, drawn, declared, siblings):
-        recorder.record(PLAN, [tree])
-    assert draws.total == 600 * siblings
-    outcome = draws.test()
+        recorder.record({}, PLAN, [tree])
+    assert recorder.total == 600 * siblings
+    outcome = recorder.test()
     assert outcome is not None
     return outcome.p_value
 
@@ -57,28 +56,27 @@ def test_draws_at_another_temperature_fail() -> None:
 def test_impossible_draws_are_counted() -> None:
     declared = DISTRIBUTION.clone()
     declared[7] = 0.0
-    draws = DrawCounts()
-    recorder = DraftRecorder(draws)
+    recorder = DraftRecorder()
     for tree in samples(100, DISTRIBUTION, declared / declared.sum(), 1):
-        recorder.record(PLAN, [tree])
-    assert draws.impossible > 10
+        recorder.record({}, PLAN, [tree])
+    assert recorder.impossible > 10
 
 
 def test_deterministic_drafts_have_nothing_to_test() -> None:
-    assert DrawCounts().test() is None
+    assert DraftRecorder().test() is None
 
 
 def test_the_largest_tree_of_each_kind_is_kept() -> None:
     declared = DISTRIBUTION.clone()
-    recorder = DraftRecorder(DrawCounts())
+    recorder, examples = DraftRecorder(), Examples()
     (tree,) = samples(1, DISTRIBUTION, declared, 1)
-    recorder.record(PLAN, [tree])
+    recorder.record(examples, PLAN, [tree])
     assert tree.q is not None
     tree.q.zero_()  # drafters use their memory again
     for siblings in (3, 2):
-        recorder.record(PLAN, list(samples(1, DISTRIBUTION, DISTRIBUTION, siblings)))
-    assert set(recorder.examples) == {Draw.IID, Draw.WITHOUT_REPLACEMENT}
-    tokens, tree = recorder.examples[Draw.IID]
+        recorder.record(examples, PLAN, list(samples(1, DISTRIBUTION, DISTRIBUTION, siblings)))
+    assert set(examples) == {Draw.IID, Draw.WITHOUT_REPLACEMENT}
+    tokens, tree = examples[Draw.IID]
     assert tokens == (1, 2) and tree.q is not None
     assert torch.equal(tree.q[0], DISTRIBUTION)
-    assert len(recorder.examples[Draw.WITHOUT_REPLACEMENT][1]) == 3
+    assert len(examples[Draw.WITHOUT_REPLACEMENT][1]) == 3

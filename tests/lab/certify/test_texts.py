@@ -62,7 +62,7 @@ def test_text_after_a_tie_is_compared(
 
     monkeypatch.setattr("paceline.lab.certify.texts.decode", faked)
     monkeypatch.setattr("paceline.lab.certify.texts.explain", explained)
-    check = subject.check_texts("greedy", "x", [(text, plain)])
+    check = subject.check_text("greedy", subject.mixed, text, plain)
     assert (len(check.ties), len(check.bugs)) == (ties, bugs)
     assert given[:2] == [(), plain[:3]]
 
@@ -96,5 +96,5 @@ def test_equal_rows_have_no_ties(
     at = len(plain) - 1
     monkeypatch.setattr("paceline.lab.certify.texts.decode", lambda *_: [other])
     monkeypatch.setattr("paceline.lab.certify.texts.explain", lambda *_: difference(at, 0.0))
-    check = subject.check_texts("greedy", "x", [(text, plain)])
+    check = subject.check_text("greedy", subject.mixed, text, plain)
     assert (len(check.ties), len(check.bugs)) == (0, 1)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.lab.certify.chisquare import ChiSquare, holm
 from paceline.lab.certify.decoding import Difference, Start, TokenIds
-from paceline.lab.certify.draws import DrawCounts, Examples
+from paceline.lab.certify.draws import DraftRecorder, Examples
 from paceline.lab.certify.exact import ExactCheck
 from paceline.lab.report.document import NOTES, Column, Report, Text, record_of, table_of
 
@@ -216,29 +217,35 @@ class TextCheck:
 @dataclass
 class Prefix:
     """A point at which continuations are sampled. ``drawn``: the samples, decoded with drafts of
-    ``draft_length``; ``drafted``: tokens drafted for them; ``examples`` of these drafts."""
+    ``draft_length``; ``drafted``: tokens drafted for them; ``examples`` of these drafts, and the
+    ``exact`` checks of the rule with them."""
 
     start: Start
     draft_length: int
     drawn: list[TokenIds] = field(default_factory=list)
     drafted: int = 0
     examples: Examples = field(default_factory=dict)
+    exact: list[ExactCheck] = field(default_factory=list)
 
 
 @dataclass
 class Evidence:
-    """All results so far. ``tokens``: length of each text, 0 until chosen. ``plain``: plain
-    decoding's texts by name. ``done``: names of tasks. ``draws``: tokens sampled by the drafter."""
+    """All results so far. ``draws``: tokens sampled by the drafter. ``tokens``: length of each
+    text, 0 until chosen. ``plain``: plain decoding's texts by kind and number. ``compared``: in how
+    many comparisons a text was."""
 
+    draws: DraftRecorder
     tokens: int = 0
-    plain: dict[str, TokenIds] = field(default_factory=dict)
-    done: list[str] = field(default_factory=list)
+    plain: dict[tuple[str, int], TokenIds] = field(default_factory=dict)
+    compared: Counter[int] = field(default_factory=Counter)
     checks: dict[tuple[str, str], TextCheck] = field(default_factory=dict)  # by kind and setting
     prefixes: list[Prefix] = field(default_factory=list)
-    exact: list[ExactCheck] = field(default_factory=list)
-    draws: DrawCounts = field(default_factory=DrawCounts)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def exact(self) -> list[ExactCheck]:
+        return [check for prefix in self.prefixes for check in prefix.exact]
 
     def add(self, check: TextCheck) -> None:
         """Add a check to the earlier ones of the same kind and setting."""
@@ -254,7 +261,7 @@ class Evidence:
         rows = sorted(listed, key=lambda item: (item.is_tie, item.text))
         yield replace(_DIVERGENCES, rows=rows[:_MAX_DIVERGENCES])
         yield replace(TESTS, rows=tests)
-        yield replace(_EXACT, rows=tuple(self.exact))
+        yield replace(_EXACT, rows=self.exact)
 
 
 def _classification(difference: Difference) -> str:

@@ -4,7 +4,7 @@ an explanation of the first difference between two outputs."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from paceline.model.target import CausalModel
 
 TokenIds = tuple[int, ...]
 # Sizes of the Scorer's forwards.
-_MAX_ROWS = 512  # after the shared beginning
+_MAX_ROWS = 1024  # after the shared beginning
 _MAX_TEXTS = 64
 _BLOCK_SIZE = 16
 _MIN_BATCH = 32  # texts whose last tokens are computed together, as in a decoding step
@@ -90,11 +90,13 @@ class Scorer:
     def _distributions(self, strings: Sequence[TokenIds], stepwise: bool) -> torch.Tensor:
         start, switch = self._start, self._model.rope_switch
         texts = [[*start.tokens, *string] for string in strings]
+        longest = max(map(len, texts))
         # All texts share these full blocks; the start's last token is always computed again.
         shared = (len(start.tokens) - 1) // _BLOCK_SIZE * _BLOCK_SIZE
-        if switch is not None and len(start.tokens) <= switch < max(map(len, texts)):
+        if switch is not None and len(start.tokens) <= switch < longest:
             shared = 0  # longer texts use other RoPE frequencies, so their beginning differs
-        batches = _batches(texts, shared)
+        size = min(_MAX_TEXTS, max(1, _MAX_ROWS // (longest - shared)))
+        batches = (texts[first : first + size] for first in range(0, len(texts), size))
         logits = torch.cat([self._logits(batch, stepwise).float().cpu() for batch in batches])
         seqs = tuple(SequenceView(0, text, len(start.prompt), start.params) for text in texts)
         return probabilities(logits, Rows(seqs, (0,) * len(seqs)))
@@ -135,18 +137,6 @@ class Scorer:
         for number in copies[1:]:
             cache.free(number)
         return cache
-
-
-def _batches(texts: Sequence[list[int]], shared: int) -> Iterator[list[list[int]]]:
-    """Split texts into batches that fit into a forward; ``shared`` tokens of each are cached."""
-    batch: list[list[int]] = []
-    for text in texts:
-        rows = sum(len(other) - shared for other in (*batch, text))
-        if batch and (rows > _MAX_ROWS or len(batch) >= _MAX_TEXTS):
-            yield batch
-            batch = []
-        batch.append(text)
-    yield batch
 
 
 # Rows per forward of plain and of speculative steps, beside the one forward over all tokens. The

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import combinations
 
 import torch
@@ -21,14 +21,15 @@ _BINS = 20
 Examples = dict[Draw, tuple[TokenIds, TokenTree]]
 
 
-@dataclass
-class DrawCounts:
-    """Histogram of drafted tokens over their randomized rank in the declared distribution, in
-    ``_BINS`` bins of equal probability: uniform if the drafter samples from what it declares.
-    ``impossible`` counts tokens whose declared probability is 0."""
+class DraftRecorder:
+    """Counts the tokens that a drafter samples over their randomized rank in the distribution that
+    it declares, in ``_BINS`` bins of equal probability: uniform if it samples from what it
+    declares. ``impossible`` counts tokens whose declared probability is 0."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * _BINS)
-    impossible: int = 0
+    def __init__(self, seed: int = 0) -> None:
+        self.counts = [0] * _BINS
+        self.impossible = 0
+        self._generator = torch.Generator().manual_seed(seed)
 
     @property
     def total(self) -> int:
@@ -38,23 +39,15 @@ class DrawCounts:
         """Chi-square test that the histogram is uniform; None if nothing was drawn."""
         return goodness_of_fit(self.counts, [1 / _BINS] * _BINS) if sum(self.counts) else None
 
-
-class DraftRecorder:
-    """Counts the tokens that a drafter samples in ``draws`` and keeps ``examples`` of its trees."""
-
-    def __init__(self, draws: DrawCounts, seed: int = 0) -> None:
-        self._draws = draws
-        self._generator = torch.Generator().manual_seed(seed)
-        self.examples: Examples = {}
-
-    def record(self, plan: Plan, trees: Sequence[TokenTree]) -> None:
+    def record(self, examples: Examples, plan: Plan, trees: Sequence[TokenTree]) -> None:
+        """Count the tokens of ``trees`` and keep the largest in ``examples``."""
         for item, tree in zip(plan.slices, trees, strict=True):
-            example = self.examples.get(tree.draw)
+            example = examples.get(tree.draw)
             if len(tree) > (0 if example is None else len(example[1])):
                 # A copy, because drafters reuse the memory of their trees.
                 q = None if tree.q is None else tree.q.cpu().clone()
                 copied = replace(tree, tokens=tree.tokens.cpu().clone(), q=q)
-                self.examples[tree.draw] = tuple(item.seq.tokens), copied
+                examples[tree.draw] = tuple(item.seq.tokens), copied
         sampled = [tree for tree in trees if len(tree) and tree.draw is not Draw.POINT]
         if sampled:
             self._count(sampled)
@@ -76,10 +69,10 @@ class DraftRecorder:
         mass, token_probs = probs.sum(-1), probs.gather(1, tokens[:, None])
         # Where the earlier siblings took all the probability, any token is right: not counted.
         possible, counted = token_probs[:, 0] > 0, mass > 0
-        self._draws.impossible += int((counted & ~possible).sum())
+        self.impossible += int((counted & ~possible).sum())
         above = (probs * (probs > token_probs)).sum(-1)
         equal = (probs * (probs == token_probs)).sum(-1)
         noise = torch.rand(len(tokens), dtype=torch.float64, generator=self._generator)
         ranks = ((above + noise * equal) / mass)[counted & possible]
         for index in (ranks * _BINS).long().clamp(max=_BINS - 1).tolist():
-            self._draws.counts[index] += 1
+            self.counts[index] += 1

@@ -6,9 +6,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product, zip_longest
+from itertools import product, zip_longest
 
 import torch
 
@@ -47,59 +47,45 @@ _MAX_PARTIAL_BLOCK = 4
 _ENTROPY_QUANTILE = 0.75
 
 
-@dataclass(frozen=True)
-class Cells:
-    """Cells of a chi-square test: one for each of the ``likely`` tokens (or bins) and one for all
-    others, with their ``probs``. ``rounding_effect``: the effect w² that the test allows for
-    rounding; ``rounding``: total variation between the distributions of two batch shapes."""
-
-    likely: list[int]
-    probs: list[float]
-    rounding_effect: float
-    rounding: float
-
-    @classmethod
-    def of(cls, at_once: torch.Tensor, stepwise: torch.Tensor, samples: int) -> Cells:
-        """Cells in which enough of the samples are expected. ``at_once`` and ``stepwise``: the
-        distribution [vocab] as computed in the two batch shapes."""
-        least = max(_MIN_EXPECTED / samples, 1 / _MAX_CELLS)
-        order = at_once.argsort(descending=True, stable=True)
-        likely = order[at_once[order] >= least].tolist()
-        if likely and 1 - float(at_once[likely].double().sum()) < least:
-            likely.pop()  # the rest is too small for a cell of its own, so it joins the last one
-        listed = [row[likely].double().tolist() for row in (at_once, stepwise)]
-        probs, other_probs = ([*row, max(0.0, 1 - sum(row))] for row in listed)
-        pairs = list(zip(probs, other_probs, strict=True))
-        effect = _ROUNDING_MARGIN**2 * sum((a - b) ** 2 / a for a, b in pairs if a > 0)
-        return cls(likely, probs, effect, sum(abs(a - b) for a, b in pairs) / 2)
-
-    def counts(self, drawn: Counter[int]) -> list[int]:
-        listed = [drawn[token] for token in self.likely]
-        return [*listed, drawn.total() - sum(listed)]
-
-    def test(self, drawn: Counter[int]) -> ChiSquare:
-        return goodness_of_fit(self.counts(drawn), self.probs, self.rounding_effect)
+def cell_test(
+    at_once: torch.Tensor, stepwise: torch.Tensor, drawn: Counter[int]
+) -> tuple[ChiSquare, float]:
+    """Chi-square test that tokens (or bins) follow the distribution [vocab], as it was computed in
+    two batch shapes; and the total variation between these, which the test allows for. Each token
+    of which enough are expected has a cell, all others share one."""
+    least = max(_MIN_EXPECTED / drawn.total(), 1 / _MAX_CELLS)
+    order = at_once.argsort(descending=True, stable=True)
+    likely = order[at_once[order] >= least].tolist()
+    if likely and 1 - float(at_once[likely].double().sum()) < least:
+        likely.pop()  # the rest is too small for a cell of its own, so it joins the last one
+    listed = [row[likely].double().tolist() for row in (at_once, stepwise)]
+    probs, other_probs = ([*row, max(0.0, 1 - sum(row))] for row in listed)
+    pairs = list(zip(probs, other_probs, strict=True))
+    effect = _ROUNDING_MARGIN**2 * sum((a - b) ** 2 / a for a, b in pairs if a > 0)
+    counts = [drawn[token] for token in likely]
+    outcome = goodness_of_fit([*counts, drawn.total() - sum(counts)], probs, effect)
+    return outcome, sum(abs(a - b) for a, b in pairs) / 2
 
 
 def sampling_tests(model: CausalModel, prefix: Prefix) -> list[DistributionTest]:
     """Chi-square tests of the samples at a prefix; none where the next token is certain."""
     scorer, samples = Scorer(model, prefix.start), prefix.drawn
     (at_once,), (stepwise,) = scorer.at_once([()]), scorer.stepwise([()])
-    cells = Cells.of(at_once, stepwise, len(samples))
-    first = cells.test(Counter(sample[0] for sample in samples))
-    outcomes = {
-        "first token / distribution": (first, cells),
-        "next tokens / distribution": _test_next_tokens(scorer, samples),
+    tests = {
+        "first token": cell_test(at_once, stepwise, Counter(sample[0] for sample in samples)),
+        "next tokens": _test_next_tokens(scorer, samples),
     }
     where = prefix.start.name, prefix.draft_length
     return [
-        DistributionTest("sampling", what, len(samples), outcome, *where, used.rounding)
-        for what, (outcome, used) in outcomes.items()
+        DistributionTest(
+            "sampling", f"{what} / distribution", len(samples), outcome, *where, rounding
+        )
+        for what, (outcome, rounding) in tests.items()
         if outcome.df > 0
     ]
 
 
-def _test_next_tokens(scorer: Scorer, samples: Sequence[TokenIds]) -> tuple[ChiSquare, Cells]:
+def _test_next_tokens(scorer: Scorer, samples: Sequence[TokenIds]) -> tuple[ChiSquare, float]:
     """Test the tokens after the first. A token's context is the part of its sample before it; the
     tokens of all contexts are counted together, by their rank in the distribution after their
     context. Testing only the most frequent contexts is no bias, because how often a context occurs
@@ -120,8 +106,7 @@ def _test_next_tokens(scorer: Scorer, samples: Sequence[TokenIds]) -> tuple[ChiS
         weighted = torch.stack(distributions).double() * following[context].total()
         expected.index_add_(1, bins, weighted)
     at_once, stepwise = expected / drawn.total()
-    cells = Cells.of(at_once, stepwise, drawn.total())
-    return cells.test(drawn), cells
+    return cell_test(at_once, stepwise, drawn)
 
 
 _RESERVED = 0.1  # share of the budget that is kept for the tests at the end
@@ -156,13 +141,12 @@ class Certifier(TextCertifier):
     @property
     def num_tasks(self) -> int:
         """How often ``run`` calls ``advance`` at most."""
-        per_text, groups = 1 + len(self.single_settings), len(_text_groups(self.num_texts))
-        comparisons = len(self.kinds) * (self.num_texts * per_text + groups)
+        comparisons = len(self.kinds) * self.num_texts * (1 + len(self.settings))
         return comparisons + self.num_prefixes * (SAMPLE_BATCHES + 2)
 
     def run(self, advance: OnProgress = lambda description: None) -> None:
-        """Test as much as the budget allows. Each round compares a few more texts under all
-        settings and draws more samples at one prefix, until that has all. Ctrl-C is passed on."""
+        """Test as much as the budget allows. Each round compares one more text under all settings
+        and draws more samples at one prefix, until that has all. Ctrl-C is passed on."""
         self.budget.reserve = _RESERVED * (self.budget.seconds or 0.0)
         self.advance = advance
         with self.crash_as_problem("greedy"):
@@ -170,10 +154,11 @@ class Certifier(TextCertifier):
         samples = self.effort.samples
         goals = [(0, -(-samples * tenths // 10)) for tenths in (3, 5, 10)]
         goals += [(number, samples) for number in range(1, self.num_prefixes)]
-        rounds = zip_longest(_text_groups(self.num_texts), goals if self.num_prefixes else ())
-        for numbers, goal in rounds:
-            self.compare_texts(numbers or ())
-            if goal and (not goal[0] or self.samples_fit(*goal)):
+        rounds = zip_longest(range(self.num_texts), goals if self.num_prefixes else ())
+        for text, goal in rounds:
+            if text is not None:
+                self.compare_text(text)
+            if goal and (not goal[0] or self.prefix_fits()):
                 self.sample(*goal)
         self._ended = True
 
@@ -181,36 +166,33 @@ class Certifier(TextCertifier):
         """Draw up to ``samples`` samples at a prefix, then enumerate the rule on their drafts."""
         prefixes = self.evidence.prefixes
         if number >= len(prefixes):
-            run = partial(self._choose_prefix, number)
-            self.do_task("sampling", "prefix", 1, "choosing a prefix", run)
+            choose = partial(self._choose_prefix, number)
+            self.do_task("sampling", "prefix", 1, "choosing a prefix", choose)
         if number >= len(prefixes):
             return  # there is no greedy text yet to choose one from
         prefix = prefixes[number]
-        while (before := len(prefix.drawn)) < samples:
-            size = min(-(-self.effort.samples // SAMPLE_BATCHES), samples - before)
-            run = partial(self._draw, prefix, number, size)
-            self.do_task("sampling", "sample", size, f"{prefix.start.name}: sampling", run)
-            if len(prefix.drawn) == before:
-                break  # there was no time left, or it failed
-        if prefix.examples:
-            run = partial(self._enumerate, prefix)
-            shown = f"{prefix.start.name}: enumerating the rule"
-            self.do_task("rule", "rule", 1, shown, run, f"rule/{number}")
+        name, batch = prefix.start.name, -(-self.effort.samples // SAMPLE_BATCHES)
+        while (missing := samples - len(prefix.drawn)) > 0:
+            size = min(batch, missing)
+            draw = partial(self._draw, prefix, number, size)
+            if not self.do_task("sampling", "sample", size, f"{name}: sampling", draw):
+                break
+        if prefix.examples and not prefix.exact:
+            enumerate_rule = partial(self._enumerate, prefix)
+            self.do_task("rule", "rule", 1, f"{name}: enumerating the rule", enumerate_rule)
 
-    def samples_fit(self, number: int, samples: int) -> bool:
-        """Whether all samples of a prefix can be drawn in time. If not, the prefix is not begun: a
+    def prefix_fits(self) -> bool:
+        """Whether all samples of one more prefix can be drawn in time. If not, it is not begun: a
         test of few samples detects only large biases."""
-        missing = samples - sum(len(p.drawn) for p in self.evidence.prefixes[number : number + 1])
-        wanted = {"sample": missing, "rule": int(f"rule/{number}" not in self.evidence.done)}
-        seconds = sum((self.budget.estimate(kind) or 0.0) * n for kind, n in wanted.items())
-        return seconds < self.budget.left
+        sample, rule = (self.budget.estimate(kind) or 0.0 for kind in ("sample", "rule"))
+        return self.effort.samples * sample + rule < self.budget.left
 
     def _choose_prefix(self, number: int) -> None:
         """Choose a prefix: a beginning of greedy text ``number`` after which the target's entropy
         is high. It ends a few tokens after a full cache block, so that the thousands of samples
         that start there have little to prefill."""
         start, evidence = self.start(number, self.params), self.evidence
-        output = evidence.plain.get(f"greedy/{number}")
+        output = evidence.plain.get(("greedy", number))
         if output is None:
             return
         size, given = self.llm.engine.cache.block_size, len(start.prompt)
@@ -234,7 +216,7 @@ class Certifier(TextCertifier):
         given = len(start.output)
         max_tokens = given + SAMPLE_TOKENS + prefix.draft_length + 1
         starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * size
-        self.recorder.examples, engine.on_drafts = prefix.examples, self.recorder.record
+        engine.on_drafts = partial(self.evidence.draws.record, prefix.examples)
         try:
             texts = decode(engine, starts, prefix.draft_length, SAMPLE_TOKENS)
         finally:
@@ -249,7 +231,7 @@ class Certifier(TextCertifier):
             context = replace(start, output=tokens[len(start.prompt) :])
             target, device = Scorer(llm.target, context).at_once, llm.target.device
             check = enumerate_step(llm.engine.verifier, tree, target, start.name, device)
-            evidence.exact.append(check)
+            prefix.exact.append(check)
             if not check.passed:
                 what = (
                     f"{start.name}: the distribution of a step differs from the target's by "
@@ -310,7 +292,7 @@ class Certifier(TextCertifier):
 
     def _lacks(self, tests: Sequence[DistributionTest], texts: int, bias: float) -> list[str]:
         evidence, sampled = self.evidence, bool(self.num_prefixes)
-        wanted = product(self.kinds, [*self.single_settings, self.batch_setting])
+        wanted = product(self.kinds, self.settings)
         missing = [
             f"no {pair[0]} text at {pair[1]}" for pair in wanted if pair not in evidence.checks
         ]
@@ -357,11 +339,3 @@ class Certifier(TextCertifier):
             distance = max(check.distance for check in self.evidence.exact)
             parts.append(f"the rule is exact to {distance:.0e}")
         return "; ".join(parts)
-
-
-def _text_groups(num_texts: int) -> list[range]:
-    """Groups of 1, 1, 2, 4, 8 ... texts: small at first, so that a verdict is possible early."""
-    ends = [0]
-    while ends[-1] < num_texts:
-        ends.append(min(num_texts, max(1, 2 * ends[-1])))
-    return [range(*pair) for pair in pairwise(ends)]

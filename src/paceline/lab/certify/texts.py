@@ -3,17 +3,15 @@ token, under every setting of the drafter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, product
 from operator import itemgetter
 from typing import Any
 
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
-from paceline.core.sequence import DraftCounts
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.lab.bench.prompts import tokens_needed
 from paceline.lab.budget import Budget
@@ -24,8 +22,7 @@ from paceline.lab.certify.effort import Effort
 from paceline.llm import LLM
 
 NamedPrompts = Sequence[tuple[str, Sequence[int]]]  # names and token ids
-Expected = tuple[Start, TokenIds]  # a request, and plain decoding's output for it
-_MIN_NEIGHBOURS = 3  # other requests in a mixed batch
+_NEIGHBOURS = (5, 17, 40)  # tokens of the other requests in a mixed batch
 _TEXT_SHARE = 0.025  # of the remaining budget: what one text at one setting may take
 _MIN_TEXT_TOKENS = 16
 _TIMED_TOKENS = 4  # decoded to measure the speed
@@ -38,10 +35,10 @@ class TextCertifier:
     ``llm`` drafts with the draft ``lengths`` and, if its controller is adaptive, also with the
     lengths that it chooses; ``plain`` decodes the same target without drafts. ``prompts``: (name,
     token ids). ``kinds``: the sampling parameters of each kind of text ("greedy", "seeded").
-    ``single_settings``: the draft length of each setting in which texts are decoded one by one,
-    None for adaptive. ``batch_setting``: the name of the setting in which texts share a batch with
-    other requests. ``evidence``: the results. ``crashed``: parts that raised an exception and are
-    not continued. ``num_texts``, ``num_prefixes``: how many are wanted."""
+    ``settings``: the draft length of each setting in which texts are decoded, None for adaptive;
+    in the last one they share a ``mixed`` batch with other requests. ``evidence``: the results.
+    ``crashed``: parts that raised an exception and are not continued. ``num_texts``,
+    ``num_prefixes``: how many are wanted."""
 
     def __init__(
         self,
@@ -54,9 +51,10 @@ class TextCertifier:
     ) -> None:
         self.llm, self.effort, self.budget = llm, effort or Effort(), budget or Budget()
         self.lengths, adaptive = _draft_lengths(llm)
-        single: dict[str, int | None] = {f"draft length {n}, alone": n for n in self.lengths}
-        self.single_settings = single | ({"draft length auto, alone": None} if adaptive else {})
-        self.batch_setting = f"draft length {self.lengths[-1]}, mixed batch"
+        lengths: tuple[int | None, ...] = (*self.lengths, *([None] if adaptive else []))
+        self.settings = {f"draft length {n or 'auto'}, alone": n for n in lengths}
+        self.mixed = f"draft length {self.lengths[-1]}, mixed batch"
+        self.settings[self.mixed] = self.lengths[-1]
         self.prompts = _fitting_prompts(llm, prompts, self.effort)
         self.num_texts = min(self.effort.num_prompts, len(self.prompts))
         self.plain = llm.with_draft(
@@ -71,8 +69,7 @@ class TextCertifier:
         self.kinds = {"greedy": greedy} | ({} if requested.greedy else {"seeded": self.params})
         # No samples are drawn if only greedy decoding is tested.
         self.num_prefixes = 0 if requested.greedy else min(self.effort.prefixes, self.num_texts)
-        self.evidence = Evidence()
-        self.recorder = DraftRecorder(self.evidence.draws, self.effort.seed)
+        self.evidence = Evidence(DraftRecorder(self.effort.seed))
         self.advance: OnProgress = lambda description: None
         self.crashed: set[str] = set()
 
@@ -88,7 +85,7 @@ class TextCertifier:
             "seconds": self.budget.seconds,
             "spent": self.budget.spent,
             "tokens": evidence.tokens or self.effort.max_tokens,
-            "texts": self.num_compared(range(self.num_texts)),
+            "texts": self.num_compared,
             "texts_wanted": self.num_texts,
             "prefixes": drawn.count(wanted),
             "prefixes_wanted": self.num_prefixes,
@@ -101,25 +98,21 @@ class TextCertifier:
         amounts = self.amounts()
         return all(amounts[what] >= amounts[f"{what}_wanted"] for what in ("texts", "prefixes"))
 
-    def num_compared(self, numbers: Iterable[int]) -> int:
-        """How many of these texts were compared under every setting that decodes them alone."""
-        done = set(self.evidence.done)
-        ends = ["", *(f"/{setting}" for setting in self.single_settings)]
-        wanted = list(product(self.kinds, ends))
-        return sum(all(f"{kind}/{n}{end}" in done for kind, end in wanted) for n in numbers)
+    @property
+    def num_compared(self) -> int:
+        """How many texts were compared under every setting."""
+        comparisons = len(self.kinds) * len(self.settings)
+        return list(self.evidence.compared.values()).count(comparisons)
 
-    def do_task(
-        self, part: str, kind: str, size: int, shown: str, run: Callable[[], None], name: str = ""
-    ) -> None:
+    def do_task(self, part: str, kind: str, size: int, shown: str, run: Callable[[], None]) -> bool:
         """Call ``run`` if it fits into the budget, judged by its ``kind`` and ``size``. A crash is
-        reported as a problem of ``part``. A task with a ``name`` is done once."""
-        done = self.evidence.done
-        if name in done or part in self.crashed or not self.budget.fits(kind, size):
-            return
+        reported as a problem of ``part``. Returns whether it was done."""
+        if part in self.crashed or not self.budget.fits(kind, size):
+            return False
         self.advance(shown)
         with self.crash_as_problem(part), self.budget.task(kind, size):
             run()
-            done += [name] if name else []
+        return part not in self.crashed
 
     @contextmanager
     def crash_as_problem(self, part: str) -> Iterator[None]:
@@ -133,23 +126,16 @@ class TextCertifier:
             self.evidence.problems.append(Problem(part, " ".join(what.split())))
             self.crashed.add(part)
 
-    def compare_texts(self, numbers: Sequence[int]) -> None:
-        """Decode each text plainly, then compare it under every setting; the batch of all of them
-        comes last. Texts without a plain output (the budget is spent) are left out."""
-        plain = self.evidence.plain
-        for number, kind in product(numbers, self.kinds):
-            text, name = self._text(kind, number), f"{kind}/{number}"
-            run, shown = partial(self._decode_plainly, name, text), f"{kind}: {text.name}"
-            self.do_task(kind, "text", 1, f"{shown}: plain decoding", run, name)
-            for setting in self.single_settings if name in plain else ():
-                run = partial(self._compare, kind, [number], setting)
-                self.do_task(kind, "text", 1, f"{shown}: {setting}", run, f"{name}/{setting}")
-        for kind in self.kinds if numbers else ():
-            if all(f"{kind}/{number}" in plain for number in numbers):
-                setting = self.batch_setting
-                run = partial(self._compare, kind, numbers, setting)
-                name = f"{kind}/{'-'.join(map(str, numbers))}/{setting}"
-                self.do_task(kind, "mixed", len(numbers), f"{kind}: {setting}", run, name)
+    def compare_text(self, number: int) -> None:
+        """Decode a text of each kind plainly, then compare it under every setting."""
+        for kind in self.kinds:
+            text = self._text(kind, number)
+            run, shown = partial(self._decode_plainly, kind, number, text), f"{kind}: {text.name}"
+            if self.do_task(kind, "text", 1, f"{shown}: plain decoding", run):
+                for setting in self.settings:
+                    run = partial(self._compare, kind, number, setting)
+                    cost = "mixed" if setting == self.mixed else "text"
+                    self.do_task(kind, cost, 1, f"{shown}: {setting}", run)
 
     def choose_text_length(self) -> None:
         """Shorten the texts if one text would take too much of the budget."""
@@ -168,37 +154,31 @@ class TextCertifier:
         seed = (self.effort.seed + number) % 2**63 if kind == "seeded" else None
         return self.start(number, replace(self.kinds[kind], max_tokens=tokens, seed=seed))
 
-    def _decode_plainly(self, name: str, text: Start) -> None:
-        ((self.evidence.plain[name], _),) = decode(self.plain, [text], 0)
+    def _decode_plainly(self, kind: str, number: int, text: Start) -> None:
+        ((self.evidence.plain[kind, number], _),) = decode(self.plain, [text], 0)
 
-    def _compare(self, kind: str, numbers: Sequence[int], setting: str) -> None:
-        plain, others = self.evidence.plain, list[Start]()
-        texts = [(self._text(kind, number), plain[f"{kind}/{number}"]) for number in numbers]
-        if setting == self.batch_setting:
-            # Unseeded requests of several lengths, which join and leave while the texts decode.
-            count = max(_MIN_NEIGHBOURS, len(numbers))
-            for n, tokens in zip(range(count), cycle((5, 17, 40)), strict=False):
+    def _compare(self, kind: str, number: int, setting: str) -> None:
+        others = []
+        if setting == self.mixed:  # unseeded requests, which leave while the text is decoded
+            for other, tokens in enumerate(_NEIGHBOURS, number):
                 params = SamplingParams(temperature=0.8, max_tokens=tokens)
-                others.append(self.start(numbers[0] + n, params))
-        self.evidence.add(self.check_texts(kind, setting, texts, others))
+                others.append(self.start(other, params))
+        text, plain = self._text(kind, number), self.evidence.plain[kind, number]
+        self.evidence.add(self.check_text(kind, setting, text, plain, others))
+        self.evidence.compared[number] += 1
 
-    def check_texts(
-        self, kind: str, setting: str, texts: Sequence[Expected], others: Sequence[Start] = ()
+    def check_text(
+        self, kind: str, setting: str, text: Start, plain: TokenIds, others: Sequence[Start] = ()
     ) -> TextCheck:
-        """Decode ``texts`` in one batch under this setting and compare them with plain decoding's.
-        ``others`` join the batch and are not compared."""
-        length = self.single_settings.get(setting, self.lengths[-1])
-        batch = [*(text for text, _ in texts), *others]
-        outputs = decode(self.llm.engine, batch, length)[: len(texts)]
+        """Decode ``text`` in a batch with ``others`` under this setting and compare it with plain
+        decoding's."""
+        length = self.settings[setting]
+        (output, counts), *_ = decode(self.llm.engine, [text, *others], length)
         divergences: dict[bool, list[TextDivergence]] = {True: [], False: []}  # by "is a tie"
-        for text, (output, _) in zip(texts, outputs, strict=True):
-            for divergence, tie in self._divergences(*text, output, length):
-                divergences[tie].append(divergence)
-        counts = sum((counts for _, counts in outputs), DraftCounts())
-        tokens = sum(len(plain) for _, plain in texts)
-        compared = len(texts), tokens, counts.drafted, counts.accepted
-        ties, bugs = tuple(divergences[True]), tuple(divergences[False])
-        return TextCheck(kind, setting, *compared, ties, bugs)
+        for divergence, tie in self._divergences(text, plain, output, length):
+            divergences[tie].append(divergence)
+        amounts = 1, len(plain), counts.drafted, counts.accepted
+        return TextCheck(kind, setting, *amounts, *map(tuple, divergences.values()))
 
     def _divergences(
         self, text: Start, expected: TokenIds, tokens: TokenIds, draft_length: int | None
