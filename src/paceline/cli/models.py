@@ -157,10 +157,8 @@ def quantize(
     from paceline.lab.quantize import quantize as run
     from paceline.model.quantised.convert import scheme_named
 
-    report = run(
-        model, out, scheme_named(to, group_size, lm_head), calibrate, tokens, evaluate, seed
-    )
-    output.show(report.record(), report.table())
+    scheme = scheme_named(to, group_size, lm_head)
+    output.show(*run(model, out, scheme, calibrate, tokens, evaluate, seed))
 
 
 @expand

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,70 +20,11 @@ from paceline.lab.report.render import as_table
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.precision import is_quantised, quantization_of
 from paceline.model.probe import ATTENTION
-from paceline.model.quantised.convert import (
-    Quantised,
-    Scheme,
-    quantise_module,
-    split_experts,
-)
+from paceline.model.quantised.convert import Scheme, quantise_module, split_experts
 from paceline.model.quantised.formats import METHOD, quantization_config, tensors_of
 from paceline.model.target import CausalModel
 
 _CARD = Path(__file__).with_name("quantized_card.md")
-
-
-@dataclass(frozen=True)
-class QuantizeReport:
-    """The outcome. ``kind``: the rounding ("nearest" or "GPTQ"); ``text``: text on which
-    the perplexities ``before`` and ``after`` were measured."""
-
-    model: str
-    out: str
-    scheme: Scheme
-    kind: str
-    text: str
-    before: Perplexity
-    after: Perplexity
-    rounded: Quantised
-
-    @property
-    def loss(self) -> float:
-        """Relative increase of the perplexity."""
-        return self.after.value / self.before.value - 1
-
-    @property
-    def what(self) -> str:
-        """The scheme's name, as given to ``--to``."""
-        whole = self.scheme.precision == "int4" and self.scheme.zero == "whole"
-        return "w4a16" if whole else self.scheme.precision
-
-    def table(self) -> Table:
-        """Size of the quantised layers and perplexity, before and after."""
-        rounded, before, after = self.rounded, self.before, self.after
-        sizes = f"{rounded.before / 2 / 1e6:.1f} MB (bf16)", f"{rounded.after / 1e6:.1f} MB"
-        values = f"{before.value:.3f}", f"{after.value:.3f} ({self.loss:+.2%})"
-        return Table(
-            ["", "before", "after"],
-            [[f"{rounded.layers} linear layers", *sizes], ["perplexity", *values]],
-            f"{self.model} in {self.what}, rounding {self.kind}: {self.out}",
-            f"Perplexity of {before.tokens:,} tokens ({self.text}), as the engine computes it.",
-        )
-
-    def record(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "out": self.out,
-            **asdict(self.scheme),
-            "rounding": self.kind,
-            "layers": self.rounded.layers,
-            "not_quantised": self.rounded.left,
-            "bytes_before": self.rounded.before,
-            "bytes_after": self.rounded.after,
-            "text": self.text,
-            "before": self.before.record(),
-            "after": self.after.record(),
-            "perplexity_rise": self.loss,
-        }
 
 
 def quantize(
@@ -94,12 +35,13 @@ def quantize(
     tokens: int = 32_768,
     evaluate: Path | None = None,
     seed: int = 0,
-) -> QuantizeReport:
+) -> tuple[dict[str, Any], Table]:
     """Quantise the model ``name``, on the CPU and in float32, and write it to the folder ``out``.
     ``calibrate``: calibration text for GPTQ, of which ``tokens`` are used; None for nearest
     rounding. ``evaluate``: text for the perplexity, by default other documents of the calibration
-    file. Raises PacelineError: an unknown or already quantised model, unusable text, a folder that
-    cannot be written or holds files that Paceline did not write."""
+    file. Returns a record for JSON and a table of what it cost. Raises PacelineError: an unknown or
+    already quantised model, unusable text, a folder that cannot be written or holds files that
+    Paceline did not write."""
     check_writable(out, "the quantised model")  # before the minutes of work
     with stage(f"loading {name}"):
         hf = load_module(name, torch.float32, "cpu", attention="sdpa")
@@ -112,10 +54,23 @@ def quantize(
     if not rounded.layers:
         raise ConfigError(f"{name} has no linear layer that divides into groups of 32 inputs")
     after = _perplexity(hf, name, texts)
-    kind = "nearest" if read is None else "GPTQ"
-    text = (evaluate or calibrate or Path("shipped")).name
-    report = QuantizeReport(name, str(out), scheme, kind, text, before, after, rounded)
-    card = render_template(_CARD, report=report, table=as_table(report.table()), method=METHOD)
+    record = {
+        "model": name,
+        "out": str(out),
+        **asdict(scheme),
+        "rounding": "nearest" if read is None else "GPTQ",
+        "layers": rounded.layers,
+        "not_quantised": rounded.left,
+        "bytes_before": rounded.before,
+        "bytes_after": rounded.after,
+        "text": (evaluate or calibrate or Path("shipped")).name,
+        "before": before.record(),
+        "after": after.record(),
+        "perplexity_rise": after.value / before.value - 1,
+    }
+    whole = scheme.precision == "int4" and scheme.zero == "whole"
+    table = _table(record, to := "w4a16" if whole else scheme.precision)
+    card = render_template(_CARD, record=record, to=to, table=as_table(table), method=METHOD)
     with stage(f"writing {out}"), atomic_folder(out, "the quantised model") as folder:
         tensors, config = tensors_of(hf, torch.bfloat16), hf.config.to_dict()
         config |= {"dtype": "bfloat16", "quantization_config": quantization_config(hf, scheme)}
@@ -126,7 +81,29 @@ def quantize(
         (folder / "README.md").write_text(card, encoding="utf-8")
     if rounded.left:
         info(f"{len(rounded.left)} layers do not divide into groups and stay as they are")
-    return report
+    return record, table
+
+
+def _table(record: dict[str, Any], to: str) -> Table:
+    """Size of the quantised layers and perplexity, before and after."""
+    before, after = record["before"], record["after"]
+    return Table(
+        ["", "before", "after"],
+        [
+            [
+                f"{record['layers']} linear layers",
+                f"{record['bytes_before'] / 2 / 1e6:.1f} MB (bf16)",
+                f"{record['bytes_after'] / 1e6:.1f} MB",
+            ],
+            [
+                "perplexity",
+                f"{before['perplexity']:.3f}",
+                f"{after['perplexity']:.3f} ({record['perplexity_rise']:+.2%})",
+            ],
+        ],
+        f"{record['model']} in {to}, rounding {record['rounding']}: {record['out']}",
+        f"Perplexity of {before['tokens']:,} tokens ({record['text']}), as the engine computes it.",
+    )
 
 
 def _texts(

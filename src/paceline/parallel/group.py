@@ -67,7 +67,8 @@ _LOOPBACK = "lo"
 
 
 class RankGroup:
-    """The process groups from the side of rank ``rank`` of ``size``, which runs on ``device``."""
+    """The process groups from the side of rank ``rank`` of ``size``, which runs on ``device``;
+    they are made in ``rank_environment``."""
 
     def __init__(self, rank: int, size: int, store: str, device: torch.device) -> None:
         """Join the groups; waits for all ranks. ``store``: a file that all ranks can access."""
@@ -75,16 +76,15 @@ class RankGroup:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
-        with rank_environment(rank):
-            dist.init_process_group(
-                "nccl" if cuda else "gloo",
-                store=dist.FileStore(store, size),  # type: ignore[attr-defined]
-                rank=rank,
-                world_size=size,
-                timeout=_LOADING,
-                device_id=device if cuda else None,
-            )
-            self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=dist.FileStore(store, size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=_LOADING,
+            device_id=device if cuda else None,
+        )
+        self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def broadcast(self, method: str, *arguments: Any) -> None:
         """Order the other ranks to call this method of ``Follower`` (shared.py), or to "stop"."""

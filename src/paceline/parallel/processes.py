@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -82,11 +83,9 @@ class RankProcesses:
         """Start the other ranks and wait for all. Raises ConfigError, PacelineError."""
         check_devices(size, device)
         self.size = size
-        self.lost: str | None = None
+        self._lost = Future[str]()  # the reason
         self._cuda = device.type == "cuda"
         self._group: RankGroup | None = None
-        self._listeners: list[Callable[[str], None]] = []
-        self._changing = threading.Lock()
         self._closed = threading.Event()
         self._until: float | None = None  # deadline of the running forward
         self._threads = torch.get_num_threads()
@@ -94,7 +93,9 @@ class RankProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
         store = str(Path(self._folder.name) / "store")
         job = job | {"size": size, "store": store, "device": device.type, "threads": share}
-        self.processes = [RankProcess(rank, job, self.lose) for rank in range(1, size)]
+        self.processes: list[RankProcess] = []
+        for rank in range(1, size):
+            self.processes.append(RankProcess(rank, job, self.lose))
         if device.type == "cpu":
             torch.set_num_threads(share)
         try:
@@ -112,12 +113,12 @@ class RankProcesses:
         assert self._group is not None
         return self._group
 
+    @property
+    def lost(self) -> str | None:
+        return self._lost.result() if self._lost.done() else None
+
     def on_failure(self, callback: Callable[[str], None]) -> None:
-        with self._changing:
-            if self.lost is None:
-                self._listeners.append(callback)
-                return
-        callback(self.lost)
+        self._lost.add_done_callback(lambda lost: callback(lost.result()))
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -128,7 +129,7 @@ class RankProcesses:
             with rank_environment(0):
                 yield
         except Exception as error:
-            self._wait_for_reason()
+            wait([self._lost], _NOTICE_SECONDS)
             everywhere = isinstance(error, PacelineError) and str(error) in (self.lost or "")
             if self.lost is None or (everywhere and not isinstance(error, EngineLostError)):
                 raise
@@ -144,7 +145,7 @@ class RankProcesses:
         try:
             yield
         except BaseException as error:
-            self._wait_for_reason()
+            wait([self._lost], _NOTICE_SECONDS)
             words = " ".join(str(error).split())[:300]
             self.lose(f"rank 0 of {self.size} failed: {type(error).__name__}: {words}")
             if isinstance(error, Exception):
@@ -153,27 +154,17 @@ class RankProcesses:
         finally:
             self._until = None
 
-    def _wait_for_reason(self) -> None:
-        """Wait a few seconds for a rank's process to end, which explains a failed collective."""
-        end = time.monotonic() + _NOTICE_SECONDS
-        while self.lost is None and time.monotonic() < end:
-            time.sleep(0.02)
-
     def lose(self, reason: str) -> None:
-        """Mark the ranks as lost for this reason, kill the others and call the listeners."""
-        with self._changing:
-            if self.lost is not None or self._closed.is_set():
-                return
-            self.lost, listeners = reason, self._listeners
+        """Mark the ranks as lost for this reason, unless they are already, and kill the others."""
+        if self._closed.is_set() or self._lost.done():
+            return
+        with suppress(InvalidStateError):  # another thread was faster
+            self._lost.set_result(reason)
         for process in self.processes:
             process.popen.kill()
-        for listener in listeners:
-            listener(reason)
-        # A GPU that waits for another one does not notice a closed connection.
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if self._cuda and abort is not None:
+        if self._cuda:  # a GPU that waits for another one does not notice a closed connection
             with suppress(Exception):
-                abort()
+                dist.distributed_c10d._abort_process_group()
 
     def _watch(self) -> None:
         while not self._closed.wait(0.5):
@@ -202,8 +193,6 @@ class RankProcesses:
 def check_devices(size: int, device: torch.device) -> None:
     """Raise ConfigError if ``size`` ranks cannot run on this machine."""
     asked = f"tensor_parallel={size}"
-    if not dist.is_available():
-        raise ConfigError(f"{asked} needs torch.distributed, which this torch lacks")
     if dist.is_initialized():
         raise ConfigError(
             f"{asked}: this process is in a torch.distributed group already, perhaps of another "

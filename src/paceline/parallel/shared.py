@@ -130,19 +130,15 @@ class SharedForward(Backend):
             self.ranks.group.broadcast("drop", self._dropped.pop())
         if cache not in self._numbers:
             number = self._numbers[cache] = next(self._count)
-            cache.on_move = partial(_move, weakref.ref(self), number)
+            cache.on_move = partial(self._move, number)
             weakref.finalize(cache, self._dropped.append, number).atexit = False
             how = cache.num_blocks, cache.block_size, cache.dtype
             self.ranks.group.broadcast("make", number, *how)
         return self._numbers[cache]
 
-
-def _move(
-    shared_ref: weakref.ref[SharedForward], number: int, slots: Sequence[tuple[int, int]]
-) -> None:
-    if (shared := shared_ref()) is not None:
-        with shared.ranks.together():
-            shared.ranks.group.broadcast("move", number, tuple(slots))
+    def _move(self, number: int, slots: Sequence[tuple[int, int]]) -> None:
+        with self.ranks.together():
+            self.ranks.group.broadcast("move", number, tuple(slots))
 
 
 # -- the other ranks -------------------------------------------------------------------------------
@@ -161,8 +157,8 @@ def main() -> None:
         device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
         torch.set_num_threads(job["threads"])
         print(READY, file=replies, flush=True)
-        group = RankGroup(rank, size, job["store"], device)
         with rank_environment(rank):
+            group = RankGroup(rank, size, job["store"], device)
             model = load_part(job["model"], job["dtype"], device, size)
         Follower(model, group).run()
     except Exception as error:

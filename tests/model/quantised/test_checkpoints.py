@@ -64,10 +64,10 @@ def test_what_was_written_is_read_again(
 ) -> None:
     out = tmp_path / "out"
     scheme, file = scheme_named(precision), text if calibrated else None
-    report = quantize(str(plain_folder), out, scheme, file, tokens=600)
-    assert report.kind == ("GPTQ" if calibrated else "nearest")
-    assert report.rounded.layers == 14
-    assert abs(report.loss) < (0.01 if precision == "int8" else 0.15)
+    record, _ = quantize(str(plain_folder), out, scheme, file, tokens=600)
+    assert record["rounding"] == ("GPTQ" if calibrated else "nearest")
+    assert record["layers"] == 14
+    assert abs(record["perplexity_rise"]) < (0.01 if precision == "int8" else 0.15)
     model = CausalModel.load(str(out), dtype="float32", device="cpu", backend="reference")
     kept = layers(model.hf)
     assert len(kept) == 14
@@ -83,8 +83,7 @@ def test_what_was_written_is_read_again(
         assert torch.equal(kept[LAYER].quantised.scales, wanted.scales)
         assert torch.equal(kept[LAYER].weight, wanted.dense())
     card = (out / "README.md").read_text(encoding="utf-8")
-    assert f"{report.before.value:.3f}" in card
-    assert f"{report.after.value:.3f}" in card
+    assert all(f"{record[when]['perplexity']:.3f}" in card for when in ("before", "after"))
     assert f"--to {precision}`" in card
     assert ("vLLM and transformers load" in card) == (precision != "int4")
 

@@ -112,8 +112,8 @@ def test_what_was_written_is_read_again(folder: Path, tmp_path: Path, calibrated
     )
     text.write_text("\n".join(lines), encoding="utf-8")
     scheme = scheme_named("w4a16")
-    report = quantize(str(folder), tmp_path / "out", scheme, text if calibrated else None, 600)
-    assert report.rounded.layers == 2 * 4 + 3 + 18
+    record, _ = quantize(str(folder), tmp_path / "out", scheme, text if calibrated else None, 600)
+    assert record["layers"] == 2 * 4 + 3 + 18
     read = load(tmp_path / "out", REFERENCE)
     assert len(of_experts(read)) == 18 and {m.quantised.bits for m in of_experts(read)} == {4}
     check_alike(load(tmp_path / "out", NATIVE), read)
