@@ -261,7 +261,7 @@ def test_an_order_carries_what_only_the_device_knows() -> None:
 # -- without a model ---------------------------------------------------------------------------
 
 JOIN = (
-    "import sys, json, time, torch; job = json.loads(sys.stdin.readline()); print('ready', "
+    "import sys, json, time, torch; job = json.loads(sys.argv[1]); print('ready', "
     "flush=True); from paceline.parallel.group import RankGroup; "
     "RankGroup(1, 2, job['store'], torch.device('cpu')); time.sleep(300)"
 )

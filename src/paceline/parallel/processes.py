@@ -47,12 +47,9 @@ class RankProcess:
         self.ready = threading.Event()
         self._name, self._ended = f"rank {rank} of {job['size']}", ended
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.popen = children.start("paceline.parallel.shared", **pipes)
+        argument = json.dumps({**job, "rank": rank})
+        self.popen = children.start("paceline.parallel.shared", argument, **pipes)
         threading.Thread(target=self._listen, name=f"paceline-rank-{rank}", daemon=True).start()
-        with suppress(OSError):  # the process has ended, and the thread calls ``ended``
-            assert self.popen.stdin is not None
-            self.popen.stdin.write(json.dumps({**job, "rank": rank}) + "\n")
-            self.popen.stdin.flush()
 
     def _listen(self) -> None:
         assert self.popen.stdout is not None
@@ -69,9 +66,8 @@ class RankProcess:
 
     def end(self) -> None:
         """Close the pipe, which ends the process, and wait for that."""
-        with suppress(OSError):
-            assert self.popen.stdin is not None
-            self.popen.stdin.close()
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
         children.wait_or_kill(self.popen)
 
 

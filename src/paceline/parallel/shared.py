@@ -1,7 +1,7 @@
 """A tensor-parallel target: ``SharedForward`` in rank 0, the process that decodes with it, gives
 orders to the ``Follower`` of every other rank.
 
-The process of another rank runs ``main``. A line of JSON on standard input says what to load; the
+The process of another rank runs ``main``. Its argument, a JSON object, says what to load; the
 process ends when standard input is closed. A rank that fails writes the reason in one line to
 standard output."""
 
@@ -147,12 +147,9 @@ class SharedForward(Backend):
 def main() -> None:
     ignore_signals()
     replies, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not reach rank 0
-    line = sys.stdin.readline()
-    if not line:
-        return
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     try:
-        job = json.loads(line)
+        job = json.loads(sys.argv[1])
         rank, size, kind = job["rank"], job["size"], job["device"]
         device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
         torch.set_num_threads(job["threads"])

@@ -10,8 +10,11 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import DraftCounts
 from paceline.engine.driver import StandstillError
+from paceline.lab.certify.certificate import Evidence
 from paceline.lab.certify.decoding import Difference, Start, decode, first_difference
+from paceline.lab.certify.draws import DraftRecorder
 from paceline.lab.certify.run import Certifier
+from paceline.lab.report.document import table_of
 from paceline.llm import LLM
 from paceline.model.backends.base import NATIVE
 
@@ -98,3 +101,8 @@ def test_equal_rows_have_no_ties(
     monkeypatch.setattr("paceline.lab.certify.texts.explain", lambda *_: difference(at, 0.0))
     check = subject.check_text("greedy", subject.mixed, text, plain)
     assert (len(check.ties), len(check.bugs)) == (0, 1)
+    evidence = Evidence(DraftRecorder())
+    evidence.add(check)
+    _, divergences, *_ = evidence.tables(())
+    (row,) = table_of(divergences.rows, divergences.columns).rows
+    assert row[-1] == "BUG", "it was a tie in the table, but a bug in the verdict"

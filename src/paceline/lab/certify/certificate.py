@@ -180,17 +180,18 @@ class Certificate:
 
 @dataclass(frozen=True, kw_only=True)
 class TextDivergence(Difference):
-    """Where a text differs from the plain one, re-scored; with both tokens as text."""
+    """Where a text differs from the plain one, re-scored; with both tokens as text. ``is_bug``:
+    rounding does not explain it."""
 
     text: str
     plain: str
     speculative: str
+    is_bug: bool
 
 
 @dataclass(frozen=True)
 class TextCheck:
-    """Texts of a kind compared with plain decoding under one setting. After each of the ``ties``,
-    which rounding explains, the plain text is continued; one of the ``bugs`` ends a comparison."""
+    """Texts of a kind compared with plain decoding under one setting."""
 
     kind: str  # "greedy" or "seeded"
     setting: str
@@ -198,8 +199,15 @@ class TextCheck:
     tokens: int
     drafted: int
     accepted: int
-    ties: tuple[TextDivergence, ...]
-    bugs: tuple[TextDivergence, ...]
+    divergences: tuple[TextDivergence, ...]
+
+    @property
+    def ties(self) -> list[TextDivergence]:
+        return [item for item in self.divergences if not item.is_bug]
+
+    @property
+    def bugs(self) -> list[TextDivergence]:
+        return [item for item in self.divergences if item.is_bug]
 
     def __add__(self, other: TextCheck) -> TextCheck:
         sums = {k: v + getattr(other, k) for k, v in vars(self).items()}
@@ -241,7 +249,6 @@ class Evidence:
     checks: dict[tuple[str, str], TextCheck] = field(default_factory=dict)  # by kind and setting
     prefixes: list[Prefix] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def exact(self) -> list[ExactCheck]:
@@ -257,17 +264,15 @@ class Evidence:
         """All tables, with these ``tests``. A divergence under several settings is listed once."""
         checks = tuple(self.checks.values())
         yield replace(_TEXTS, rows=checks)
-        listed = {item for check in checks for item in (*check.bugs, *check.ties)}
-        rows = sorted(listed, key=lambda item: (item.is_tie, item.text))
+        listed = {item for check in checks for item in check.divergences}
+        rows = sorted(listed, key=lambda item: (not item.is_bug, item.text))
         yield replace(_DIVERGENCES, rows=rows[:_MAX_DIVERGENCES])
         yield replace(TESTS, rows=tests)
         yield replace(_EXACT, rows=self.exact)
 
 
-def _classification(difference: Difference) -> str:
-    if difference.on_edge:
-        return "tie (edge of the truncation)"
-    return "tie" if difference.is_tie else "BUG"
+def _classification(item: TextDivergence) -> str:
+    return "BUG" if item.is_bug else "tie (edge of the truncation)" if item.on_edge else "tie"
 
 
 _DIVERGENCES = ResultTable(

@@ -97,11 +97,9 @@ def goodness_of_fit(
     return ChiSquare.of(statistic, len(probs) - 1, float(total), rounding_effect)
 
 
-def homogeneity(
-    left: Sequence[int], right: Sequence[int], rounding_effect: float = 0.0
-) -> ChiSquare:
+def homogeneity(left: Sequence[int], right: Sequence[int]) -> ChiSquare:
     """Test that two samples come from the same distribution. Cells empty in both are left out."""
     m, n = sum(left), sum(right)
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a + b]
     statistic = sum((a * n - b * m) ** 2 / (m * n * (a + b)) for a, b in pairs)
-    return ChiSquare.of(statistic, len(pairs) - 1, m * n / (m + n), rounding_effect)
+    return ChiSquare.of(statistic, len(pairs) - 1, m * n / (m + n), rounding_effect=0.0)

@@ -23,9 +23,6 @@ from paceline.verify.verifier import Verifier, rule_for
 
 _MAX_DEPTH, _MAX_SIBLINGS, _MAX_NODES = 2, 3, 4  # of the enumerated tree
 _VOCABULARY = 4  # tokens of the reduced vocabulary
-# Per verifier path and end of the intervals. Checked with an upper bound (_max_outcomes) that is
-# several times too high.
-_OUTCOME_LIMIT = 100_000
 TOLERANCE = 1e-5  # of the total variation distance: the distributions are float32
 # Distance of a scripted uniform from the end of its interval: far larger than the rounding
 # differences between the kernels' thresholds and ours.
@@ -183,11 +180,11 @@ def enumerate_step(
     ``target`` returns the target's distributions [n, vocab] after n token strings that follow the
     ``prefix`` (its name, for the report); the verifier decides on ``device``."""
     (root,) = target([()])
-    for max_nodes in range(_MAX_NODES, 0, -1):
-        part = _truncated_tree(tree, max_nodes)
-        ids = _reduced_vocabulary(part, root)
-        if _max_outcomes(verifier, part, len(ids)) <= _OUTCOME_LIMIT:
-            break
+    span = Span.of_request(SequenceView(0, [0], 1, _PARAMS[0]), tree)
+    # The matching rule has a uniform for each row: with four sampled nodes 262,144 outcomes.
+    fewer = tree.q is not None and rule_for(span, verifier.rule) == "match"
+    part = _truncated_tree(tree, _MAX_NODES - fewer)
+    ids = _reduced_vocabulary(part, root)
     depth = max(part.depths)
     strings = [s for n in range(depth + 1) for s in product(range(len(ids)), repeat=n)]
     probs = target([tuple(ids[i] for i in string) for string in strings])
@@ -216,15 +213,6 @@ def _truncated_tree(tree: TokenTree, max_nodes: int) -> TokenTree:
     return TokenTree(
         tree.tokens[kept], parents, tree.draw, None if tree.q is None else tree.q[kept]
     )
-
-
-def _max_outcomes(verifier: Verifier, tree: TokenTree, vocab_size: int) -> int:
-    """An upper bound of the outcomes that one call of ``SmallStep.distance`` enumerates."""
-    nodes, drafts = len(tree), 1 if tree.q is None else vocab_size ** len(tree)
-    span = Span.of_request(SequenceView(0, [0], 1, _PARAMS[0]), tree)
-    if rule_for(span, verifier.rule) == "match":
-        return int(drafts * vocab_size ** (nodes + 1))
-    return int(drafts * vocab_size * (nodes + 1) * 2**nodes)
 
 
 def _reduced_vocabulary(tree: TokenTree, target: torch.Tensor) -> list[int]:

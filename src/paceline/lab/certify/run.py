@@ -3,7 +3,6 @@ distributions, and enumerates the verification rule."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -118,18 +117,17 @@ def certify(
     params: SamplingParams | None = None,
     *,
     effort: Effort | None = None,
-    advance: OnProgress = lambda what: None,
     seconds: float | None = None,
 ) -> Certificate:
     """Compare an LLM's speculative decoding with plain decoding of the same target.
 
     ``llm`` must have a drafter. ``prompts``: (name, token ids). ``params``: the sampling parameters
     to certify, by default temperature 1; their seed, stop conditions and token limits are ignored.
-    Greedy decoding is always tested, with their penalties and bias. ``advance(description)`` is
-    called before each task. ``seconds`` limits the time. Raises ConfigError for an engine without a
-    drafter, and PromptError for prompts that are missing or do not fit."""
+    Greedy decoding is always tested, with their penalties and bias. ``seconds`` limits the time.
+    Raises ConfigError for an engine without a drafter, and PromptError for prompts that are missing
+    or do not fit."""
     certifier = Certifier(llm, prompts, params, effort, budget=Budget(seconds))
-    certifier.run(advance)
+    certifier.run()
     return certifier.certificate()
 
 
@@ -146,11 +144,12 @@ class Certifier(TextCertifier):
 
     def run(self, advance: OnProgress = lambda description: None) -> None:
         """Test as much as the budget allows. Each round compares one more text under all settings
-        and draws more samples at one prefix, until that has all. Ctrl-C is passed on."""
+        and draws more samples at one prefix, until that has all. ``advance`` is called before each
+        task. Ctrl-C is passed on."""
         self.budget.reserve = _RESERVED * (self.budget.seconds or 0.0)
         self.advance = advance
-        with self.crash_as_problem("greedy"):
-            self.choose_text_length()
+        self.llm.engine.verifier.reseed(self.effort.seed)
+        self.choose_text_length()
         samples = self.effort.samples
         goals = [(0, -(-samples * tenths // 10)) for tenths in (3, 5, 10)]
         goals += [(number, samples) for number in range(1, self.num_prefixes)]
@@ -167,19 +166,19 @@ class Certifier(TextCertifier):
         prefixes = self.evidence.prefixes
         if number >= len(prefixes):
             choose = partial(self._choose_prefix, number)
-            self.do_task("sampling", "prefix", 1, "choosing a prefix", choose)
+            self.do_task("prefix", 1, "choosing a prefix", choose)
         if number >= len(prefixes):
             return  # there is no greedy text yet to choose one from
         prefix = prefixes[number]
         name, batch = prefix.start.name, -(-self.effort.samples // SAMPLE_BATCHES)
         while (missing := samples - len(prefix.drawn)) > 0:
             size = min(batch, missing)
-            draw = partial(self._draw, prefix, number, size)
-            if not self.do_task("sampling", "sample", size, f"{name}: sampling", draw):
+            draw = partial(self._draw, prefix, size)
+            if not self.do_task("sample", size, f"{name}: sampling", draw):
                 break
         if prefix.examples and not prefix.exact:
             enumerate_rule = partial(self._enumerate, prefix)
-            self.do_task("rule", "rule", 1, f"{name}: enumerating the rule", enumerate_rule)
+            self.do_task("rule", 1, f"{name}: enumerating the rule", enumerate_rule)
 
     def prefix_fits(self) -> bool:
         """Whether all samples of one more prefix can be drawn in time. If not, it is not begun: a
@@ -207,12 +206,9 @@ class Certifier(TextCertifier):
         length = longest if number % 2 else min(2, longest)
         evidence.prefixes.append(Prefix(replace(start, output=chosen), length))
 
-    def _draw(self, prefix: Prefix, number: int, size: int) -> None:
+    def _draw(self, prefix: Prefix, size: int) -> None:
         """Draw ``size`` more samples of ``SAMPLE_TOKENS`` tokens, recording their drafts."""
         engine, start = self.llm.engine, prefix.start
-        seed_parts = (self.effort.seed, number, len(prefix.drawn))
-        digest = hashlib.blake2b(repr(seed_parts).encode(), digest_size=7).digest()
-        engine.verifier.reseed(int.from_bytes(digest, "little"))
         given = len(start.output)
         max_tokens = given + SAMPLE_TOKENS + prefix.draft_length + 1
         starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * size
@@ -226,7 +222,7 @@ class Certifier(TextCertifier):
 
     def _enumerate(self, prefix: Prefix) -> None:
         """Enumerate a step with an example draft of each kind that was proposed for the samples."""
-        llm, start, evidence = self.llm, prefix.start, self.evidence
+        llm, start = self.llm, prefix.start
         for tokens, tree in prefix.examples.values():
             context = replace(start, output=tokens[len(start.prompt) :])
             target, device = Scorer(llm.target, context).at_once, llm.target.device
@@ -237,7 +233,7 @@ class Certifier(TextCertifier):
                     f"{start.name}: the distribution of a step differs from the target's by "
                     f"{check.distance:.2g} (total variation, enumerated)"
                 )
-                evidence.problems.append(Problem("rule", what))
+                self.evidence.problems.append(Problem("rule", what))
 
     def certificate(self) -> Certificate:
         llm, evidence, amounts = self.llm, self.evidence, self.amounts()
@@ -248,9 +244,8 @@ class Certifier(TextCertifier):
             what = f"it drafted {evidence.draws.impossible} tokens to which its declared"
             problems.append(Problem("drafter", f"{what} distribution gives probability 0"))
         problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
-        notes = [*evidence.notes]
         undrafted = [prefix for prefix in evidence.prefixes if not prefix.examples]
-        notes += [f"{p.start.name}: rule not enumerated: nothing was drafted" for p in undrafted]
+        notes = [f"{p.start.name}: rule not enumerated: nothing was drafted" for p in undrafted]
         if self.params.greedy:
             notes.append("sampling was not tested: the temperature is 0")
         # The total variation distance that the tests would have detected at every prefix.
@@ -270,9 +265,9 @@ class Certifier(TextCertifier):
                 "budget": amounts,
             },
             tables=tuple(evidence.tables(tests)),
-            problems=tuple(dict.fromkeys(problems)),
+            problems=tuple(problems),
             missing_evidence=tuple(self._lacks(tests, amounts["texts"], bias)),
-            notes=tuple(dict.fromkeys(notes)),
+            notes=tuple(notes),
             interrupted=not self._ended,
             completed=self._completed(bias if tests else None),
             certified=self._certified(tests, bias),
@@ -282,8 +277,7 @@ class Certifier(TextCertifier):
         tests: list[DistributionTest] = []
         for prefix in self.evidence.prefixes:
             if len(prefix.drawn) >= MIN_SAMPLES:
-                with self.crash_as_problem("sampling"):
-                    tests += sampling_tests(self.llm.target, prefix)
+                tests += sampling_tests(self.llm.target, prefix)
         draws = self.evidence.draws
         if (outcome := draws.test()) is not None:
             about = "drafter", "draws / declared distribution", draws.total

@@ -4,7 +4,6 @@ token, under every setting of the drafter."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -12,10 +11,10 @@ from typing import Any
 
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
-from paceline.errors import ConfigError, PacelineError, PromptError
+from paceline.errors import ConfigError, PromptError
 from paceline.lab.bench.prompts import tokens_needed
 from paceline.lab.budget import Budget
-from paceline.lab.certify.certificate import Evidence, Problem, TextCheck, TextDivergence
+from paceline.lab.certify.certificate import Evidence, TextCheck, TextDivergence
 from paceline.lab.certify.decoding import Start, TokenIds, decode, explain
 from paceline.lab.certify.draws import DraftRecorder
 from paceline.lab.certify.effort import Effort
@@ -37,8 +36,7 @@ class TextCertifier:
     token ids). ``kinds``: the sampling parameters of each kind of text ("greedy", "seeded").
     ``settings``: the draft length of each setting in which texts are decoded, None for adaptive;
     in the last one they share a ``mixed`` batch with other requests. ``evidence``: the results.
-    ``crashed``: parts that raised an exception and are not continued. ``num_texts``,
-    ``num_prefixes``: how many are wanted."""
+    ``num_texts``, ``num_prefixes``: how many are wanted."""
 
     def __init__(
         self,
@@ -71,7 +69,6 @@ class TextCertifier:
         self.num_prefixes = 0 if requested.greedy else min(self.effort.prefixes, self.num_texts)
         self.evidence = Evidence(DraftRecorder(self.effort.seed))
         self.advance: OnProgress = lambda description: None
-        self.crashed: set[str] = set()
 
     def start(self, number: int, params: SamplingParams) -> Start:
         name, prompt = self.prompts[number % len(self.prompts)]
@@ -104,38 +101,26 @@ class TextCertifier:
         comparisons = len(self.kinds) * len(self.settings)
         return list(self.evidence.compared.values()).count(comparisons)
 
-    def do_task(self, part: str, kind: str, size: int, shown: str, run: Callable[[], None]) -> bool:
-        """Call ``run`` if it fits into the budget, judged by its ``kind`` and ``size``. A crash is
-        reported as a problem of ``part``. Returns whether it was done."""
-        if part in self.crashed or not self.budget.fits(kind, size):
+    def do_task(self, kind: str, size: int, shown: str, run: Callable[[], None]) -> bool:
+        """Call ``run`` if it fits into the budget, judged by its ``kind`` and ``size``. Returns
+        whether it did."""
+        if not self.budget.fits(kind, size):
             return False
         self.advance(shown)
-        with self.crash_as_problem(part), self.budget.task(kind, size):
+        with self.budget.task(kind, size):
             run()
-        return part not in self.crashed
-
-    @contextmanager
-    def crash_as_problem(self, part: str) -> Iterator[None]:
-        """Record an unexpected exception as a problem of ``part``; the other parts still run."""
-        try:
-            yield
-        except PacelineError:
-            raise
-        except Exception as error:
-            what = f"decoding failed with {type(error).__name__}: {error}"
-            self.evidence.problems.append(Problem(part, " ".join(what.split())))
-            self.crashed.add(part)
+        return True
 
     def compare_text(self, number: int) -> None:
         """Decode a text of each kind plainly, then compare it under every setting."""
         for kind in self.kinds:
             text = self._text(kind, number)
             run, shown = partial(self._decode_plainly, kind, number, text), f"{kind}: {text.name}"
-            if self.do_task(kind, "text", 1, f"{shown}: plain decoding", run):
+            if self.do_task("text", 1, f"{shown}: plain decoding", run):
                 for setting in self.settings:
                     run = partial(self._compare, kind, number, setting)
                     cost = "mixed" if setting == self.mixed else "text"
-                    self.do_task(kind, cost, 1, f"{shown}: {setting}", run)
+                    self.do_task(cost, 1, f"{shown}: {setting}", run)
 
     def choose_text_length(self) -> None:
         """Shorten the texts if one text would take too much of the budget."""
@@ -174,26 +159,24 @@ class TextCertifier:
         decoding's."""
         length = self.settings[setting]
         (output, counts), *_ = decode(self.llm.engine, [text, *others], length)
-        divergences: dict[bool, list[TextDivergence]] = {True: [], False: []}  # by "is a tie"
-        for divergence, tie in self._divergences(text, plain, output, length):
-            divergences[tie].append(divergence)
+        divergences = tuple(self._divergences(text, plain, output, length))
         amounts = 1, len(plain), counts.drafted, counts.accepted
-        return TextCheck(kind, setting, *amounts, *map(tuple, divergences.values()))
+        return TextCheck(kind, setting, *amounts, divergences)
 
     def _divergences(
         self, text: Start, expected: TokenIds, tokens: TokenIds, draft_length: int | None
-    ) -> Iterator[tuple[TextDivergence, bool]]:
-        """Each divergence from the ``expected`` text, and whether it is a near tie (never on a
-        ``batch_invariant`` backend). After a near tie the rest is decoded again from the expected
-        text; a bug ends the comparison."""
+    ) -> Iterator[TextDivergence]:
+        """Each divergence from the ``expected`` text. On a ``batch_invariant`` backend none is a
+        near tie. After one the rest is decoded again from the expected text; a bug is the last."""
         target, decoded = self.llm.target, self.llm.tokenizer.decode
         while difference := explain(target, text.prompt, expected, tokens, text.params):
             pair = difference.left, difference.right
             plain, other = (str(decoded([token])) if token >= 0 else "(end)" for token in pair)
-            tie, fields = difference.is_tie and not target.backend.batch_invariant, vars(difference)
-            yield TextDivergence(**fields, text=text.name, plain=plain, speculative=other), tie
+            bug = target.backend.batch_invariant or not difference.is_tie
+            about = {"text": text.name, "plain": plain, "speculative": other, "is_bug": bug}
+            yield TextDivergence(**vars(difference) | about)
             given = expected[: difference.at + 1]
-            if not difference.is_tie or len(given) == len(expected):
+            if bug or len(given) == len(expected):
                 return
             ((tokens, _),) = decode(self.llm.engine, [replace(text, output=given)], draft_length)
 
