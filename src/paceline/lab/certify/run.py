@@ -166,7 +166,7 @@ class Certifier(TextCertifier):
         prefixes = self.evidence.prefixes
         if number >= len(prefixes):
             choose = partial(self._choose_prefix, number)
-            self.do_task("prefix", 1, "choosing a prefix", choose)
+            self.do_task("sampling", "prefix", 1, "choosing a prefix", choose)
         if number >= len(prefixes):
             return  # there is no greedy text yet to choose one from
         prefix = prefixes[number]
@@ -174,11 +174,11 @@ class Certifier(TextCertifier):
         while (missing := samples - len(prefix.drawn)) > 0:
             size = min(batch, missing)
             draw = partial(self._draw, prefix, size)
-            if not self.do_task("sample", size, f"{name}: sampling", draw):
+            if not self.do_task("sampling", "sample", size, f"{name}: sampling", draw):
                 break
         if prefix.examples and not prefix.exact:
             enumerate_rule = partial(self._enumerate, prefix)
-            self.do_task("rule", 1, f"{name}: enumerating the rule", enumerate_rule)
+            self.do_task("rule", "rule", 1, f"{name}: enumerating the rule", enumerate_rule)
 
     def prefix_fits(self) -> bool:
         """Whether all samples of one more prefix can be drawn in time. If not, it is not begun: a
@@ -265,7 +265,7 @@ class Certifier(TextCertifier):
                 "budget": amounts,
             },
             tables=tuple(evidence.tables(tests)),
-            problems=tuple(problems),
+            problems=tuple(dict.fromkeys(problems)),
             missing_evidence=tuple(self._lacks(tests, amounts["texts"], bias)),
             notes=tuple(notes),
             interrupted=not self._ended,

@@ -11,10 +11,10 @@ from typing import Any
 
 from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
-from paceline.errors import ConfigError, PromptError
+from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.lab.bench.prompts import tokens_needed
 from paceline.lab.budget import Budget
-from paceline.lab.certify.certificate import Evidence, TextCheck, TextDivergence
+from paceline.lab.certify.certificate import Evidence, Problem, TextCheck, TextDivergence
 from paceline.lab.certify.decoding import Start, TokenIds, decode, explain
 from paceline.lab.certify.draws import DraftRecorder
 from paceline.lab.certify.effort import Effort
@@ -101,14 +101,21 @@ class TextCertifier:
         comparisons = len(self.kinds) * len(self.settings)
         return list(self.evidence.compared.values()).count(comparisons)
 
-    def do_task(self, kind: str, size: int, shown: str, run: Callable[[], None]) -> bool:
-        """Call ``run`` if it fits into the budget, judged by its ``kind`` and ``size``. Returns
-        whether it did."""
+    def do_task(self, part: str, kind: str, size: int, shown: str, run: Callable[[], None]) -> bool:
+        """Call ``run`` if it fits into the budget, judged by its ``kind`` and ``size``. A crash is
+        a problem of ``part``. Returns whether it was done."""
         if not self.budget.fits(kind, size):
             return False
         self.advance(shown)
-        with self.budget.task(kind, size):
-            run()
+        try:
+            with self.budget.task(kind, size):
+                run()
+        except PacelineError:
+            raise
+        except Exception as error:
+            what = f"decoding failed with {type(error).__name__}: {error}"
+            self.evidence.problems.append(Problem(part, " ".join(what.split())))
+            return False
         return True
 
     def compare_text(self, number: int) -> None:
@@ -116,11 +123,11 @@ class TextCertifier:
         for kind in self.kinds:
             text = self._text(kind, number)
             run, shown = partial(self._decode_plainly, kind, number, text), f"{kind}: {text.name}"
-            if self.do_task("text", 1, f"{shown}: plain decoding", run):
+            if self.do_task(kind, "text", 1, f"{shown}: plain decoding", run):
                 for setting in self.settings:
                     run = partial(self._compare, kind, number, setting)
                     cost = "mixed" if setting == self.mixed else "text"
-                    self.do_task(cost, 1, f"{shown}: {setting}", run)
+                    self.do_task(kind, cost, 1, f"{shown}: {setting}", run)
 
     def choose_text_length(self) -> None:
         """Shorten the texts if one text would take too much of the budget."""
