@@ -145,8 +145,6 @@ def option(default: Any = MISSING, **metadata: Any) -> Any:
     """A field of a record. ``key``: its name in specs if Python cannot have that name; ``like``:
     an example of a tuple; ``needs``: what a positional field without default must name;
     ``choices``: the allowed values; ``least``, ``above``, ``most``, ``below``: bounds."""
-    if default is MISSING:
-        return field(metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

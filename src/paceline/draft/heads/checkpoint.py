@@ -134,8 +134,7 @@ class Checkpoint:
             "head_dim": max(1, hidden // heads),
             "max_position_embeddings": 2048,
         }
-        numbers = isinstance(feature_layers, list) and all(type(n) is int for n in feature_layers)
-        if not numbers:
+        if not isinstance(feature_layers, list) or any(type(n) is not int for n in feature_layers):
             raise ModelLoadError(
                 f"the layers that {name} reads are {feature_layers!r}, not a list of layer numbers"
             )
