@@ -67,17 +67,15 @@ def _acceptance_at(position: int, drafts: Mapping[str, Any]) -> str | None:
 
 
 def report_of(result: BenchResult) -> Report:
-    """The report, with the sections for which there are results."""
+    """The report of a result with at least one row."""
     pages = _Pages(result)
-    if result.rows:
-        pages.verdict()
+    pages.verdict()
     pages.run()
-    if result.rows:
-        pages.methods()
-        for temperature in pages.temperatures:
-            pages.categories(temperature)
-        pages.acceptance()
-        pages.steps()
+    pages.methods()
+    for temperature in pages.temperatures:
+        pages.categories(temperature)
+    pages.acceptance()
+    pages.steps()
     pages.texts()
     if result.spending is not None:
         pages.report.add("Time", Text(result.spending.line))
@@ -94,11 +92,11 @@ class _Pages:
         self.label = labels([method.name for method in result.methods])
         self.method = Column("", "method", "method", self.label.__getitem__)
         self.tried = Column("", "accepted", "", self.accepted)
-        self.base = min((row.concurrency for row in self.rows), default=1)
+        self.base = min(row.concurrency for row in self.rows)
         self.temperatures = list(dict.fromkeys(row.temperature for row in self.rows))
         single = len({row.category for row in self.rows if row.concurrency == self.base}) == 1
         self.totals = [r for r in self.rows if single or r.category in (OVERALL, ALL_PROMPTS)]
-        self.main = self.at(self.totals, (self.temperatures or [0.0])[0])
+        self.main = self.at(self.totals, self.temperatures[0])
 
     def at(self, rows: Sequence[Row], temperature: float) -> list[Row]:
         """The rows at the lowest concurrency and this temperature."""
@@ -139,7 +137,7 @@ class _Pages:
         where = machine["processor"]
         if machine["device"] == "cpu":
             where += f", {machine['threads']} of {machine['cores']} threads"
-        rounds = max((row.rounds for row in result.rows), default=0)
+        rounds = max(row.rounds for row in result.rows)
         wanted = settings["prompts"]
         alone = (row.jobs_per_round for row in result.rows if row.concurrency == 1)
         measured = min(wanted, max(alone, default=wanted))

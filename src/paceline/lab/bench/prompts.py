@@ -177,11 +177,7 @@ def _prompt(file: Path, number: int, where: str, record: dict[str, Any]) -> Benc
     field = next((key for key in _FIELDS if record.get(key) is not None), None)
     if field is None:
         raise DataError(f"{where}: none of the fields {', '.join(_FIELDS)}; one holds the prompt")
-    earlier: list[tuple[str, str]] = []
-    if field == "messages":
-        *earlier, (_, text) = _conversation(record[field], where)
-    else:
-        text = _first_turn(record[field], field, where)
+    *earlier, (_, text) = _messages(record[field], field, where)
     category, chat = _category_and_chat(record, field)
     category = record.get("category", category)
     if not isinstance(category, str) or not category:
@@ -210,18 +206,17 @@ def _category_and_chat(record: dict[str, Any], field: str) -> tuple[str, bool]:
     return "text", False
 
 
-def _first_turn(value: object, field: str, where: str) -> str:
-    """The user's first message, from a text, or a list of texts or of objects with ``content``."""
-    turns = [_content(item) for item in (value if isinstance(value, list) else [value])]
-    if not turns or None in turns:
-        raise DataError(f"{where}: {field} must be a text or a list of texts")
-    return str(turns[0])
-
-
-def _conversation(value: object, where: str) -> list[tuple[str, str]]:
-    """(role, content) up to the last message of the user; an answer after it is dropped."""
+def _messages(value: object, field: str, where: str) -> list[tuple[str, str]]:
+    """(role, content) up to the user's last message, or the first of a text or of several turns,
+    which are texts or objects with ``content``."""
+    items = value if isinstance(value, list) else [value]
+    if field != "messages":
+        turns = [_content(item) for item in items]
+        if not turns or None in turns:
+            raise DataError(f"{where}: {field} must be a text or a list of texts")
+        return [("user", str(turns[0]))]
     messages: list[tuple[str, str]] = []
-    for item in value if isinstance(value, list) else []:
+    for item in items:
         role, content = item.get("role") if isinstance(item, dict) else None, _content(item)
         if not isinstance(role, str) or content is None:
             raise DataError(f"{where}: every message needs a role and a content of text")
