@@ -155,7 +155,9 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
     """Estimate speed and memory of each form. ``memory``: bytes that the process may use (default:
     all that are free). Raises ModelLoadError and UnsupportedModelError."""
     limit_threads()
-    model = _model(name)
+    model, findings = describe(read_files(name), "target")
+    if model is None:
+        raise UnsupportedModelError(findings[-1].text)
     options = (EngineOptions(device="cpu", quantize=precision) for precision in (None, *BITS))
     setting, *rounding = map(Setting.of, options)
     plain = Needs.of_model(model, setting, setting.cache_dtype)
@@ -198,13 +200,6 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
             needs = Needs.of_model(model, how, how.cache_dtype)
             forms.append(form(f"{bits} bits", how, "none", needs))
     return Recommendation(name, budget, tuple(forms), composed, got)
-
-
-def _model(name: str) -> Model:
-    model, findings = describe(read_files(name), "target")
-    if model is None:
-        raise UnsupportedModelError(findings[-1].text)
-    return model
 
 
 def _is_mxfp4(model: Model) -> bool:
@@ -268,9 +263,8 @@ def _prices(
     whole = (time.perf_counter() - began) * torch.get_num_threads()
     curves = {}
     for name in forms:
-        read = sum(matrix.bytes for matrix in matrix_sizes(sample.hf))
-        if name is not None:
-            read = rounded_bytes(sample.hf, name, sample.dtype.itemsize)
+        plain = sum(matrix.bytes for matrix in matrix_sizes(sample.hf))
+        read = rounded_bytes(sample.hf, name, sample.dtype.itemsize) if name else plain
         means = (_mean(times[name, rows]) / read for rows in _ROWS)
         curves[name] = CostCurve(_ROWS, tuple(accumulate(means, max)))
     return curves, (time.process_time() - used) / whole
