@@ -171,7 +171,7 @@ def test_lower_priorities_start_first(llm: LLM) -> None:
         started.append(request)
     small.owner.enqueue(started)
     while small.engine.has_work:
-        small.step()
+        small.owner.step()
     order = sorted(started, key=lambda request: request.seq.started)
     assert [request.number for request in order] == [2, 1, 3, 0, 4]
 
