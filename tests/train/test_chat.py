@@ -162,7 +162,7 @@ def test_tools_reach_the_template_as_objects() -> None:
         ({"messages": conversation("a")}, "it has no answers"),
         ({"messages": conversation("a", "b\ud800")}, "half a surrogate pair"),
         ({"conversations": [{"from": "narrator", "value": "x"}]}, "from 'narrator'"),
-        ({"conversations": [{"from": "gpt"}]}, "turn 1 has no text as value"),
+        ({"conversations": [{"from": "gpt"}]}, "message 1 has no text as content"),
         ({"turns": ["a question"]}, "it has no answers"),
         ({"turns": ["one", "two"], "question_id": 81}, "it has no answers"),
         ({"turns": [1, 2]}, "not a list of objects"),

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from paceline.train.records import RecordError, checked_text
+from paceline.train.records import FORMS, RecordError, checked_text
 
 ChatMessages = list[dict[str, Any]]
 
@@ -65,60 +65,71 @@ def parse_turns(text: str) -> ChatMessages:
 
 def conversation_from_record(record: dict[str, Any]) -> Conversation | None:
     """The conversation of a record; None if it has text or token ids. Raises RecordError."""
-    if record.get("ids") is not None:
+    form = next(name for name in FORMS if record.get(name) is not None)
+    content = record[form]
+    if form == "ids":
         return None
-    tools = record.get("tools")
+    if form == "text":
+        turns = parse_turns(content) if isinstance(content, str) else []
+        return Conversation(turns) if turns else None
+    if form == "turns" and isinstance(content, list) and all(isinstance(s, str) for s in content):
+        return _conversation_of_texts(record, content)
+    tools, items = record.get("tools"), _objects(content, form)
+    messages = [_message(item, number) for number, item in enumerate(items, 1)]
+    opening = record.get("system") if form == "conversations" else None
+    if isinstance(opening, str) and opening and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": opening})
+    first = len(messages) - len(items)
+    excluded = (k for k, item in enumerate(items, first) if item.get("weight") == 0)
     tools = tools if isinstance(tools, list) and tools else None
-    if record.get("messages") is not None:
-        items = _items(record["messages"], "messages")
-        messages = [_message(item, turn) for turn, item in enumerate(items, 1)]
-        excluded = (k for k, item in enumerate(items) if item.get("weight") == 0)
-        return Conversation(messages, tools, frozenset(excluded))
-    if record.get("conversations") is not None:
-        items = _items(record["conversations"], "conversations")
-        messages = [_said(item, turn) for turn, item in enumerate(items, 1)]
-        opening = record.get("system")
-        if isinstance(opening, str) and opening and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": opening})
-        return Conversation(messages, tools)
-    if record.get("turns") is not None:
-        return _conversation_of_turns(record, tools)
-    turns = parse_turns(record["text"]) if isinstance(record.get("text"), str) else []
-    return Conversation(turns) if turns else None
+    return Conversation(messages, tools, frozenset(excluded))
 
 
-def _items(value: object, name: str) -> list[dict[str, Any]]:
+def _conversation_of_texts(record: dict[str, Any], texts: list[str]) -> Conversation:
+    """The conversation of alternating texts of user and assistant, or of questions alone."""
+    if len(texts) == 1 or any(name in record for name in _QUESTIONS_ONLY):
+        first, *others = texts
+        return Conversation([{"role": "user", "content": first}], next_questions=tuple(others))
+    roles = ("user", "assistant")
+    return Conversation([{"role": roles[k % 2], "content": text} for k, text in enumerate(texts)])
+
+
+def _objects(value: object, name: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RecordError(f"its {name} are not a list of objects")
     return value
 
 
 def _message(item: dict[str, Any], number: int) -> dict[str, Any]:
-    """A message in OpenAI's format, with content as text and arguments of calls as objects."""
+    """The message for chat templates, with content as text and arguments of calls as objects, of
+    one in OpenAI's format or, with ``from`` and ``value``, ShareGPT's."""
     role = item.get("role")
+    if "from" in item:
+        role = _SPEAKERS.get(str(item["from"]).lower())
+        if role is None:
+            speaker = f"message {number} is from {item['from']!r}"
+            raise RecordError(f"{speaker}; it must be from human, gpt or system")
     if not isinstance(role, str) or not role:
         raise RecordError(f"message {number} has no role")
     role = "system" if role == "developer" else role
     message = {key: item[key] for key in ("name", "tool_call_id") if item.get(key) is not None}
-    calls = item.get("tool_calls")
-    if calls:
-        message["tool_calls"] = [_call(call, number) for call in _items(calls, "tool_calls")]
-    return {"role": role, "content": _content(item.get("content"), number, bool(calls)), **message}
+    if calls := item.get("tool_calls"):
+        message["tool_calls"] = [_call(call, number) for call in _objects(calls, "tool_calls")]
+    content = item.get("value", item.get("content"))
+    text = "" if calls and content is None else _text(content, number)
+    return {"role": role, "content": text, **message}
 
 
-def _content(value: object, number: int, calls: bool) -> str:
-    if value is None and calls:
-        return ""
-    parts = value if isinstance(value, list) else [value]
-    texts = []
-    for part in parts:
-        kind = part.get("type", "text") if isinstance(part, dict) else None
-        if kind not in (None, "text"):
+def _text(content: object, number: int) -> str:
+    texts: list[str] = []
+    for item in content if isinstance(content, list) else [content]:
+        part = item if isinstance(item, dict) else {"text": item}
+        if (kind := part.get("type", "text")) != "text":
             raise RecordError(f"message {number} has a part of type {kind!r}; only text is used")
-        texts.append(part.get("text") if isinstance(part, dict) else part)
-    if not all(isinstance(text, str) for text in texts):
-        raise RecordError(f"message {number} has no text as content")
-    return "".join(map(str, texts))
+        if not isinstance(text := part.get("text"), str):
+            raise RecordError(f"message {number} has no text as content")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _call(call: dict[str, Any], number: int) -> dict[str, Any]:
@@ -130,36 +141,6 @@ def _call(call: dict[str, Any], number: int) -> dict[str, Any]:
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _said(item: dict[str, Any], number: int) -> dict[str, Any]:
-    """A message in ShareGPT's format."""
-    speaker, text = item.get("from", item.get("role")), item.get("value", item.get("content"))
-    role = _SPEAKERS.get(str(speaker).lower())
-    if role is None:
-        raise RecordError(
-            f"turn {number} is from {speaker!r}; it must be from human, gpt or system"
-        )
-    if not isinstance(text, str):
-        raise RecordError(f"turn {number} has no text as value")
-    return {"role": role, "content": text}
-
-
-def _conversation_of_turns(record: dict[str, Any], tools: list[Any] | None) -> Conversation:
-    """The conversation of a record with ``turns``: alternating texts of user and assistant, only
-    questions of the user, or objects."""
-    turns = record["turns"]
-    if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):
-        if len(turns) == 1 or any(name in record for name in _QUESTIONS_ONLY):
-            first, *others = turns
-            message = {"role": "user", "content": first}
-            return Conversation([message], next_questions=tuple(others))
-        roles = ("user", "assistant")
-        messages = [{"role": roles[k % 2], "content": turn} for k, turn in enumerate(turns)]
-        return Conversation(messages)
-    items = _items(turns, "turns")
-    read = _said if "from" in items[0] else _message
-    return Conversation([read(item, turn) for turn, item in enumerate(items, 1)], tools)
 
 
 class ChatWriter:
