@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
 from paceline import LLM, ConfigError, DataError, ModelLoadError, SamplingParams
 from paceline.train.acceptance import total
@@ -211,7 +213,7 @@ def test_a_head_goes_on_with_its_own_embedding(
     assert loaded.head.embed_tokens is not None
     llm = LLM(config.model, f"eagle3:{tmp_path / 'head'},nodes=0", dtype="float32", draft_length=4)
     assert training_runs.check_held_out(loaded, llm).mean_accepted_length < 1.5
-    with pytest.raises(ConfigError, match="has 1 layers, but this run 2; give the same --layers"):
+    with pytest.raises(ConfigError, match="has layers 1, but this run 2; give the same --layers"):
         EagleTrainer(replace(again, layers=2), tmp_path / "other", device="cpu")
 
 
@@ -283,6 +285,27 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     whole.run()
     longer = EagleTrainer(replace(own, steps=6), tmp_path, device="cpu")
     longer.run()
+
+
+def test_logits_that_cached_features_do_not_determine(
+    config: EagleTrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scaled logits, as Granite's, are not the product of the final hidden states."""
+    load = EagleTrainer.load
+
+    def scaled(trainer: EagleTrainer, name: str) -> PreTrainedModel:
+        def scale(_: object, __: object, out: Any) -> Any:
+            out.logits = out.logits / 3
+            return out
+
+        target = load(trainer, name)
+        target.register_forward_hook(scale)
+        return target
+
+    monkeypatch.setattr(EagleTrainer, "load", scaled)
+    EagleTrainer(config, tmp_path / "streamed", device="cpu")
+    with pytest.raises(ConfigError, match="leave out --cache-features"):
+        EagleTrainer(replace(config, cache_features=True), tmp_path / "cached", device="cpu")
 
 
 def test_documents_are_packed_every_nth_step(config: EagleTrainConfig, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from paceline.settings import EngineSettings, LoadSettings, changed, setting, un
 from paceline.settings.tuned import is_tuned
 
 if TYPE_CHECKING:
-    from paceline import LLM
     from paceline.lab.bench.prompts import BenchPrompt
     from paceline.lab.bench.runner import JobResult, Method, Sweep
 
@@ -64,12 +63,7 @@ class BenchRun(RunOptions):
 
 
 @expand
-def bench(
-    engine: BenchedModel,
-    source: PromptOptions,
-    options: BenchOptions,
-    run: BenchRun,
-) -> int:
+def bench(engine: BenchedModel, source: PromptOptions, options: BenchOptions, run: BenchRun) -> int:
     """Compare plain decoding with drafts: speed, acceptance, text.
 
     Exits with 1 if a text differs from plain decoding's or none of a method's drafts was accepted,
@@ -180,12 +174,7 @@ class TuneRun(RunOptions):
 
 
 @expand
-def tune(
-    target: TargetOptions,
-    prompts: PromptOptions,
-    options: TuneOptions,
-    run: TuneRun,
-) -> int:
+def tune(target: TargetOptions, prompts: PromptOptions, options: TuneOptions, run: TuneRun) -> int:
     """Find the fastest drafter and settings; write them to a file.
 
     Exits with 3, and writes nothing, if the time was too short to confirm a result.
@@ -241,7 +230,12 @@ def profile(
     if trace is not None:
         check_path(trace)
     prompts = source.load()
-    engines = _engines(replace(engine, max_batch_size=max(_MIN_BATCH, concurrency)))
+    engine = replace(engine, max_batch_size=max(_MIN_BATCH, concurrency))
+    draft = engine.resolved_draft
+    loaded = engine.open(draft)
+    engines = [("plain", loaded)]
+    if draft is not None:
+        engines = [("plain", engine.plain_beside(loaded)), (draft, loaded)]
     target = engines[0][1]
     half = -(-target.max_model_len // 2)  # left for decoding
     fitting, _ = fit(prompts, target, half, "shorter prompts")
@@ -253,7 +247,7 @@ def profile(
     names = list(dict.fromkeys(prompt.name for prompt in chosen))
     record = {
         "model": engine.model,
-        "draft": engine.resolved_draft,
+        "draft": draft,
         "concurrency": concurrency,
         "prompts": names,
         **runs.record(result),
@@ -264,12 +258,3 @@ def profile(
     shown = f"prompt {names[0]}" if len(names) == 1 else f"{len(names)} prompts"
     output.emit(record, runs.report_of(result, f"{engine.model}, {sequences}{context}, {shown}."))
     return interrupted.code
-
-
-def _engines(engine: ModelOptions) -> list[tuple[str, LLM]]:
-    """The engines to profile: plain decoding and, if there is a draft, one with shared weights."""
-    draft = engine.resolved_draft
-    loaded = engine.open(draft)
-    if draft is None:
-        return [("plain", loaded)]
-    return [("plain", engine.plain_beside(loaded)), (draft, loaded)]

@@ -257,9 +257,7 @@ def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str
         for event in events:
             text, completion = text + event.text, event.completion
             from_draft += event.from_draft
-            end = text.rfind(
-                "\n\n", shown
-            )  # of complete blocks: an empty line, not in a code fence
+            end = text.rfind("\n\n", shown)  # of complete blocks: not in a code fence
             while end >= 0 and text.count("```", shown, end) % 2:
                 end = text.rfind("\n\n", shown, end)
             start_of_block, shown = shown, shown if end < 0 else end + 2

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -322,13 +323,16 @@ class ModelOptions(EngineSettings, _PairNames):
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    @cached_property
+    def tuned(self) -> TunedSettings | None:
+        """Raises ConfigError if the file cannot be read."""
+        return None if self.config is None else TunedSettings.read(self.config)
+
     @property
     def resolved_draft(self) -> str | None:
         """The draft that the user gave, or that of the tuned settings, or "auto"; None for plain
-        decoding. Raises ConfigError if the tuned settings cannot be read."""
-        draft = self.draft or DEFAULT_DRAFT
-        if self.draft is None and self.config is not None:
-            draft = TunedSettings.read(self.config).draft.spec
+        decoding. Raises ConfigError."""
+        draft = self.draft or (self.tuned.draft.spec if self.tuned else DEFAULT_DRAFT)
         return None if draft.lower() == "none" else draft
 
     def open(self, draft: str | None, **more: Any) -> LLM:
@@ -340,11 +344,10 @@ class ModelOptions(EngineSettings, _PairNames):
     def length_and_rule(self) -> tuple[Any, str]:
         """Those given, else those tuned (the length for their draft only), else "auto"."""
         length, rule = self.draft_length, self.rule
-        if self.config is not None:
-            tuned = TunedSettings.read(self.config)
-            rule = rule or tuned.engine.rule
-            if length is None and self.resolved_draft == tuned.draft.spec:
-                length = tuned.draft.length
+        if self.tuned is not None:
+            rule = rule or self.tuned.engine.rule
+            if length is None and self.resolved_draft == self.tuned.draft.spec:
+                length = self.tuned.draft.length
         return ("auto" if length is None else length), rule or "auto"
 
     def with_draft(self, llm: LLM, **sizes: int) -> LLM:

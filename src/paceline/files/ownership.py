@@ -108,10 +108,7 @@ def _refuse(path: Path, what: str, why: str, files: Sequence[Path]) -> None:
 
 
 def _size(file: Path) -> str:
-    try:
-        return f"{file.lstat().st_size:,} bytes"
-    except OSError:
-        return "unreadable"
+    return f"{file.lstat().st_size:,} bytes"
 
 
 def _proved(path: Path, proof: Proof | None) -> bool:

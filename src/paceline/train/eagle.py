@@ -26,6 +26,7 @@ from paceline.draft.heads.eagle_head import (
 )
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError
+from paceline.settings import flag
 from paceline.train.configs import EagleTrainConfig as EagleTrainConfig
 from paceline.train.heads import HeadTrainer
 from paceline.train.reading import TargetOutputs
@@ -71,16 +72,13 @@ class EagleTrainer(HeadTrainer):
         if self.config.init not in ("", _FROM_TARGET):
             target = TargetShape(self.shape.hidden_size, self.vocab_size, self.num_layers)
             head = load_eagle(self.config.init, target, shape.version, target_head=target_head)
-            if head.config.feature_layers != self.feature_layers:
-                raise ConfigError(
-                    f"{self.config.init} reads the layers {head.config.feature_layers} of its "
-                    f"target, but this run {self.feature_layers}; give the same --feature-layers"
-                )
-            if head.config.layers != shape.layers:
-                raise ConfigError(
-                    f"{self.config.init} has {head.config.layers} layers, but this run "
-                    f"{shape.layers}; give the same --layers"
-                )
+            for name in ("layers", "feature_layers"):
+                theirs, ours = getattr(head.config, name), getattr(shape, name)
+                if theirs != ours:
+                    raise ConfigError(
+                        f"{self.config.init} has {name} {theirs}, but this run {ours}; give the "
+                        f"same {flag(name)}"
+                    )
             mask = head.config.mask_token
             extended = replace(
                 head.config,

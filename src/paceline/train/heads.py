@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from paceline.errors import ConfigError
 from paceline.model.loading import load_tokenizer
 from paceline.train import acceptance
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText
@@ -48,13 +49,17 @@ class HeadTrainer(Trainer):
         self.read_data(acceptance.max_context(self.target, config.max_positions))
         torch.manual_seed(config.seed)
         self.learner = self.head = self.new_head().to(self.device, self.dtype)
-        self._head_is_product = self._is_product()
+        is_product = self._is_product()
+        if config.cache_features and not is_product:
+            raise ConfigError(
+                f"{config.model} caps or scales its logits, so they cannot be computed from cached "
+                "outputs; leave out --cache-features"
+            )
         # Run the target without its lm_head where possible: its product of one row per window
         # would copy the whole weight.
-        forward = self.target.base_model if self._head_is_product else self.target
-        self._forward = self.compile_if_asked(forward)
+        self._forward = self.compile_if_asked(self.target.base_model if is_product else self.target)
         self._reader: NativeReader | None = None
-        if self.device.type == "cpu" and not self.compiled and self._head_is_product:
+        if self.device.type == "cpu" and not self.compiled and is_product:
             self._reader = NativeReader.of(self.target, config.model)
         self._held_out_outputs: dict[int, TargetOutputs] = {}  # by id(text)
         self._cache: FeatureCache | None = None
