@@ -232,8 +232,7 @@ def build(
     ),
     out: Path = setting(MISSING, "File to write."),
     from_answers: bool = setting(
-        False,
-        "Take only the assistant's answers; the model's own (`train sample`) work best.",
+        False, "Take only the assistant's answers; the model's own (`train sample`) work best."
     ),
     min_count: int = setting(2, "Keep continuations that occur at least this often.", low=1),
     exclude_licenses: tuple[str, ...] = setting(

@@ -1,4 +1,3 @@
 """``paceline pull``: downloads built-in models. Nothing else in the package downloads them."""
 
-from paceline.pull.run import Pulled as Pulled
 from paceline.pull.run import pull as pull

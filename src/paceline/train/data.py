@@ -109,25 +109,21 @@ class _Reader:
         """A record's document. Raises RecordError; DataError for ids of another tokenizer."""
         if record.get("ids") is not None:
             return self._ids_document(record)
-        text, spans = self._render(record)
-        return _Document(checked_text(text), spans)
-
-    def _render(self, record: dict[str, Any]) -> tuple[Any, list[tuple[int, int]] | None]:
-        conversation = conversation_from_record(record)
-        if conversation is None:
-            return record["text"], None
-        try:
-            text, spans = self.writer.write(conversation)
-        except RecordError:
-            if any(record.get(name) is not None for name in FORMS[1:-1]):
-                raise
-            return record["text"], None  # train on it as plain text
-        if not self._whole and not any(start < end for start, end in spans):
+        conversation, text, spans = conversation_from_record(record), record.get("text"), None
+        if conversation is not None:
+            try:
+                text, spans = self.writer.write(conversation)
+            except RecordError:  # a text is then trained on as plain text
+                if any(record.get(name) is not None for name in FORMS[1:-1]):
+                    raise
+        if self._whole:
+            spans = None
+        elif spans is not None and not any(start < end for start, end in spans):
             raise RecordError(
                 "it has no answers (paceline train sample generates answers, --loss-on all trains "
                 "on the questions)"
             )
-        return text, None if self._whole else spans
+        return _Document(checked_text(text), spans)
 
     def _ids_document(self, record: dict[str, Any]) -> _Document:
         try:
