@@ -142,7 +142,7 @@ def chat(
     """Chat with the model; /help lists the commands."""
     llm, params = open_model(engine, adapters, sampling)
     opening = [{"role": "system", "content": system}] if system else []
-    session = _Session(llm, engine, sampling, output, opening, params.lora)
+    session = _Session(llm, llm, engine, sampling, output, opening, params.lora, [*opening])
     if prompt is not None:
         session.answer(read_prompt(prompt))
         return
@@ -162,17 +162,14 @@ class _Session:
     ``llm`` is the same, or another one that shares its weights and has another draft."""
 
     base: LLM
+    llm: LLM
     engine: ModelOptions
     sampling: SamplingOptions
     output: OutputOptions
     opening: Messages
     lora: str | None
-    messages: Messages = field(default_factory=list)
+    messages: Messages
     saved: set[str] = field(default_factory=set)  # files of this session, which /save replaces
-
-    def __post_init__(self) -> None:
-        self.llm = self.base
-        self.clear("")
 
     def answer(self, text: str) -> None:
         """Answer a message of the user; a stopped answer is kept as far as it got."""

@@ -110,14 +110,12 @@ def replace_files(contents: Mapping[Path, bytes], what: str, proof: Proof | None
             with write_errors(what, path), aside.open(True) as sink:
                 sink.write(content)
         # All contents are on the disk now. If a rename fails, the earlier ones are undone.
-        for number, aside in enumerate(asides):
-            try:
-                with write_errors(what, aside.path):
-                    aside.put(keep=aside.old if len(asides) > 1 else None)
-            except WriteError:
-                for done in asides[:number]:
-                    done.take_back()
-                raise
+        undo = stack.enter_context(ExitStack())
+        for aside in asides:
+            with write_errors(what, aside.path):
+                aside.put(keep=aside.old if len(asides) > 1 else None)
+            undo.callback(aside.take_back)
+        undo.pop_all()
 
 
 def replace_text(path: str | Path, text: str, what: str, proof: Proof | None) -> None:

@@ -9,7 +9,7 @@ it, so its features would differ from those in decoding."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -292,25 +292,14 @@ class Documents:
 
     def windows(self, numbers: Sequence[int], tokens: int) -> list[Windows]:
         """Batches of similarly long pieces; if of several, of at most ``tokens`` with padding."""
-        parts: list[list[int]] = []
-        for number in sorted(numbers, key=lambda n: (self.tokens(n), n)):
-            if parts and self.tokens(number) * (len(parts[-1]) + 1) <= tokens:
-                parts[-1].append(number)
-            else:
-                parts.append([number])
+        ordered = sorted(numbers, key=lambda n: (self.tokens(n), n))
+        parts = _groups(ordered, lambda part: self.tokens(part[-1]) * len(part) <= tokens)
         return [self._batch([[n] for n in part]) for part in parts]
 
     def packed_windows(self, numbers: Sequence[int], length: int) -> list[Windows]:
         """The pieces packed into sequences of at most ``length`` tokens, one per batch: for
         training on positions that no single piece reaches."""
-        runs: list[list[int]] = []
-        size = 0
-        for number in numbers:
-            if not runs or size + self.tokens(number) > length:
-                runs.append([])
-                size = 0
-            runs[-1].append(number)
-            size += self.tokens(number)
+        runs = _groups(numbers, lambda run: sum(map(self.tokens, run)) <= length)
         return [self._batch([run]) for run in runs]
 
     def _batch(self, runs: list[list[int]]) -> Windows:
@@ -322,3 +311,14 @@ class Documents:
             for rows in (ids, loss_mask)
         )
         return Windows(padded_ids, padded_mask, tuple(map(len, ids)))
+
+
+def _groups(numbers: Sequence[int], fits: Callable[[list[int]], bool]) -> list[list[int]]:
+    """The numbers in groups, each as long as it ``fits``."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and fits([*groups[-1], number]):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups

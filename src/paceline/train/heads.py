@@ -175,11 +175,9 @@ class HeadTrainer(Trainer):
 
     def loss_of(self, target_out: TargetOutputs) -> torch.Tensor:
         """The mean of ``step_losses``, in which each counts ``step_decay`` times the one before."""
-        result, losses = torch.zeros((), device=self.device), [*self.step_losses(target_out)]
-        weights = [self.config.step_decay**k for k in range(len(losses))]
-        for weight, loss in zip(weights, losses, strict=True):
-            result = result + weight / sum(weights) * loss
-        return result
+        losses = torch.stack([*self.step_losses(target_out)])
+        weights = self.config.step_decay ** torch.arange(len(losses), device=losses.device)
+        return (weights * losses).sum() / weights.sum()
 
     def outputs_for_text(self, text: HeldOutText) -> TargetOutputs:
         """The target's outputs for a held-out text, which are computed once."""
