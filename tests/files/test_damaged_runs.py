@@ -150,7 +150,7 @@ def test_a_damaged_token_stream_is_made_again(
     corpus: str, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     first = new_trainer(corpus, tmp_path)
-    (file,) = (tmp_path / "tokens").glob("*.npz")
+    (file,) = (tmp_path / "tokens").glob("*.safetensors")
     before = file.read_bytes()
     file.write_bytes(damage(before))
     again = new_trainer(corpus, tmp_path)

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from paceline.core.batch import Commit
@@ -24,7 +23,7 @@ from paceline.settings import tuned
 from paceline.settings.tuned import ModelIdentity, TunedSettings
 from paceline.train.acceptance import load_held_out_texts
 from paceline.train.configs import DraftConfig
-from paceline.train.data import TokenStream, Windows, write_stream
+from paceline.train.data import Windows, store_cached
 from paceline.train.reading import FeatureCache, TargetOutputs
 from paceline.train.trainer import write_card
 
@@ -128,9 +127,8 @@ def tuned_settings(folder: Path, number: int) -> None:
 
 
 def token_stream(folder: Path, number: int) -> None:
-    ids = np.full(99, number, np.uint16)
-    stream = TokenStream("t.jsonl", ids, np.ones(99, np.bool_), np.zeros(1, np.int64))
-    write_stream(folder / "tokens" / "t.npz", stream)
+    tensors = {"ids": torch.full((99,), number, dtype=torch.uint16)}
+    store_cached(folder / "tokens" / "t.safetensors", folder / "tokens", "the stream", tensors)
 
 
 def card(folder: Path, number: int) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from paceline.core.stages import stage, warn
-from paceline.errors import DataError
+from paceline.errors import DataError, ModelLoadError
 from paceline.files import write_cached
+from paceline.model.tensorfile import as_bytes, load_tensors, verify
 from paceline.train.chat import ChatWriter, conversation_from_record
 from paceline.train.records import FORMS, RecordError, Records, Source, checked_text
 
@@ -190,24 +191,28 @@ def load_token_stream(
 ) -> TokenStream:
     """``encode_stream``, stored in ``folder`` for a resumed run. Raises DataError, WriteError."""
     key = (str(source.path.resolve()), len(tokenizer), *exclude_licenses, loss_on)
-    file = folder / f"{source.path.name}.{zlib.crc32(repr(key).encode()):08x}.npz"
-    try:
-        with np.load(file) as saved:
-            arrays = (saved[name] for name in ("ids", "loss_mask", "starts"))
-            return TokenStream(str(saved["name"]), *arrays)
-    except Exception:  # there is no file, or it is damaged, which may raise any exception
-        stream = encode_stream(source.path, tokenizer, exclude_licenses, loss_on)
-    write_stream(file, stream)
+    file = folder / f"{source.path.name}.{zlib.crc32(repr(key).encode()):08x}.safetensors"
+    if (stored := load_cached(file)) is not None:
+        return TokenStream(source.path.name, **{key: stored[key].numpy() for key in stored})
+    stream = encode_stream(source.path, tokenizer, exclude_licenses, loss_on)
+    arrays = {"ids": stream.ids, "loss_mask": stream.loss_mask, "starts": stream.starts}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    store_cached(file, folder, "the token stream", tensors)
     return stream
 
 
-def write_stream(file: Path, stream: TokenStream) -> None:
-    """Write a stream to an .npz file. Raises WriteError."""
-    # np.savez is not used, since older versions of numpy do not close the file if the disk is full.
-    with write_cached(file, file.parent, "the token stream") as sink, ZipFile(sink, "w") as archive:
-        for name, value in vars(stream).items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
-                np.lib.format.write_array(part, np.asarray(value))
+def load_cached(file: Path) -> dict[str, torch.Tensor] | None:
+    """What ``store_cached`` wrote; None if there is no file, or it is damaged."""
+    with suppress(ModelLoadError):
+        if file.is_file() and verify(file):
+            return load_tensors(file)
+    return None
+
+
+def store_cached(file: Path, folder: Path, what: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors that can be computed again into a cache folder. Raises WriteError."""
+    with write_cached(file, folder, what) as sink:
+        sink.write(as_bytes(tensors)[0])
 
 
 SHORTEST = 4  # tokens of a piece; shorter ones have no position to draft from

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
@@ -15,12 +14,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from paceline.core.batch import Span
-from paceline.errors import ModelLoadError, UnsupportedModelError
-from paceline.files import write_cached
+from paceline.errors import UnsupportedModelError
 from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
-from paceline.model.tensorfile import as_bytes, load_tensors, verify
-from paceline.train.data import Windows
+from paceline.train.data import Windows, load_cached, store_cached
 
 _BLOCK = 16  # tokens per cache block
 _GROUP = 64  # values of a cached feature that share a scale, if the width is a multiple
@@ -101,8 +98,9 @@ class FeatureCache:
     def get(self, windows: Windows) -> TargetOutputs:
         """The target's outputs for a batch; sequences that are not cached are computed first."""
         pieces = [row[:length] for row, length in zip(windows.ids, windows.lengths, strict=True)]
-        kept = {row: self._read(self._file(piece)) for row, piece in enumerate(pieces)}
-        missing = [row for row, values in kept.items() if values is None]
+        stored = [load_cached(self._file(piece)) for piece in pieces]
+        kept = {row: _decoded(**found) for row, found in enumerate(stored) if found is not None}
+        missing = [row for row in range(len(pieces)) if row not in kept]
         if missing:
             lengths = tuple(windows.lengths[row] for row in missing)
             target_out = self.run_target(windows.ids[missing], windows.loss_mask[missing], lengths)
@@ -111,7 +109,7 @@ class FeatureCache:
                 parts.insert(0, target_out.features)
             for row, values, length in zip(missing, torch.cat(parts, -1), lengths, strict=True):
                 kept[row] = self._write(self._file(pieces[row]), values[:length])
-        rows = [values.to(self.dtype) for values in kept.values() if values is not None]
+        rows = [kept[row].to(self.dtype) for row in range(len(pieces))]
         values = pad_sequence(rows, batch_first=True).to(self.device)
         final = values[..., -self.hidden :]
         features = values[..., : -self.hidden] if values.shape[-1] > self.hidden else final
@@ -123,20 +121,13 @@ class FeatureCache:
         name = hashlib.blake2b(content, digest_size=12).hexdigest()
         return self.folder / name[:2] / f"{name}.safetensors"
 
-    def _read(self, file: Path) -> torch.Tensor | None:
-        with suppress(ModelLoadError):  # a damaged file is computed again
-            if file.is_file() and verify(file):
-                return _decoded(**load_tensors(file))
-        return None
-
     def _write(self, file: Path, values: torch.Tensor) -> torch.Tensor:
-        """Store values ``[tokens, width]``; returns them rounded, as ``_read`` returns them."""
+        """Store values ``[tokens, width]``; returns them rounded."""
         groups = values.reshape(len(values), -1, gcd(_GROUP, values.shape[-1])).float()
         scales = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-12).to(values.dtype)
         kept = {"codes": (groups / scales).round_().clamp_(-127, 127).to(torch.int8)}
         kept["scales"] = scales
-        with write_cached(file, self.folder, "the cached features") as sink:
-            sink.write(as_bytes(kept)[0])
+        store_cached(file, self.folder, "the cached features", kept)
         return _decoded(**kept)
 
 
