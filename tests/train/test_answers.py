@@ -12,10 +12,9 @@ import pytest
 
 from embedded_target import train_tokenizer
 from paceline import DataError, SamplingParams
-from paceline.train.answers import AnswerWriter
 from paceline.train.configs import PromptSelection
 from paceline.train.data import encode_stream
-from paceline.train.prompts import FOLLOW_UPS, NumberedPrompt, load_prompts
+from paceline.train.prompts import FOLLOW_UPS, AnswerWriter, NumberedPrompt, load_prompts
 from paceline.train.records import Source
 from support.tiny_models import SENTENCES
 

@@ -110,9 +110,8 @@ def root(
         os.environ["PACELINE_DEBUG"] = "1"
 
 
-_COMMANDS = (pull, generate, chat, serve, demo, bench, certify, profile, tune, doctor, replay)
-for command in (*_COMMANDS, recommend, quantize, export, check_drafter):
+_MEASURING = (demo, bench, certify, profile, tune, doctor, replay, recommend)
+for command in (pull, generate, chat, serve, *_MEASURING, quantize, export, check_drafter):
     app.command(command.__name__.replace("_", "-"), cls=Command)(command)
 app.add_typer(train, name="train", cls=CommandGroup)
 app.add_typer(datastore, name="datastore", cls=CommandGroup)
-main = app  # called by scripts that an older version of the package installed

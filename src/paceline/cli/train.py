@@ -66,8 +66,7 @@ def sample(
     if out.is_file():
         info(f"{out} exists already; delete it to write it again")
         return
-    from paceline.train.answers import AnswerWriter
-    from paceline.train.prompts import load_prompts
+    from paceline.train.prompts import AnswerWriter, load_prompts
 
     sources = [Source.parse(spec) for spec in data]
     params = SamplingParams(**asdict(answers))

@@ -84,13 +84,10 @@ def _show_progress(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage)
     """Show the size of the files in ``scratch`` until pip ends."""
     shown = 0
     while pip.poll() is None:
-        size = 0
-        for folder, _, files in os.walk(scratch):  # ignores folders that pip removes meanwhile
-            for file in files:
-                with suppress(OSError):
-                    size += os.path.getsize(os.path.join(folder, file))
-        progress.advance(max(0, size - shown))
-        shown = max(size, shown)
+        with suppress(OSError):  # pip removes files meanwhile
+            size = sum(file.stat().st_size for file in scratch.rglob("*"))
+            progress.advance(max(0, size - shown))
+            shown = max(size, shown)
         time.sleep(_POLL_SECONDS)
 
 

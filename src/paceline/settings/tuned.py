@@ -14,6 +14,8 @@ import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from math import dist, hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -72,10 +74,8 @@ class ModelIdentity(_Table, frozen=True):
                 return f"its {what} is {getattr(other, key)}, not {getattr(self, key)}"
         if self.config != other.config:
             return "its configuration is another one"
-        pairs = list(zip(self.logits, other.logits, strict=False))
-        distance = sum((a - b) ** 2 for a, b in pairs)
-        size = sum(a**2 for a, _ in pairs)
-        if len(self.logits) != len(other.logits) or distance > _TOLERANCE**2 * size:
+        mine, others = self.logits, other.logits
+        if len(mine) != len(others) or dist(mine, others) > _TOLERANCE * hypot(*mine):
             return "its weights are others"
         return None
 
@@ -166,12 +166,10 @@ class MachineIdentity(_Table, frozen=True):
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError):  # not Linux
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
     return platform.processor() or platform.machine()
 
 

@@ -31,6 +31,7 @@ class MedusaTrainer(HeadTrainer):
     what = "Medusa heads"
 
     def check(self) -> None:
+        self.adamw_names = (f".{self.config.medusa_layers}.weight",)  # the vocabulary layers
         if self.config.medusa_layers < 1 and self.config.shared_head:
             raise ConfigError(
                 "--medusa-layers 0 with --shared-head leaves no weights to train; change either"
@@ -58,10 +59,6 @@ class MedusaTrainer(HeadTrainer):
                 if name.endswith(self.adamw_names):
                     weight.copy_(self.lm_head.weight)
         return heads
-
-    @property
-    def adamw_names(self) -> tuple[str, ...]:
-        return (f".{self.config.medusa_layers}.weight",)  # the vocabulary layers
 
     def step_losses(self, target_out: TargetOutputs) -> Iterator[torch.Tensor]:
         starts, loss_mask = DraftStarts.of(target_out.loss_mask), target_out.loss_mask.flatten()

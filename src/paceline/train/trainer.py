@@ -64,6 +64,8 @@ class Trainer(ABC):
     result = "model"  # the subfolder of ``out`` for the result
     noun = "model"  # what the result is called in messages
     spec: str | None = ""  # the prefix of its folder in ``--draft``; None: it is not a draft
+    # Parts of the names of matrices that AdamW optimises.
+    adamw_names: Sequence[str] = ("embed", "lm_head", "mask_hidden")
 
     # Set by ``prepare``.
     learner: nn.Module  # the module that is trained
@@ -127,11 +129,6 @@ class Trainer(ABC):
     def stored(self) -> Any:
         """A copy of the learner in ``stored_dtype``."""
         return deepcopy(self.learner).to(getattr(torch, self.stored_dtype))
-
-    @property
-    def adamw_names(self) -> Sequence[str]:
-        """Substrings of the names of matrices that AdamW optimises."""
-        return ("embed", "lm_head", "mask_hidden")
 
     @property
     def mask_token(self) -> int:
