@@ -74,14 +74,14 @@ def test_commands_take_the_engine_s_settings(command: str, table: type) -> None:
             continue
         assert entry.flag in own[entry.name].opts
         assert own[entry.name].default == entry.default
-        assert own[entry.name].help.startswith(entry.key.help)
+        assert own[entry.name].help.startswith(entry.help)
 
 
 def test_a_server_takes_the_engine_s_settings() -> None:
     known = {entry.name: entry for entry in keys()}
     assert {entry.name for entry in entries(EngineSettings, "server")} <= set(known)
     assert all(
-        options("serve")[name].help.startswith(escape(e.key.help))
+        options("serve")[name].help.startswith(escape(e.help))
         for name, e in known.items()
         if name != "config"  # --config is also the file of these
     )
@@ -97,7 +97,7 @@ def test_tuned_settings_fill_settings_of_the_engine() -> None:
 
 def test_the_rules_are_the_verifier_s() -> None:
     (rule,) = (entry for entry in entries(EngineSettings, "command") if entry.name == "rule")
-    assert rule.key.choices == RULES
+    assert rule.choices == RULES
 
 
 @pytest.mark.parametrize("name", TRAININGS)

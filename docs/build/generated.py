@@ -38,20 +38,20 @@ def settings() -> str:
     columns = ("Setting", "In Python", "Default", "Meaning")
     parts = []
     for section in SECTIONS:
-        entries = [entry for entry in keys() if entry.key.section == section]
-        rows = [(f"`{e.flag}`", _in_python(e), _default(e), e.key.help) for e in entries]
+        entries = [entry for entry in keys() if entry.section == section]
+        rows = [(f"`{e.flag}`", _in_python(e), _default(e), e.help) for e in entries]
         parts.append(f"## {section.capitalize()}\n\n{table(columns, rows)}")
     return "\n\n".join(parts)
 
 
 def _in_python(entry: TableEntry) -> str:
-    engine = entry.key.section in ("model", "engine") and "LLM" not in entry.key.except_in
+    engine = entry.section in ("model", "engine") and "LLM" not in entry.except_in
     return f"`{entry.name}`" if engine else ""
 
 
 def _default(entry: TableEntry) -> str:
-    if entry.key.shown is not None:
-        return entry.key.shown
+    if entry.shown is not None:
+        return entry.shown
     return "" if entry.default in (MISSING, None, ()) else f"`{entry.default}`"
 
 

@@ -79,7 +79,7 @@ class EngineOptions(EngineSettings):
             value = getattr(self, entry.name)
             # Objects, such as torch dtypes, and sizes given in bytes need no parsing.
             is_plain = isinstance(value, (str, int, float, list, tuple, dict))
-            is_bytes = entry.key.kind == "size" and type(value) is int
+            is_bytes = entry.kind == "size" and type(value) is int
             if is_plain and not is_bytes:
                 object.__setattr__(self, entry.name, entry.read(value, entry.name))
 

@@ -92,7 +92,7 @@ def test_printed_configuration_reads_back(tmp_path: Path) -> None:
 
 
 def test_every_section_is_used() -> None:
-    assert {entry.key.section for entry in keys()} == set(SECTIONS)
+    assert {entry.section for entry in keys()} == set(SECTIONS)
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,9 @@ _QUANTISED_NOTE = (
 def _certify_entry(entry: TableEntry) -> TableEntry:
     """A sampling option with its neutral default: exactly what the user gives is certified."""
     neutral: dict[str, Any] = {**SamplingDefaults().filled(), "temperature": 1.0}
-    key = replace(entry.key, shown=None)
     if entry.name == "temperature":
-        key = replace(key, help="Temperature; 0 tests greedy decoding only.")
-    return replace(entry, default=neutral.get(entry.name, entry.default), key=key)
+        entry = replace(entry, help="Temperature; 0 tests greedy decoding only.")
+    return replace(entry, default=neutral.get(entry.name, entry.default), shown=None)
 
 
 _DISTRIBUTION = tuple(map(_certify_entry, entries(DistributionOptions, "command")))

@@ -203,10 +203,10 @@ def expand(command: Callable[..., int | None]) -> Callable[..., None]:
 
 def without_default(entry: TableEntry) -> TableEntry:
     """The same setting, but None if the user does not give it. Its range is not checked."""
-    shown = entry.key.shown or str(entry.default).lower().removesuffix(".0")
-    key = replace(entry.key, shown=shown, low=None, high=None, kind="")
-    kind = str if entry.key.kind else entry.type
-    return replace(entry, type=kind, default=None, optional=True, key=key)
+    kind = str if entry.kind else entry.type
+    shown = entry.shown or str(entry.default).lower().removesuffix(".0")
+    unchecked = replace(entry, type=kind, kind="", low=None, high=None)
+    return replace(unchecked, default=None, optional=True, shown=shown)
 
 
 _METAVARS = {str: "TEXT", int: "N", float: "X", Path: "PATH", tuple[str, ...]: "TEXT"}
@@ -215,31 +215,30 @@ _METAVARS = {str: "TEXT", int: "N", float: "X", Path: "PATH", tuple[str, ...]: "
 def _typer_parameter(entry: TableEntry, many: bool) -> inspect.Parameter:
     """A setting as a parameter for Typer. In a command with ``many`` options only the common ones
     are in --help; the others appear in --help-all, under their headings."""
-    key, default = entry.key, entry.default
-    kind: Any = entry.type
-    if key.kind:
+    default, kind = entry.default, entry.type
+    if entry.kind:
         kind = str
     elif entry.is_list:
         kind = list[get_args(kind)[0]]  # type: ignore[misc]
-    shown: Any = False if key.shown == "" else key.shown or True
-    limits: dict[str, Any] = {} if key.kind else {"min": key.low, "max": key.high}
+    shown: Any = False if entry.shown == "" else entry.shown or True
+    limits: dict[str, Any] = {} if entry.kind else {"min": entry.low, "max": entry.high}
     # A switch whose default is off does not need a --no-... form.
-    flags = key.flags or ((entry.flag,) if default is False else ())
+    flags = entry.flags or ((entry.flag,) if default is False else ())
     if default is MISSING:
         default = inspect.Parameter.empty
     elif isinstance(default, tuple):
-        default = ",".join(map(str, default)) if key.kind else [*default]
-    help = f"{key.help} One of {', '.join(key.choices)}." if key.choices else key.help
+        default = ",".join(map(str, default)) if entry.kind else [*default]
+    help = f"{entry.help} One of {', '.join(entry.choices)}." if entry.choices else entry.help
     listed = not many or entry.name in _COMMON_OPTIONS or default is inspect.Parameter.empty
     common: dict[str, Any] = {"help": escape(help), "show_default": shown, "hidden": not listed}
     common |= limits
     if flags and not flags[0].startswith("-"):
         option: Any = typer.Argument(metavar=flags[0], **common)
     else:
-        panel = None if many and listed else key.panel or None
-        if entry.is_list and not key.kind:
+        panel = None if many and listed else entry.panel or None
+        if entry.is_list and not entry.kind:
             common["help"] += " Repeatable."
-        metavar = key.metavar or _METAVARS.get(entry.type)
+        metavar = entry.metavar or _METAVARS.get(entry.type)
         option = typer.Option(*flags, metavar=metavar, rich_help_panel=panel, **common)
     if entry.optional:
         kind = kind | None
@@ -249,7 +248,7 @@ def _typer_parameter(entry: TableEntry, many: bool) -> inspect.Parameter:
 
 def _value(entry: TableEntry, given: Any) -> Any:
     """Convert a value from Typer to the type of the setting. Raises BadParameter."""
-    if given is not None and (entry.key.kind or isinstance(given, float)):  # it may be NaN
+    if given is not None and (entry.kind or isinstance(given, float)):  # it may be NaN
         try:
             return entry.read(given, entry.flag)
         except ConfigError as error:

@@ -163,7 +163,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     for section, content in read_toml(path, "config file").items():
         if section not in SECTIONS or not isinstance(content, dict):
             raise ConfigError(f"{path}: {_unknown_key('', section)}")
-        known = {entry.name: entry for entry in keys() if entry.key.section == section}
+        known = {entry.name: entry for entry in keys() if entry.section == section}
         for name, value in content.items():
             where = f"{path}: [{section}] {name}"
             if name not in known:  # perhaps another engine's name for one of the keys
@@ -179,10 +179,10 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 def _unknown_key(section: str, name: str) -> str:
     """The message for an unknown key or ("") section, with the most similar one."""
-    candidates = {entry.name: f"[{entry.key.section}] {entry.name}" for entry in keys()}
+    candidates = {entry.name: f"[{entry.section}] {entry.name}" for entry in keys()}
     if not section:
         candidates |= {other: f"[{other}]" for other in SECTIONS}
-    names = [entry.name for entry in keys() if entry.key.section == section]
+    names = [entry.name for entry in keys() if entry.section == section]
     advice = (
         f"the keys are {', '.join(names)}" if section else f"the sections are {', '.join(SECTIONS)}"
     )
@@ -200,11 +200,11 @@ def to_toml(config: ServeConfig) -> str:
     for section in SECTIONS:
         lines.append(f"[{section}]")
         for entry in keys():
-            if entry.key.section != section:
+            if entry.section != section:
                 continue
             value = values[entry.name]
-            if value is None or (value == () and entry.key.shown is not None):
-                lines.append(f"# {entry.name}: {entry.key.shown}")
+            if value is None or (value == () and entry.shown is not None):
+                lines.append(f"# {entry.name}: {entry.shown}")
             else:
                 shown = list(value) if isinstance(value, tuple) else value
                 lines.append(tomli_w.dumps({entry.name: shown}).strip())

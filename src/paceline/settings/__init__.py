@@ -22,14 +22,15 @@ from paceline.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Key:
-    """The properties of a setting other than its name, type and default.
+class TableEntry:
+    """One setting.
 
     ``panel``: its heading in ``--help`` and, in lower case, its section in a file. ``kind``: a
     notation that its type does not imply: size, length ... ``low``, ``high``: bounds, included.
-    ``advice`` follows the ``choices`` in errors.
-    ``shown``: the default in words; "" shows none. ``flags`` replace ``--name``. ``except_in``:
-    where it cannot be set: "command", "server", "LLM", "with_draft"."""
+    ``advice`` follows the ``choices`` in errors. ``shown``: the default in words; "" shows none.
+    ``flags`` replace ``--name``. ``except_in``: where it cannot be set: "command", "server", "LLM",
+    "with_draft". The last four are the field's own, set by ``entry_of``: ``type`` leaves out None,
+    which ``optional`` allows."""
 
     help: str
     panel: str = ""
@@ -42,18 +43,56 @@ class Key:
     metavar: str | None = None
     flags: tuple[str, ...] = ()
     except_in: tuple[str, ...] = ()
+    name: str = ""
+    type: Any = None
+    optional: bool = False
+    default: Any = None  # MISSING: the setting is required
 
     @property
     def section(self) -> str:
         return self.panel.lower()
+
+    @property
+    def flag(self) -> str:
+        """The long option, as ``--draft-length``."""
+        long = (item.partition("/")[0] for item in self.flags if item.startswith("--"))
+        return next(long, flag(self.name))
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.type) is tuple
+
+    def read(self, value: object, where: str) -> Any:
+        """Parse and check a value. ``where`` begins the message of errors. Raises ConfigError."""
+        of_type = _typed, _WORDS.get(self.type, "a list of texts")
+        parse, words = _KINDS.get(self.kind, of_type)
+        try:
+            parsed = parse(self.type, value)
+            if self.low is not None and parsed == ():
+                raise ValueError
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        except (TypeError, ValueError):
+            raise ConfigError(f"{where} is {value!r}; it must be {words}") from None
+        if self.choices and parsed not in self.choices:
+            named = f"{where} is {value!r}; use one of {', '.join(self.choices)}"
+            raise ConfigError(named + self.advice)
+        numbers = parsed if isinstance(parsed, tuple) else (parsed,)
+        for number in (item for item in numbers if isinstance(item, (int, float))):
+            if self.low is not None and not number >= self.low:
+                raise ConfigError(f"{where} is {value!r}; it must be at least {self.low:g}")
+            if self.high is not None and number > self.high:
+                raise ConfigError(f"{where} is {value!r}; it can be at most {self.high:g}")
+        return parsed
 
 
 # -- tables ----------------------------------------------------------------------------------------
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """Make a field of a table. ``more``: fields of ``Key``. A default MISSING makes it required."""
-    return field(default=default, kw_only=default is MISSING, metadata={"key": Key(help, **more)})
+    """Make a field of a table. ``more``: of ``TableEntry``. A default MISSING makes it required."""
+    entry = TableEntry(help, **more)
+    return field(default=default, kw_only=default is MISSING, metadata={"entry": entry})
 
 
 def under(panel: str) -> Callable[..., Any]:
@@ -63,53 +102,8 @@ def under(panel: str) -> Callable[..., Any]:
 
 def changed(table: type, name: str, default: Any, **changes: Any) -> Any:
     """The setting of another table with another default or other properties."""
-    (key,) = (item.metadata["key"] for item in fields(table) if item.name == name)
-    return field(default=default, metadata={"key": replace(key, **changes)})
-
-
-@dataclass(frozen=True)
-class TableEntry:
-    """One field of a table. ``type`` leaves out None; ``optional``: whether None is allowed."""
-
-    name: str
-    type: Any
-    optional: bool
-    default: Any  # MISSING: the setting is required
-    key: Key
-
-    @property
-    def flag(self) -> str:
-        """The long option, as ``--draft-length``."""
-        long = (item.partition("/")[0] for item in self.key.flags if item.startswith("--"))
-        return next(long, flag(self.name))
-
-    @property
-    def is_list(self) -> bool:
-        return get_origin(self.type) is tuple
-
-    def read(self, value: object, where: str) -> Any:
-        """Parse and check a value. ``where`` begins the message of errors. Raises ConfigError."""
-        key = self.key
-        of_type = _typed, _WORDS.get(self.type, "a list of texts")
-        parse, words = _KINDS.get(key.kind, of_type)
-        try:
-            parsed = parse(self.type, value)
-            if key.low is not None and parsed == ():
-                raise ValueError
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        except (TypeError, ValueError):
-            raise ConfigError(f"{where} is {value!r}; it must be {words}") from None
-        if key.choices and parsed not in key.choices:
-            named = f"{where} is {value!r}; use one of {', '.join(key.choices)}"
-            raise ConfigError(named + key.advice)
-        numbers = parsed if isinstance(parsed, tuple) else (parsed,)
-        for number in (item for item in numbers if isinstance(item, (int, float))):
-            if key.low is not None and not number >= key.low:
-                raise ConfigError(f"{where} is {value!r}; it must be at least {key.low:g}")
-            if key.high is not None and number > key.high:
-                raise ConfigError(f"{where} is {value!r}; it can be at most {key.high:g}")
-        return parsed
+    (entry,) = (item.metadata["entry"] for item in fields(table) if item.name == name)
+    return field(default=default, metadata={"entry": replace(entry, **changes)})
 
 
 def flag(name: str) -> str:
@@ -121,11 +115,11 @@ def flag(name: str) -> str:
 def entries(table: type, where: str = "") -> tuple[TableEntry, ...]:
     """The settings of a table that can be set in ``where``: command, server, LLM or beside."""
     hints = get_type_hints(table)
-    settings = [item for item in fields(table) if "key" in item.metadata]
+    settings = [item for item in fields(table) if "entry" in item.metadata]
     return tuple(
         entry_of(item.name, hints[item.name], item)
         for item in settings
-        if where not in item.metadata["key"].except_in
+        if where not in item.metadata["entry"].except_in
     )
 
 
@@ -133,7 +127,9 @@ def entry_of(name: str, hint: Any, item: Field[Any]) -> TableEntry:
     """The entry of a field made by ``setting``, with this name and type."""
     inner = [part for part in get_args(hint) if part is not NoneType]
     type_ = hint if get_origin(hint) is tuple or not inner else inner[0]
-    return TableEntry(name, type_, NoneType in get_args(hint), item.default, item.metadata["key"])
+    entry: TableEntry = item.metadata["entry"]
+    optional = NoneType in get_args(hint)
+    return replace(entry, name=name, type=type_, optional=optional, default=item.default)
 
 
 # -- parsing values --------------------------------------------------------------------------------
