@@ -49,7 +49,7 @@ def prompts(folder: Path, *records: Any) -> list[Source]:
 
 def question(text: str) -> dict[str, Any]:
     message = {"role": "user", "content": text}
-    return {"messages": [message], "license": "MIT", "source": "us", "task": "chat"}
+    return {"messages": [message], "license": "MIT", "source": "us"}
 
 
 def write(
@@ -70,8 +70,7 @@ def test_every_question_is_answered_once_and_reads_back(tmp_path: Path) -> None:
     for record in records:
         asked = f"<|endoftext|><|user|>What is {record['job']}?<|end|><|assistant|>"
         assert record["text"] == f"{asked}answer {record['prompt']}<|end|>"
-        assert record["license"], record["source"] == ("MIT", "us")
-        assert (record["temperature"], record["finish"], record["task"]) == (0.5, "stop", "chat")
+        assert (record["license"], record["source"], record["finish"]) == ("MIT", "us", "stop")
     file = tmp_path / "answers.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     stream = encode_stream(file, TOKENIZER)

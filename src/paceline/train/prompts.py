@@ -37,7 +37,6 @@ class NumberedPrompt:
     token_ids: list[int]
     source: str
     license: str
-    task: str = ""
     conversation: Conversation | None = None
     number: int = 0
     turn: int = 1
@@ -124,10 +123,9 @@ class _PromptMaker:
         questions = conversation.next_questions
         if not questions and self.rng.random() < self.selection.follow_ups:
             questions = (FOLLOW_UPS[int(self.rng.integers(len(FOLLOW_UPS)))],)
-        task = str(record.get("task", record.get("category", "")))
         messages = conversation.messages[:turn]
         conversation = replace(conversation, messages=messages, next_questions=questions)
-        return NumberedPrompt(ids, source, licence, task, conversation)
+        return NumberedPrompt(ids, source, licence, conversation)
 
     def _text_prefix(self, record: dict[str, Any]) -> list[int]:
         prompt, text = record.get("prompt"), record.get("text")
@@ -195,10 +193,8 @@ class AnswerWriter:
         record = {
             "job": prompt.number,
             "turn": prompt.turn,
-            "task": prompt.task,
             "source": prompt.source,
             "license": prompt.license,
-            "temperature": self._params.temperature,
             "prompt": len(prompt.token_ids),
             "ids": ids,
             "text": self._llm.tokenizer.decode(ids),
