@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -65,7 +65,7 @@ class Trainer(ABC):
     noun = "model"  # what the result is called in messages
     spec: str | None = ""  # the prefix of its folder in ``--draft``; None: it is not a draft
     # Parts of the names of matrices that AdamW optimises.
-    adamw_names: Sequence[str] = ("embed", "lm_head", "mask_hidden")
+    adamw_names: tuple[str, ...] = ("embed", "lm_head", "mask_hidden")
 
     # Set by ``prepare``.
     learner: nn.Module  # the module that is trained
