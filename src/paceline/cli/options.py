@@ -102,8 +102,12 @@ class Command(SwitchesWithoutType, TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         brief = any(item.name == _HELP_ALL.name for item in self.params)
         brief &= not ctx.meta.get(_WHOLE_HELP)
-        shown = copy(self)
-        shown.params = [_in_help(item, brief) for item in self.params]
+        shown, parameters = copy(self), list[Any](map(copy, self.params))
+        shown.params = parameters
+        for item in parameters:
+            item.hidden &= brief
+            if brief:
+                item.help = item.help.partition(". ")[0].removesuffix(".") + "."
         super(Command, shown).format_help(ctx, formatter)
 
     @staticmethod
@@ -122,15 +126,6 @@ class Command(SwitchesWithoutType, TyperCommand):
 
 
 _WHOLE_HELP = "paceline.help_all"
-
-
-def _in_help(parameter: Any, brief: bool) -> Any:
-    """A parameter as ``--help`` shows it, or as ``--help-all`` does."""
-    shown = copy(parameter)
-    shown.hidden &= brief
-    if brief:
-        shown.help = shown.help.partition(". ")[0].removesuffix(".") + "."
-    return shown
 
 
 def _show_all(ctx: typer.Context, wanted: bool) -> None:
