@@ -99,7 +99,7 @@ class FeatureCache:
         """The target's outputs for a batch; sequences that are not cached are computed first."""
         pieces = [row[:length] for row, length in zip(windows.ids, windows.lengths, strict=True)]
         stored = [load_cached(self._file(piece)) for piece in pieces]
-        kept = {row: _decoded(**found) for row, found in enumerate(stored) if found is not None}
+        kept = {row: _decoded(**parts) for row, parts in enumerate(stored) if parts is not None}
         missing = [row for row in range(len(pieces)) if row not in kept]
         if missing:
             lengths = tuple(windows.lengths[row] for row in missing)
