@@ -100,7 +100,7 @@ def test_names_of_loaded_drafters(pair: tuple[str, str]) -> None:
     target, draft = pair
     llm = LLM(target, ["ngram:min=2", draft, f"model:{target}"], dtype="float32", draft_length=2)
     assert llm.drafters == ("ngram", "model", "model-2")
-    wrong = "drafter 'eagle3' is not loaded; use one of ngram, model, model-2, none"
+    wrong = "drafter: 'eagle3' is not loaded; use one of ngram, model, model-2, none"
     with pytest.raises(ConfigError, match=wrong):
         llm.generate("Once upon", SamplingParams(drafter="eagle3"))
     (own,) = llm.generate("Once upon", SamplingParams(drafter="model-2", max_tokens=9))

@@ -94,12 +94,6 @@ def test_metrics_add_up(fresh: Running) -> None:
         ]
         drafts = value(samples, "spec_decode_num_drafts_total", **labels)
         assert drafts == reached[0] >= reached[1] >= reached[2] >= reached[3]
-    rate = value(samples, "spec_decode_acceptance_rate", drafter="model")
-    assert rate == pytest.approx(stats[0][1]["acceptance_rate"], abs=0.1)
-    assert value(samples, "spec_decode_mean_accepted_length", drafter="model") > 1
-    assert 0 < value(samples, "spec_decode_draft_length", drafter="model") <= 4
-    assert value(samples, "spec_decode_mean_accepted_length", drafter="none") == 1.0
-    assert value(samples, "spec_decode_draft_length", drafter="none") == 0
     assert total(samples, "spec_decode_num_drafts_total", drafter="none") == 0
     for phase in ("draft", "target", "verify", "other"):
         assert value(samples, "step_seconds_total", phase=phase, drafter="model") > 0

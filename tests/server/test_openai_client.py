@@ -175,7 +175,6 @@ def test_speculation_by_request(client: openai.OpenAI) -> None:
     texts = set()
     for named, drafted in (
         ({"drafter": "none"}, False),
-        ({"method": "off"}, False),  # as before 0.2.0
         ({"drafter": "model"}, True),
         ({"drafter": "ngram"}, True),
         ({"drafter": "auto"}, True),

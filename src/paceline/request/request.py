@@ -58,14 +58,12 @@ class Request:
         self._shown: list[str] = []  # the text of each event
 
     def _new_text_stream(self) -> TextStream:
-        """A new text stream that begins after the prompt."""
         seq, params = self.seq, self.seq.params
         prompt = seq.tokens[: seq.prompt_length]
         stops = params.stop, params.min_tokens, self.hidden, prompt
         return TextStream(self.tokenizer, *stops, params.include_stop_str_in_output)
 
     def _decode_all(self) -> TextStream:
-        """Decode all output tokens again."""
         text = self._new_text_stream()
         text.consume(self.seq.tokens[self.seq.prompt_length :])
         return text

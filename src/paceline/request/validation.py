@@ -136,7 +136,7 @@ def check_params(params: SamplingParams, known: int, width: int, drafters: Seque
         )
     if params.drafter not in (None, "none", *drafters):
         raise ConfigError(
-            f"drafter {shown(params.drafter)} is not loaded; use one of "
+            f"drafter: {shown(params.drafter)} is not loaded; use one of "
             f"{', '.join(dict.fromkeys((*drafters, 'none')))}, or load it with draft=[...]"
         )
     if not all(0 <= token < width for token in params.prediction):

@@ -151,11 +151,7 @@ class EngineLoop:
     def _prepare(self, submit: wire.Submit, job: EngineJob) -> None:
         """Make the requests of a job and queue them. Raises PacelineError."""
         try:
-            requests = [
-                request
-                for number, prompt in enumerate(submit.prompts)
-                for request in self.llm.prepare(prompt, submit.params, number, submit.streams)
-            ]
+            requests = self.llm.prepare_all(submit.prompts, submit.params, submit.streams)
             for request in requests:
                 request.whole_characters = True
                 request.prompt = ""  # the HTTP side knows it

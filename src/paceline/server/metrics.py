@@ -33,7 +33,6 @@ _TABLE, _BUCKETS = _FILE["metrics"], _FILE["buckets"]
 VLLM_NAMES: Mapping[str, Sequence[str]] = {
     name: row["vllm"] for name, row in _TABLE.items() if "vllm" in row
 }
-_DECAY = 0.995  # of moving sums, for each step of a sequence: about the last two hundred count
 
 
 class Metrics:
@@ -43,8 +42,6 @@ class Metrics:
     def __init__(self, alias_of: str | None = None) -> None:
         self.registry, self._alias_of = CollectorRegistry(), alias_of
         self.named: dict[str, Any] = {name: self._new(name, **row) for name, row in _TABLE.items()}
-        # Decayed sums by drafter: steps, tokens, draft depths, draft tokens, accepted tokens.
-        self._recent: dict[str, tuple[float, ...]] = {}
         self._phases = dict.fromkeys(PHASES, 0.0)
         self._last_step: Tally[str] = Tally()  # number of sequences by drafter
         self._preempted = 0
@@ -94,9 +91,6 @@ class Metrics:
             gap = (arrivals[-1][0] - arrivals[-2][0]) / count
             for _ in range(count):
                 self.named["inter_token_latency_seconds"].observe(gap)
-        new = 1, count, commit.levels, commit.drafted, len(commit.path)
-        recent = self._recent.get(drafter, (0.0,) * len(new))
-        self._recent[drafter] = tuple(_DECAY * x + y for x, y in zip(recent, new, strict=True))
         if not commit.drafted:
             return
         labels = drafter, request.seq.adapter.name if request.seq.adapter else ""
@@ -149,11 +143,6 @@ class Metrics:
         for key in [*((name, None, 0) for name in self._watch.drafters), *self._watch.warned]:
             name, adapter, _ = key
             collapsed.labels(name, adapter or "").set(key in self._watch.collapsed)
-        for drafter, (steps, tokens, levels, drafted, accepted) in self._recent.copy().items():
-            self.named["spec_decode_mean_accepted_length"].labels(drafter).set(tokens / steps)
-            self.named["spec_decode_draft_length"].labels(drafter).set(levels / steps)
-            if drafted:
-                self.named["spec_decode_acceptance_rate"].labels(drafter).set(accepted / drafted)
         rendered: list[Collector] = [self.registry]
         if self._alias_of is not None:
             rendered.append(VllmNames(self.registry, self._alias_of))

@@ -110,7 +110,6 @@ class EventStream(StreamingResponse):
 
 
 def _encode_events(answer: Answer, chunks: Sequence[Chunk]) -> bytes:
-    """The chunks as server-sent events."""
     if not answer.named_events:
         return b"".join(b"data: %b\n\n" % _encode(chunk) for chunk in chunks)
     events = ((chunk["type"].encode(), _encode(chunk)) for chunk in chunks)

@@ -32,7 +32,6 @@ from paceline.server.client import Ticket
 from paceline.server.failures import APIError, check_text
 from paceline.server.requestlog import report_ignored
 from paceline.server.service import Service
-from paceline.server.wire import Facts
 
 PREDICTED_LENGTH = 16  # draft tokens per step for a request with a predicted output
 _MAX_DIGITS = 12  # of a token id
@@ -69,7 +68,7 @@ class SubmittedChat:
         marks = Marks.of(service.tokenizer) if body.separate_reasoning else None
         # Calls and thoughts may be marked by special tokens.
         marked = bool(body.shown_tools) or (marks is not None and marks.special)
-        params = sampling_params(body, service.facts, limit, logprobs, grammar, marked)
+        params = sampling_params(body, service.facts.sampling, limit, logprobs, grammar, marked)
         if body.prediction is not None and params.drafter != "none":
             expected = await service.encode(body.prediction.content, False, "prediction")
             length = PREDICTED_LENGTH if params.draft_length is None else params.draft_length
@@ -230,17 +229,16 @@ def fill_in_middle_prompt(tokenizer: Tokenizer, prefix: list[int], suffix: str) 
 
 def sampling_params(
     request: protocol.Generation,
-    facts: Facts,
+    defaults: SamplingDefaults,
     max_tokens: int,
     logprobs: int | None,
     call_grammar: Grammar | None = None,
     keep_special_tokens: bool = False,
 ) -> SamplingParams:
-    """The sampling parameters of a request. ``facts`` has the names of the loaded drafters and the
-    default settings. ``call_grammar`` is the grammar of a forced tool call; it replaces the
-    request's own, as there is no other text. ``keep_special_tokens`` leaves special tokens in the
-    text, since they may mark tool calls. As in OpenAI and vLLM, seed -1 means no seed and top_p 0
-    greedy decoding. Raises APIError and ConfigError."""
+    """The sampling parameters of a request. ``call_grammar`` is the grammar of a forced tool call;
+    it replaces the request's own, as there is no other text. ``keep_special_tokens`` leaves special
+    tokens in the text, since they may mark tool calls. As in OpenAI and vLLM, seed -1 means no seed
+    and top_p 0 greedy decoding. Raises APIError and ConfigError."""
     speculation = request.speculation or protocol.Speculation()
     text_grammar = _text_grammar(request)
     if call_grammar is not None and text_grammar is not None:
@@ -248,13 +246,13 @@ def sampling_params(
             if getattr(request, name) is not None:
                 report_ignored(name)
     return SamplingParams(
-        **sampling_settings(request, facts.sampling),
+        **sampling_settings(request, defaults),
         **{name: getattr(request, name) for name in _SAME_NAMED},
         logit_bias=_parse_logit_bias(request.logit_bias or {}),
         seed=None if request.seed in (None, -1) else request.seed % 2**63,
         max_tokens=max_tokens,
         logprobs=0 if logprobs is None and speculation.tokens else logprobs,
-        drafter=_drafter(speculation.drafter, facts.drafters),
+        drafter=None if speculation.drafter == "auto" else speculation.drafter,
         draft_length=speculation.draft_length,
         skip_special_tokens=request.skip_special_tokens and not keep_special_tokens,
         skip_end_tokens=request.skip_special_tokens,
@@ -282,21 +280,6 @@ def _parse_logit_bias(logit_bias: dict[str, float]) -> dict[int, float]:
             )
         biases[int(token)] = bias
     return biases
-
-
-def _drafter(name: str, drafters: tuple[str, ...]) -> str | None:
-    """The name of the requested drafter, "none", or None for the default. Raises APIError."""
-    if name == "auto":
-        return None
-    if name in ("none", "off"):  # "off" was its name before 0.2.0
-        return "none"
-    if name not in drafters:
-        offered = ", ".join(dict.fromkeys(("auto", "none", *drafters)))
-        raise APIError(
-            f"speculation.drafter {name!r} is not loaded; use one of {offered}",
-            param="speculation.drafter",
-        )
-    return name
 
 
 def _text_grammar(request: protocol.Generation) -> Grammar | None:

@@ -173,7 +173,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         prompts = [await _encode(service, body, prompt) for prompt in body.prompt]
         remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
         limit = remaining if body.max_tokens is None else max(1, body.max_tokens)
-        params = sampling_params(body, service.facts, limit, body.logprobs)
+        params = sampling_params(body, service.facts.sampling, limit, body.logprobs)
         params = replace(params, prompt_logprobs=body.logprobs if body.echo else None)
         ticket = await service.submit(body, prompts, params)
         answer = CompletionAnswer(service, body, ticket, prompts)

@@ -144,7 +144,6 @@ class ResponsesAnswer(blocks.BlocksAnswer):
         return {"type": kind, "sequence_number": self._sequence_number - 1, **fields}
 
     def _item_event(self, kind: str, block: blocks.AnswerBlock, **fields: Any) -> Chunk:
-        """An event about a block."""
         position = {"item_id": self._item_id(block), "output_index": block.index}
         if not block.call_id:
             position["content_index"] = 0
@@ -168,7 +167,6 @@ class ResponsesAnswer(blocks.BlocksAnswer):
         return f"{kind}_{self._id.removeprefix('resp_')}_{block.index}"
 
     def _item(self, block: blocks.AnswerBlock) -> dict[str, Any]:
-        """The output item of a block."""
         kind = "function_call" if block.call_id else "message"
         item = {"id": self._item_id(block), "type": kind, "status": block.status}
         if block.is_thought:
@@ -197,27 +195,29 @@ class ResponsesAnswer(blocks.BlocksAnswer):
     def _delta_event(
         self, block: blocks.AnswerBlock, piece: str, logprobs: list[dict[str, Any]]
     ) -> Chunk:
-        if block.call_id:
-            return self._item_event("response.function_call_arguments.delta", block, delta=piece)
-        if block.is_thought:
-            return self._item_event("response.reasoning_text.delta", block, delta=piece)
-        return self._item_event("response.output_text.delta", block, delta=piece, logprobs=logprobs)
+        kind = _event_kind(block)
+        fields: dict[str, Any] = {"delta": piece}
+        if kind == "output_text":
+            fields["logprobs"] = logprobs
+        return self._item_event(f"response.{kind}.delta", block, **fields)
 
     def _end_events(self, block: blocks.AnswerBlock) -> Iterator[Chunk]:
-        item = self._item(block)
-        if block.call_id:
-            call = {name: item[name] for name in ("name", "arguments")}
-            yield self._item_event("response.function_call_arguments.done", block, **call)
-        else:
-            done: dict[str, Any] = {"text": block.text}
-            if block.is_thought:
-                yield self._item_event("response.reasoning_text.done", block, **done)
-            else:
-                done["logprobs"] = block.logprobs
-                yield self._item_event("response.output_text.done", block, **done)
-            part = item["content"][0]
+        item, kind = self._item(block), _event_kind(block)
+        done: dict[str, Any] = {"text": block.text}
+        if kind == "function_call_arguments":
+            done = {name: item[name] for name in ("name", "arguments")}
+        elif kind == "output_text":
+            done["logprobs"] = block.logprobs
+        yield self._item_event(f"response.{kind}.done", block, **done)
+        for part in item.get("content", ()):
             yield self._item_event("response.content_part.done", block, part=part)
         yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+
+def _event_kind(block: blocks.AnswerBlock) -> str:
+    if block.call_id:
+        return "function_call_arguments"
+    return "reasoning_text" if block.is_thought else "output_text"
 
 
 @dataclass(frozen=True)
