@@ -23,7 +23,6 @@ from paceline.model.backends.base import Ranks
 from paceline.model.loading import load_tokenizer
 from paceline.model.lora import Adapters
 from paceline.model.names import DEFAULT_DRAFT, as_name
-from paceline.model.target import CausalModel
 from paceline.model.tokenizer import Tokenizer
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.grammar import GrammarCompiler
@@ -179,7 +178,8 @@ class LLM:
         generation = getattr(target.hf, "generation_config", None)
         self.sampling_defaults = sampling_defaults(vars(options), generation, model)
         self.adapters = Adapters(target, lora)
-        self._assemble(target, load_tokenizer(model), draft, options)
+        self.target, self.tokenizer = target, load_tokenizer(model)
+        self._assemble(draft, options)
         self._grammars = GrammarCompiler(self.tokenizer, self._width, self.end_tokens)
 
     def with_draft(
@@ -209,36 +209,32 @@ class LLM:
         known = self.known_costs
         options = EngineOptions(dtype=self._dtype, **given, controller=controller, known=known)
         other = LLM.__new__(LLM)
+        other.target, other.tokenizer = self.target, self.tokenizer
         other.sampling_defaults, other.adapters = self.sampling_defaults, self.adapters
         other._grammars = self._grammars  # making its table of tokens takes long
-        other._assemble(self.target, self.tokenizer, draft, options)
+        other._assemble(draft, options)
         return other
 
     def _assemble(
-        self,
-        target: CausalModel,
-        tokenizer: Tokenizer,
-        draft: DraftLike | Sequence[DraftLike] | None,
-        options: EngineOptions,
+        self, draft: DraftLike | Sequence[DraftLike] | None, options: EngineOptions
     ) -> None:
-        """Load the drafter and build the engine around a loaded target."""
-        self.target, self.tokenizer = target, tokenizer
-        self._dtype = options.dtype
+        """Load the drafter and build the engine around the target."""
+        target, tokenizer, self._dtype = self.target, self.tokenizer, options.dtype
         self.receipts = Receipts(target, tokenizer)
-        self._generator = seeded_generator(target.device, options.seed)
+        generator = seeded_generator(target.device, options.seed)
         with stage("loading the draft"):
             prepared = load_draft(draft, target, tokenizer, options)
         self.drafters, self.drafts = prepared.names, prepared.drafts
         self.setup_notes += prepared.notes
         with stage("measuring what steps cost"):
-            engine = build_engine(target, prepared, options, self._generator)
+            engine = build_engine(target, prepared, options, generator)
         ranks = self._ranks
         self.owner = EngineOwner(engine) if ranks is None else EngineOwner(engine, ranks.close)
         cached = engine.cache.num_blocks * BLOCK_SIZE
         self.context_budget = ContextBudget(target.name, options.positions(target), cached)
         eos = tokenizer.eos_token_id
         self.end_tokens = target.eos_token_ids | ({eos} if isinstance(eos, int) else set())
-        self._width = max(len(self.tokenizer), 1)
+        self._width = max(len(tokenizer), 1)
         self._encoding = threading.Lock()  # the tokenizer is not thread-safe
 
     @property
