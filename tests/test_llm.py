@@ -218,7 +218,7 @@ def test_a_closed_llm_says_so(random_pair: tuple[str, str]) -> None:
         lambda: closed.generate(PROMPT),
         lambda: closed.stream(PROMPT),
         lambda: closed.chat([{"role": "user", "content": "x"}]),
-        lambda: closed.step(),
+        lambda: closed.owner.step(),
         lambda: list(reading),
     )
     for call in calls:

@@ -86,7 +86,7 @@ class Request:
             else:
                 text = ""
                 if self._stream is not None:
-                    if self.seq.stops is None:  # the engine has consumed the tokens otherwise
+                    if self._stream is not self.seq.stops:  # to which the engine gives the tokens
                         self._stream.consume(commit.tokens)
                     text = self._stream.take()
                 if commit.finish_reason is not None:
