@@ -191,6 +191,8 @@ def test_speculation_by_request(client: openai.OpenAI) -> None:
         tokens = answer["choices"][0]["tokens"]
         assert (stats["drafted_tokens"] > 0) == drafted or named == {"drafter": "ngram"}
         assert sum(token["from_draft"] for token in tokens) == stats["accepted_tokens"]
+        names = {"model", "ngram"} if named == {"drafter": "auto"} else {named["drafter"]}
+        assert {token["drafter"] for token in tokens if token["from_draft"]} <= names
         assert "".join(token["text"] for token in tokens) == answer["choices"][0]["text"]
         texts.add(answer["choices"][0]["text"])
     assert len(texts) == 1

@@ -96,7 +96,8 @@ class StreamEvent:
     """What one step added to one sequence. The last event of a sequence has its completion.
 
     ``request``: index of the prompt in the list given to ``stream``. ``from_draft[i]``: whether
-    token i was drafted; drafted tokens come first. ``logprobs``: one per token, if asked for.
+    token i was drafted; in a step, drafted tokens come first. ``drafters[i]``: the name of its
+    drafter, "" if it was not drafted. ``logprobs``: one per token, if asked for.
     ``prompt_logprobs``: if asked for, in the first event."""
 
     request: int
@@ -107,4 +108,4 @@ class StreamEvent:
     completion: Completion | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
-    drafter: str = ""  # name of the drafter of the tokens ``from_draft``
+    drafters: list[str] = field(default_factory=list)

@@ -49,6 +49,7 @@ class Request:
         self.completion: Completion | None = None
         self.events: deque[StreamEvent] = deque()
         self._draft_mask: list[bool] = []
+        self._drafters: list[str] = []
         self._logprobs: list[TokenLogprob] | None = [] if seq.params.logprobs is not None else None
         # Text is decoded commit by commit only if it is streamed or may have a stop string, for
         # which the engine searches the same stream.
@@ -76,7 +77,9 @@ class Request:
         if not commit.tokens and commit.finish_reason is None:
             return
         mask = [index < len(commit.path) for index in range(len(commit.tokens))]
+        drafters = [commit.drafter if drafted else "" for drafted in mask]
         self._draft_mask.extend(mask)
+        self._drafters.extend(drafters)
         logprobs = None if commit.logprobs is None else list(commit.logprobs)
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.extend(logprobs)
@@ -102,11 +105,11 @@ class Request:
         if self.streams:
             scores = None if self._shown else self.prompt_logprobs or None
             self._shown.append(text)
-            added = text, list(commit.tokens), mask, done, logprobs, scores, commit.drafter
+            added = text, list(commit.tokens), mask, done, logprobs, scores, drafters
             self.events.append(event(*added))
         elif done is not None:
             whole = done.text, done.token_ids, done.draft_mask, done
-            self.events.append(event(*whole, done.logprobs, done.prompt_logprobs))
+            self.events.append(event(*whole, done.logprobs, done.prompt_logprobs, self._drafters))
 
     def fail(self, message: str) -> None:
         """End the request with an error and the tokens it has, unless it has ended already."""

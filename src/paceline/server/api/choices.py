@@ -94,7 +94,7 @@ class TokenOrigins:
                     "text": text + self._detokeniser.flush(reason == "length") if last else text,
                     "from_draft": drafted,
                     "draft_position": position if drafted else None,
-                    "drafter": event.drafter if drafted else None,
+                    "drafter": event.drafters[index] if drafted else None,
                     "logprob": None if logprobs is None else finite(logprobs[index].logprob),
                 }
             )
