@@ -155,10 +155,9 @@ class Router(_Joined):
     """Gives each member the slices whose requests name it; the first one gets those that name none.
     All share the engine and its cache. Another name, such as "none", means no drafts."""
 
-    name = "router"
-
     def __init__(self, members: Mapping[str, Drafter], device: torch.device | str) -> None:
         super().__init__(list(members.values()), list(members), device)
+        self.name = next(iter(members))  # of the drafts of requests that name no drafter
 
     def propose(self, plan: Plan) -> list[TokenTree]:
         trees = [self._empty] * len(plan.slices)

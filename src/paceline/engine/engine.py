@@ -297,7 +297,7 @@ class Engine:
             choices=verdict.choices,
             finish_reason=reason,
             logprobs=None if verdict.logprobs is None else verdict.logprobs[:kept],
-            drafter=str(chosen or self.drafter.name),
+            drafter=str(chosen or seq.params.drafter or self.drafter.name),
         )
 
     def _apply_commit(self, seq: SequenceState, commit: Commit) -> None:
