@@ -18,7 +18,7 @@ from paceline.lab.bench.engines import (
     parse_method,
 )
 from paceline.lab.bench.runner import BenchRequest, TimedRun
-from paceline.lab.openai_client import OpenAIClient
+from paceline.lab.openai_client import OpenAIClient, ServerFailedError, choices_of
 from paceline.llm import LLM
 from support.planted_server import PlantedServer, served
 from support.running_server import serve, service_of
@@ -75,6 +75,23 @@ def test_addresses() -> None:
 def test_tokens_are_dealt_out_whole() -> None:
     assert apportion(7, [1, 1, 1]) == [2, 2, 3]
     assert apportion(3, [2, 1, 0]) == [2, 1, 0] and sum(apportion(11, [3, 5, 1, 1])) == 11
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"choices": {"text": "a"}},
+        {"choices": ["a"]},
+        {"choices": [{"token_ids": ["a"]}]},
+        {"choices": [{"logprobs": {"content": [{"token": "a"}]}}]},
+        {"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": ["b"]}}]},
+    ],
+    ids=str,
+)
+def test_choices_outside_the_protocol_are_failures_of_the_server(answer: dict[str, Any]) -> None:
+    with pytest.raises(ServerFailedError):
+        choices_of(answer)
 
 
 # -- any server ------------------------------------------------------------------------------------
