@@ -108,7 +108,10 @@ def _refuse(path: Path, what: str, why: str, files: Sequence[Path]) -> None:
 
 
 def _size(file: Path) -> str:
-    return f"{file.lstat().st_size:,} bytes"
+    try:
+        return f"{file.lstat().st_size:,} bytes"
+    except OSError:  # a folder whose files may be listed, but not looked at
+        return "unreadable"
 
 
 def _proved(path: Path, proof: Proof | None) -> bool:
