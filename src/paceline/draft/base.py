@@ -168,7 +168,11 @@ def vocabulary_of(drafter: object) -> str | None:
 
 ANY_FORCED = 1 << 16  # ``max_forced_tokens`` of drafters that extend forced text of any length
 # What ``propose_one`` returns, the fields of ``LookupDraft``; the last two may be left out.
-Proposal = tuple[Any, ...]
+Proposal = (
+    tuple[Sequence[int], Sequence[int]]
+    | tuple[Sequence[int], Sequence[int], int]
+    | tuple[Sequence[int], Sequence[int], int, int]
+)
 
 
 @dataclass

@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
 
+from paceline.core.params import MAX_STOPS
 from paceline.server.fields import Body, Content
 
 MAX_CHOICES = 16  # n
 MAX_LOGPROBS = 20
-MAX_STOPS = 16
 MAX_PROMPTS = 64
 
 
