@@ -155,7 +155,7 @@ def _described(
     first = base.layers[0]
     attention = first.self_attn
     name = getattr(config, "hidden_activation", None) or config.hidden_act
-    activation = CLAMPED_SILU if hasattr(config, "swiglu_limit") else _ACTIVATIONS.get(name)
+    activation = CLAMPED_SILU if config.model_type == "gpt_oss" else _ACTIVATIONS.get(name)
     if activation is None:
         return f"the activation {name} is not known"
     layer_types = _rotations(base, config)
