@@ -28,14 +28,13 @@ def outcome(
     seconds: float,
     arrivals: Sequence[tuple[float, int]] = ((1.0, 1), (2.0, 3)),
     decoding: StepTotals = StepTotals(),  # noqa: B008
-    reports_drafted: bool = True,
     **counts: Any,
 ) -> TimedRun:
     """One answer whose tokens are 0, 1, 2 ..., a step for each delivery."""
     tokens = tuple(range(sum(count for _, count in arrivals)))
     answers = [TimedAnswer(tokens, tuple(arrivals))]
     counted = DraftCounts(target_steps=len(arrivals), **counts)
-    return TimedRun(answers, seconds, counted, decoding, reports_drafted=reports_drafted)
+    return TimedRun(answers, seconds, counted, decoding)
 
 
 def sums(steps: int, seconds: dict[str, float]) -> StepTotals:

@@ -102,7 +102,6 @@ def bench(engine: BenchedModel, source: PromptOptions, options: BenchOptions, ru
             BenchResult.of(methods, settings, llm, record),
             left_out=left_out,
             interrupted=bool(interrupted.code),
-            unequal=factory.unequal,
             spending=spending,
         )
     run.emit(result.record(), report_of(result), run.details)

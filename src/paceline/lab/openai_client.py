@@ -124,14 +124,13 @@ class AnswerToken(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerChoice:
-    """One choice of a completion or of a chunk of a stream. ``tokens`` and ``ids`` are empty if the
-    server gives no logprobs or no token ids. ``prompt_tokens`` and ``completion_tokens`` (of all
+    """One choice of a completion or of a chunk of a stream. ``tokens`` is empty if the
+    server gives no logprobs. ``prompt_tokens`` and ``completion_tokens`` (of all
     choices): the usage counts, None if the server gives none."""
 
     text: str
     reason: str | None
     tokens: tuple[AnswerToken, ...] = ()
-    ids: tuple[int, ...] = ()
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
@@ -151,13 +150,11 @@ class AnswerChoice:
             AnswerToken(token, math.nan if value is None else float(value), dict(top or {}))
             for token, value, top in zip(names, *padded, strict=False)
         )
-        ids = (int(token) for token in choice.get("token_ids") or ())
         counts = (usage.get(key) for key in ("prompt_tokens", "completion_tokens"))
         return cls(
             str(choice.get("text") or ""),
             choice.get("finish_reason"),
             tuple(tokens),
-            tuple(ids),
             *(count if isinstance(count, int) else None for count in counts),
         )
 

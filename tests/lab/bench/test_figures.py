@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.lab.bench.result import OVERALL, idle, percentile, rows
-from paceline.lab.bench.runner import JobResult, merged, take_turns
+from paceline.lab.bench.runner import JobResult, take_turns
 from paceline.lab.report.document import Spread
 from support.made_outcomes import Fake, job, job_result, outcome, sums
 
@@ -105,13 +105,6 @@ def test_drafts_and_phases_add_up() -> None:
     assert row.drafts["mean_accepted_length"] == 8 / 4
     assert row.drafts["length"] == 10 / 4
     assert row.phases == {"draft": 0.5, "target": 1.0, "verify": 0.0, "other": 0.5}
-
-
-def test_what_is_not_said_is_not_counted() -> None:
-    both = merged([outcome(1.0, drafted=0), outcome(1.0, reports_drafted=False)])
-    assert not both.reports_drafted
-    (row,) = rows([JobResult(job(), 0, {"plain": both})])
-    assert row.drafts["drafted"] is row.drafts["acceptance_rate"] is row.drafts["length"] is None
 
 
 def test_idle_methods_are_found() -> None:

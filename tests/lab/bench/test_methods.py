@@ -34,7 +34,7 @@ def test_parse(text: str, expected: Method) -> None:
     ("text", "draft", "words"),
     [
         ("ngrm", DRAFT, "no drafter 'ngrm' and no model folder 'ngrm'; did you mean ngram?"),
-        ("warp", DRAFT, "'warp' is not plain, draft or url:http"),
+        ("warp", DRAFT, "'warp' is not plain or draft"),
         ("warp", DRAFT, "eagle3"),
         ("transformers:lookup", DRAFT, "no drafter 'transformers'"),
         ("ngram:colour=1", DRAFT, "has no option colour"),
@@ -58,14 +58,13 @@ def test_plain_decoding_always_comes_first_and_nothing_twice() -> None:
 
 
 def test_lengths_apply_to_methods_without_one() -> None:
-    texts = ["ngram", "draft@auto", "url:http://a:1"]
+    texts = ["ngram", "draft@auto"]
     parsed = parse_methods(texts, DRAFT, (2, 4))
     assert [(method.name, method.length) for method in parsed] == [
         ("plain", 0),
         ("ngram@2", 2),
         ("ngram@4", 4),
         ("draft@auto", "auto"),
-        ("url:http://a:1", None),
     ]
 
 

@@ -135,7 +135,6 @@ def test_the_record_has_everything() -> None:
     assert set(record) == {
         *("model", "interrupted", "machine", "settings", "methods", "figures"),
         *("texts", "idle", "bugs", "prompts_left_out", "budget"),
-        "unequal",
     }
     row = record["figures"][1]
     assert row["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}

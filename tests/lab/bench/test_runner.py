@@ -83,7 +83,7 @@ def test_several_clients_share_all_prompts(clients: int, requests: int) -> None:
 
 
 def test_a_sweep_starts_everybody_at_every_concurrency() -> None:
-    methods = [Method("plain"), Method("ngram", "ngram"), Method("url:a", url="a")]
+    methods = [Method("plain"), Method("ngram", "ngram"), Method("suffix", "suffix")]
     sweep = Sweep(8, [1, 4], [0.0, 1.0], 3)
     started: list[tuple[str, int]] = []
 

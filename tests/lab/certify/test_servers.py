@@ -16,7 +16,13 @@ from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.server import ServerCertifier, check_greedy, lacks_of
 from paceline.lab.certify.session import Part, connect, name_of
-from paceline.lab.openai_client import AnswerChoice, AnswerToken
+from paceline.lab.openai_client import (
+    AnswerChoice,
+    AnswerToken,
+    OpenAIClient,
+    ServerFailedError,
+    choices_of,
+)
 from support.diagonal import diagonal
 from support.planted_server import FAULTS, PlantedServer, served
 
@@ -36,6 +42,32 @@ def outcome(
         certifier.run(said.append)
         assert any(what.startswith("streams: ") for what in said)
         return certifier.certificate()
+
+
+def test_addresses() -> None:
+    for url, base in (
+        ("http://a:1", "http://a:1/v1"),
+        ("http://a:1/v1/", "http://a:1/v1"),
+        ("https://a/b/v3", "https://a/b/v3"),
+        ("http://a/b", "http://a/b/v1"),
+    ):
+        assert OpenAIClient.at(url).url == base
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"choices": {"text": "a"}},
+        {"choices": ["a"]},
+        {"choices": [{"logprobs": {"content": [{"token": "a"}]}}]},
+        {"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": ["b"]}}]},
+    ],
+    ids=str,
+)
+def test_choices_outside_the_protocol_are_failures_of_the_server(answer: dict[str, Any]) -> None:
+    with pytest.raises(ServerFailedError):
+        choices_of(answer)
 
 
 @pytest.mark.parametrize("compared", [True, False])

@@ -147,7 +147,7 @@ def test_a_fast_run_without_accepted_drafts_is_no_gain() -> None:
     """On a busy machine a drafter of 1.00 tokens a step came first, by 1.31x."""
     lucky = trial("lucky", 1.31)
     (answer,) = lucky.run.answers
-    run = replace(lucky.run, answers=[replace(answer, reported_count=2)])  # tokens, in two steps
+    run = replace(lucky.run, answers=[replace(answer, tokens=(0, 1))])  # in two steps
     chosen = choose([replace(lucky, run=run), trial("look", 1.08, passes=False)])
     assert [one.label for one in chosen] == ["plain", "look", "look", "lucky", "lucky"]
 

@@ -43,9 +43,9 @@ class BenchOptions:
 
     method: tuple[str, ...] = _measuring(
         (),
-        "plain, draft, a spec, or url:http://HOST:PORT. draft is that of --draft. A spec may have "
-        "a length (ngram@5, eagle3:PATH@auto). A URL is another engine's server. Plain decoding is "
-        "always included, by default also the EAGLE-3 head of the built-in model.",
+        "plain, draft or a spec. draft is that of --draft. A spec may have a length (ngram@5, "
+        "eagle3:PATH@auto). Plain decoding is always included, by default also the EAGLE-3 head of "
+        "the built-in model.",
         flags=("--method", "-m"),
         shown="draft, ngram",
     )

@@ -1,21 +1,16 @@
-"""Methods of a comparison (``plain``, drafters with a length such as ``ngram@5``, servers such as
-``url:http://A:1``) and the engines that run them."""
+"""Methods of a comparison (``plain``, drafters with a length such as ``ngram@5``) and the engines
+that run them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
-from paceline.core.params import SamplingParams
 from paceline.drafters import DRAFTERS, parse_draft
-from paceline.engine.driver import DraftCounts, Drive, StepTotals, sequence
-from paceline.errors import ConfigError, PacelineError
+from paceline.engine.driver import Drive, StepTotals, sequence
+from paceline.errors import ConfigError
 from paceline.lab.bench.runner import (
     BenchEngine,
     BenchRequest,
@@ -23,13 +18,6 @@ from paceline.lab.bench.runner import (
     Method,
     TimedAnswer,
     TimedRun,
-)
-from paceline.lab.openai_client import (
-    AnswerChoice,
-    OpenAIClient,
-    RequestRefusedError,
-    ServerFailedError,
-    choices_of,
 )
 from paceline.llm import LLM
 
@@ -42,11 +30,6 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
     spec that the word "draft" stands for. Raises ConfigError."""
     text = text.strip()
     body, named_length = _split(text)
-    head, _, address = text.partition(":")
-    if head == "url":
-        if not address:
-            raise ConfigError(f"method {text!r} needs its address: url:http://HOST:PORT")
-        return Method(text, None, None, address)
     if body in (PLAIN, "none"):
         if named_length is not None:
             raise ConfigError(f"method {text!r}: plain decoding has no draft length; omit the @")
@@ -59,8 +42,7 @@ def parse_method(text: str, draft: str | None, length: Length = "auto") -> Metho
         try:
             parse_draft(body)
         except ConfigError as error:
-            known = f"{PLAIN}, draft or url:http://HOST:PORT"
-            raise ConfigError(f"method {text!r} is not {known}, and {error}") from None
+            raise ConfigError(f"method {text!r} is not {PLAIN} or draft, and {error}") from None
     return Method(text, body, length if named_length is None else named_length)
 
 
@@ -128,170 +110,10 @@ class EngineFactory:
     def __init__(self, llm: LLM, **options: Any) -> None:
         self._llm = llm
         self._options = {"seed": 0, "prefix_sharing": False, **options}
-        # By method, for servers: see ServedEngine.differences.
-        self.unequal: dict[str, dict[str, str]] = {}
 
-    def create(self, method: Method, clients: int, **options: Any) -> BenchEngine:
+    def create(self, method: Method, clients: int, **options: Any) -> Paceline:
         """An engine for ``clients`` concurrent requests. ``options`` override the common ones.
-        Raises what loading a drafter or a request to a server raises."""
-        if method.url is not None:
-            served = open_served(method.name, method.url, clients, self._llm)
-            # Shared by the engines of a method at all numbers of clients.
-            served.differences = self.unequal.setdefault(method.name, served.differences)
-            return served
+        Raises what loading a drafter raises."""
         length = method.length if method.draft is not None else 0
         merged = {"draft_length": length, "max_batch_size": clients, **self._options, **options}
-        build = partial(self._llm.with_draft, method.draft, **merged)
-        return Paceline(method, build, clients)
-
-
-EQUAL = "equal"
-# Request options without which a server's runs differ from ours, and how they differ then.
-ASPECTS = {
-    "ids": "prompts are sent as text and tokenized by the server",
-    "ignore_eos": "refused: answers end at the model's end token",
-}
-_TIMEOUT = 600.0  # seconds between two deliveries: a long prompt on a slow machine
-# Options sent if the server accepts them: prompts as token ids, no end token, ids and counts in the
-# answer, no prompt cache (llama.cpp), and no truncation or penalty by default.
-_REQUEST_OPTIONS: dict[str, dict[str, Any]] = {
-    "ids": {},
-    "ignore_eos": {"ignore_eos": True},
-    "return_token_ids": {"return_token_ids": True},
-    "usage": {"stream_options": {"include_usage": True}},
-    "cache_prompt": {"cache_prompt": False},
-    "top_k": {"top_k": -1},
-    "min_p": {"min_p": 0.0},
-    "repetition_penalty": {"repetition_penalty": 1.0},
-}
-
-
-class BaselineFailedError(PacelineError):
-    """Another engine did not answer, or its answer cannot be one of the target."""
-
-
-_FAILURES = (RequestRefusedError, ServerFailedError)
-
-# An event of a stream, with the seconds since the request was sent. The last one has the usage.
-Delivery = tuple[float, AnswerChoice]
-
-
-@dataclass
-class ServedEngine(BenchEngine):
-    """A server of another engine, whose answers are checked against the vocabulary of ``llm``.
-    ``accepted``: its request options. ``differences``: by aspect, of its runs from ours."""
-
-    name: str
-    client: OpenAIClient
-    clients: int
-    llm: LLM
-    accepted: set[str] = field(default_factory=set)
-    differences: dict[str, str] = field(default_factory=lambda: dict.fromkeys(ASPECTS, EQUAL))
-    _answers: int = 0
-    _short_answers: int = 0
-
-    def run(self, requests: Sequence[BenchRequest]) -> TimedRun:
-        """Each delivery is counted as one target step. Raises BaselineFailedError."""
-        start = time.perf_counter()
-        try:
-            with ThreadPoolExecutor(self.clients) as pool:
-                all_answers = list(pool.map(self._deliveries, requests))
-        except _FAILURES as error:
-            raise BaselineFailedError(f"{self.name} failed ({error}); see its log") from None
-        seconds = time.perf_counter() - start
-        answers = [self._answer(*pair) for pair in zip(requests, all_answers, strict=True)]
-        steps = sum(len(answer.arrivals) for answer in answers)
-        accepted = sum(answer.count for answer in answers) - steps
-        counts = DraftCounts(target_steps=steps, accepted=accepted)
-        return TimedRun(answers, seconds, counts, reports_drafted=False)
-
-    def _deliveries(self, request: BenchRequest) -> list[Delivery]:
-        params, ids, deliveries = request.params, list(request.prompt), list[Delivery]()
-        body: dict[str, Any] = {
-            "prompt": ids if "ids" in self.accepted else str(self.llm.tokenizer.decode(ids)),
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": 1.0,
-        }
-        if params.seed is not None:
-            body["seed"] = params.seed
-        for option in self.accepted - (set() if params.ignore_eos else {"ignore_eos"}):
-            body |= _REQUEST_OPTIONS[option]
-        start = time.perf_counter()
-        for event in self.client.stream("completions", body):
-            seconds = time.perf_counter() - start
-            deliveries.append((seconds, choices_of(event, streamed=True)[0]))
-        return deliveries
-
-    def _ids_of(self, text: str) -> tuple[int, ...]:
-        return tuple(self.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _answer(self, request: BenchRequest, deliveries: Sequence[Delivery]) -> TimedAnswer:
-        """Tokens and arrival times of an answer, whose ``differences`` are noted. Token ids and
-        counts come from the server if it gives them, otherwise from tokenizing the text."""
-        parts = [(seconds, part) for seconds, part in deliveries if part.text or part.ids]
-        vocabulary = self.llm.target.vocab_size
-        token_ids = tuple(token for _, part in parts for token in part.ids)
-        tokens = token_ids or self._ids_of("".join(part.text for _, part in parts))
-        counts = [n for _, d in deliveries if (n := d.completion_tokens) is not None]
-        count = len(token_ids) or (counts or [len(tokens)])[-1]
-        if not parts or not count:
-            raise BaselineFailedError(f"{self.name} answered without a token; see its log")
-        if max(tokens, default=0) >= vocabulary:
-            raise BaselineFailedError(
-                f"{self.name} returned token id {max(tokens)}, but the target's vocabulary has "
-                f"{vocabulary}: it runs another model; serve a form of the target"
-            )
-        weights = [len(part.ids) or len(self._ids_of(part.text)) or 1 for _, part in parts]
-        shares = apportion(count, weights)
-        arrivals = ((at, n) for (at, _), n in zip(parts, shares, strict=True) if n)
-        prompt_counts = [n for _, d in deliveries if (n := d.prompt_tokens) is not None]
-        self._answers += 1
-        length = len(request.prompt)
-        if prompt_counts and prompt_counts[-1] != length:
-            differs = f"its prompt had {prompt_counts[-1]} tokens where ours had {length}"
-            self.differences["ids"] = differs
-        if request.params.ignore_eos and count < request.params.max_tokens:
-            self._short_answers += 1
-            early = f"{self._short_answers} of {self._answers} answers ended early"
-            self.differences["ignore_eos"] = early
-        return TimedAnswer(tokens, tuple(arrivals), count)
-
-    def probe_options(self) -> None:
-        """Find out which request options the server accepts: send a short request without any,
-        which must succeed, then one with each of them. Raises what a failed request raises."""
-        params = SamplingParams(max_tokens=2, ignore_eos=True)
-        request = BenchRequest(self._ids_of("Hello there"), params)
-        self._deliveries(request)
-        for option in _REQUEST_OPTIONS:
-            self.accepted.add(option)
-            with suppress(*_FAILURES):
-                if any(part.text for _, part in self._deliveries(request)):
-                    continue
-            self.accepted.discard(option)
-        self.differences |= {k: how for k, how in ASPECTS.items() if k not in self.accepted}
-
-
-def open_served(name: str, url: str, clients: int, llm: LLM) -> ServedEngine:
-    """The engine for the server at ``url``. A ``#MODEL`` at its end names the model, by default the
-    first that the server lists. Raises BaselineFailedError, and ConfigError if it is no URL."""
-    base, _, model = url.partition("#")
-    client = OpenAIClient.at(base, timeout=_TIMEOUT)
-    try:
-        names = [model] if model else [str(item["id"]) for item in client.models()]
-        if not names:
-            raise ServerFailedError("it lists no model: name one, as in URL#MODEL")
-        client = replace(client, fields={"model": names[0]})
-        engine = ServedEngine(name, client, clients, llm)
-        engine.probe_options()
-    except _FAILURES as error:
-        raise BaselineFailedError(
-            f"no server of OpenAI's /v1/completions answers at {url} ({error}); start it first"
-        ) from None
-    return engine
-
-
-def apportion(total: int, weights: Sequence[int]) -> list[int]:
-    """Integers in the proportion of ``weights`` that sum to ``total``."""
-    ends = [total * part // sum(weights) for part in accumulate(weights)]
-    return [end - begin for begin, end in pairwise([0, *ends])]
+        return Paceline(method, partial(self._llm.with_draft, method.draft, **merged), clients)

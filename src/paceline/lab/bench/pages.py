@@ -9,7 +9,6 @@ from operator import methodcaller
 from typing import Any
 
 from paceline.engine.driver import StepTotals
-from paceline.lab.bench.engines import ASPECTS
 from paceline.lab.bench.result import KINDS, OVERALL, BenchResult, Row
 from paceline.lab.bench.runner import ALL_PROMPTS
 from paceline.lab.report.document import (
@@ -216,24 +215,17 @@ class _Pages:
         self.report.add("Time per step", table, detail=True)
 
     def texts(self) -> None:
-        counts, unequal = self.result.texts.counts, self.result.unequal
+        counts = self.result.texts.counts
         rows = [
             [self.label[name], *(str(kinds.get(kind, 0)) for kind in KINDS)]
             for name, kinds in counts.items()
         ]
         table = Table(["method", *KINDS], rows, note=_NOTES["texts"])
         self.report.add("Same text", table, detail=not self.result.texts.divergences)
-        headings = ["method", *(aspect.replace("_", " ") for aspect in ASPECTS)]
-        lines = [
-            [self.label[name], *(differences[aspect] for aspect in ASPECTS)]
-            for name, differences in unequal.items()
-        ]
-        table = Table(headings, lines, note=_NOTES["unequal"])
-        self.report.add("Differences from other engines' runs", table)
 
 
 def labels(names: Sequence[str]) -> dict[str, str]:
     """Short names for tables: paths are cut to their last part if they stay distinct."""
-    short = {name: re.sub(r"^(url:.*)|[^:+,@=]*/(?=[^/])", r"\1", name) for name in names}
+    short = {name: re.sub(r"[^:+,@=]*/(?=[^/])", "", name) for name in names}
     used = list(short.values())
     return {name: text if used.count(text) == 1 else name for name, text in short.items()}

@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from operator import truediv
 from typing import Any
 
@@ -130,18 +130,18 @@ def _row(category: str, rounds: list[list[JobResult]], name: str) -> Row:
 def draft_figures(run: TimedRun) -> dict[str, Any]:
     """Draft lengths and acceptance. ``reached[i]``: drafts that had a token at position i and whose
     earlier tokens were all accepted; ``acceptance[i]``: the share of them whose token i was
-    accepted. ``length``: mean drafted tokens per step, None if the engine does not report them.
+    accepted. ``length``: mean drafted tokens per step.
     ``mean_accepted_length``: tokens per target step, the bonus token included;
     ``mean_accepted_tokens``: the same without the steps with prefill, as Spec-Bench counts."""
-    counts, steps, reported = run.counts, run.counts.target_steps, run.reports_drafted
+    counts, steps = run.counts, run.counts.target_steps
     first, later_steps = sum(a.arrivals[0][1] for a in run.answers), steps - len(run.answers)
     return {
-        "drafted": counts.drafted if reported else None,
+        "drafted": counts.drafted,
         "accepted": counts.accepted,
         "mean_accepted_length": run.tokens_per_step,
         "mean_accepted_tokens": (run.tokens - first) / later_steps if later_steps else None,
         "acceptance_rate": counts.acceptance_rate,
-        "length": counts.drafted / steps if reported and steps else None,
+        "length": counts.drafted / steps if steps else None,
         "acceptance": tuple(counts.rates),
         "reached": tuple(counts.reached_at),
         "not_drafted": dict(counts.not_drafted),
@@ -221,11 +221,9 @@ class Comparison:
 Explain = Callable[[BenchRequest, tuple[int, ...], tuple[int, ...]], Difference | None]
 
 
-def compare(
-    record: list[JobResult], explain_pair: Explain, seeded: Collection[str] = ()
-) -> Comparison:
-    """Compare every distinct pair of texts once: of greedy requests, and of requests with a seed
-    for the ``seeded`` methods, which sample with plain decoding's noise."""
+def compare(record: list[JobResult], explain_pair: Explain) -> Comparison:
+    """Compare every distinct pair of texts once: of greedy requests, and of requests with a seed,
+    which all methods sample with the same noise."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     divergences: list[MethodDivergence] = []
     seen: set[tuple[object, ...]] = set()
@@ -236,7 +234,7 @@ def compare(
                 params = request.params
                 left, right = plain.answers[number].tokens, run.answers[number].tokens
                 key = (name, request.prompt, params.temperature, params.seed, left, right)
-                determined = params.greedy or (params.seed is not None and name in seeded)
+                determined = params.greedy or params.seed is not None
                 if name == PLAIN or not determined or key in seen:
                     continue
                 seen.add(key)
@@ -251,8 +249,8 @@ def compare(
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The whole result. ``idle``: methods without accepted drafts, and the reason. ``unequal``: in
-    what the conditions of other engines differed. ``left_out``: prompts too long for the model."""
+    """The whole result. ``idle``: methods without accepted drafts, and the reason. ``left_out``:
+    prompts too long for the model."""
 
     model: str
     machine: dict[str, Any]
@@ -264,20 +262,19 @@ class BenchResult:
     left_out: Sequence[str] = ()
     interrupted: bool = False
     spending: Spending | None = None
-    unequal: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, methods: Sequence[Method], settings: dict[str, Any], llm: LLM, record: list[JobResult]
     ) -> BenchResult:
-        ours, target = [method.name for method in methods if method.url is None], llm.target
+        target = llm.target
         return cls(
             model=settings["model"],
             machine=machine_of(llm),
             settings=settings,
             methods=methods,
             rows=rows(record),
-            texts=compare(record, lambda r, a, b: explain(target, r.prompt, a, b, r.params), ours),
+            texts=compare(record, lambda r, a, b: explain(target, r.prompt, a, b, r.params)),
             idle=idle(record, [method.name for method in methods if method.draft]),
         )
 
@@ -294,16 +291,14 @@ class BenchResult:
             "methods": [asdict(method) for method in self.methods],
             "figures": figures,
             "texts": {"counts": texts.counts, "divergences": divergences},
-            "unequal": {name: dict(words) for name, words in self.unequal.items()},
             "bugs": self.bugs(),
             "prompts_left_out": list(self.left_out),
             "budget": self.spending and asdict(self.spending),
         }
 
     def bugs(self) -> list[str]:
-        """Methods of ours whose text differs from plain decoding's by more than rounding."""
-        ours = (method.name for method in self.methods if method.url is None)
-        return [name for name in ours if self.texts.different(name)]
+        """Methods whose text differs from plain decoding's by more than rounding."""
+        return [method.name for method in self.methods if self.texts.different(method.name)]
 
     def failures(self, allow_idle: bool = False) -> list[str]:
         """One line for each reason for which the command fails."""

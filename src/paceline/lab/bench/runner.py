@@ -19,13 +19,11 @@ Length = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Method:
-    """One entry of a comparison. ``draft``: a draft spec, None for plain decoding. ``url``: the
-    address of a server of another engine; then ``length`` is None."""
+    """One entry of a comparison. ``draft``: a draft spec, None for plain decoding."""
 
     name: str
     draft: str | None = None
-    length: Length | None = "auto"
-    url: str | None = None
+    length: Length = "auto"
 
     @property
     def learns_across_requests(self) -> bool:
@@ -42,16 +40,10 @@ class BenchRequest:
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """New tokens, and their deliveries: ``(seconds since the request was sent, tokens)``.
-    ``reported_count``: the server's count, if ``tokens`` are its text as tokenized here."""
+    """New tokens, and their deliveries: ``(seconds since the request was sent, tokens)``."""
 
     tokens: tuple[int, ...]
     arrivals: tuple[tuple[float, int], ...]
-    reported_count: int | None = None
-
-    @property
-    def count(self) -> int:
-        return len(self.tokens) if self.reported_count is None else self.reported_count
 
     @property
     def gaps(self) -> list[tuple[float, int]]:
@@ -63,18 +55,16 @@ class TimedAnswer:
 class TimedRun:
     """One timed run over some requests, with the answers in their order. Times in seconds.
 
-    ``counts``: draft counts of all requests. ``reports_drafted``: whether they include the drafted
-    tokens, which servers do not report. ``decoding``: sums over the steps without prefill."""
+    ``counts``: draft counts of all requests. ``decoding``: sums over the steps without prefill."""
 
     answers: Sequence[TimedAnswer]
     seconds: float
     counts: DraftCounts
     decoding: StepTotals = field(default_factory=StepTotals)
-    reports_drafted: bool = True
 
     @property
     def tokens(self) -> int:
-        return sum(answer.count for answer in self.answers)
+        return sum(len(answer.tokens) for answer in self.answers)
 
     @property
     def rate(self) -> float:
@@ -93,7 +83,6 @@ def merged(runs: Sequence[TimedRun]) -> TimedRun:
         seconds=sum(run.seconds for run in runs),
         counts=sum((run.counts for run in runs), DraftCounts()),
         decoding=sum((run.decoding for run in runs), StepTotals()),
-        reports_drafted=all(run.reports_drafted for run in runs),
     )
 
 

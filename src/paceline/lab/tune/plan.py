@@ -171,9 +171,7 @@ class _Tuning:
     ) -> Paceline:
         """An engine with this batch size (None: the concurrency). Raises what loading raises."""
         clients, method = self.outcome.options.concurrency, runner.Method(name, draft, length)
-        engine = self.factory.create(method, clients, max_batch_size=batch or clients)
-        assert isinstance(engine, Paceline)
-        return engine
+        return self.factory.create(method, clients, max_batch_size=batch or clients)
 
     @cached_property
     def plain(self) -> Paceline:
