@@ -50,7 +50,6 @@ log_level = "debug"
 log_prompts = true
 single_process = true
 metrics_alias = "vllm"
-otlp_endpoint = "http://127.0.0.1:4318"
 drain_seconds = 2.5
 [limits]
 max_queue = 7

@@ -53,11 +53,6 @@ def serve(
         return
     from paceline.server.run import bind, run, set_up_logging
 
-    telemetry = None
-    if settings.otlp_endpoint is not None:
-        from paceline.server.telemetry import Telemetry
-
-        telemetry = Telemetry.to(settings.otlp_endpoint, settings.name)
     with bind(settings.host, settings.port) as listener:  # fails early if the port is taken
         notes = [exposure_warning(settings.host, api_keys)]
         if settings.api_key_file is not None:
@@ -68,7 +63,7 @@ def serve(
             for note in service.facts.notes:
                 info(f"note: {note}")
             set_up_logging(settings.log_level)
-            run(service, api_keys, listener, telemetry)
+            run(service, api_keys, listener)
 
 
 @contextmanager

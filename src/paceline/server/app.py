@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -24,19 +24,14 @@ from paceline.errors import PacelineError
 from paceline.server.api import anthropic, openai, responses, vllm
 from paceline.server.errors import RESPONSES, on_error, on_http_error
 from paceline.server.failures import APIError
-from paceline.server.requestlog import Exchange, RequestLog
+from paceline.server.requestlog import RequestLog
 from paceline.server.security import Gate, Keys, check_content_type, check_host
 from paceline.server.service import Service
 
 
-def create_app(
-    service: Service,
-    keys: Keys | None = None,
-    on_end: Callable[[Exchange], None] | None = None,
-    local: bool = False,
-) -> FastAPI:
+def create_app(service: Service, keys: Keys | None = None, local: bool = False) -> FastAPI:
     """Create the application, which starts and stops the engine. Without ``keys`` anybody may use
-    it. ``local`` restricts host names (``check_host``). ``on_end`` is called after each request."""
+    it. ``local`` restricts host names (``check_host``)."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -73,7 +68,7 @@ def create_app(
             allow_headers=["*"],  # clients send many custom headers
             expose_headers=["x-request-id", "x-paceline-ignored", "retry-after"],
         )
-    app.add_middleware(RequestLog, on_end=on_end)
+    app.add_middleware(RequestLog)
     return app
 
 

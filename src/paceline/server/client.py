@@ -20,7 +20,7 @@ from typing import Protocol
 from paceline.core import children
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, EngineLostError, PacelineError
-from paceline.request.completion import Completion, StreamEvent
+from paceline.request.completion import StreamEvent
 from paceline.server import failures, wire
 from paceline.server.config import ServeConfig
 
@@ -100,7 +100,6 @@ class Ticket:
         self.drafter = params.drafter or next(iter(client.facts.drafters), "none")
         self.prompt_tokens = sum(map(len, prompts))
         self.output_tokens = 0  # so far
-        self.completions: list[Completion] = []
         self.unfinished = len(prompts) * params.n  # sequences
         self.error: Exception | None = None  # raised by ``next`` after the last event
         self.timer: asyncio.TimerHandle | None = None
@@ -128,7 +127,6 @@ class Ticket:
         """Add an event. The handler wakes up after all events of a step have been added."""
         if event.completion is not None:
             self.unfinished -= 1
-            self.completions.append(event.completion)
         self.output_tokens += len(event.token_ids)
         self._events.append(event)
         self._changed.set()

@@ -73,12 +73,6 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
         choices=("vllm",),
         shown="none",
     )
-    otlp_endpoint: str | None = _server(
-        None,
-        "Where to send OpenTelemetry traces and metrics, such as http://127.0.0.1:4318; needs "
-        "paceline[otlp].",
-        shown="nowhere",
-    )
     single_process: bool = _server(
         False, "Run HTTP and the engine in one process: slower, but easier to debug."
     )

@@ -11,7 +11,6 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from urllib.parse import quote
@@ -32,12 +31,11 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass
 class Exchange:
-    """One HTTP request and its response. ``started_at`` is a time of time.time; ``status`` is that
-    with which a stream ended, 499 if the client left; ``ignored`` names ignored fields in order."""
+    """One HTTP request and its response. ``status`` is that with which a stream ended, 499 if the
+    client left; ``ignored`` names ignored fields in order."""
 
     scope: Scope
     id: str
-    started_at: float = field(default_factory=time.time)
     seconds: float = 0.0
     status: int = 499
     ticket: Ticket | None = None
@@ -64,10 +62,10 @@ def new_id(prefix: str) -> str:
 
 
 class RequestLog:
-    """Middleware that logs each request once its response is complete, then calls ``on_end``."""
+    """Middleware that logs each request once its response is complete."""
 
-    def __init__(self, app: ASGIApp, on_end: Callable[[Exchange], None] | None = None) -> None:
-        self._app, self._on_end = app, on_end
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,8 +97,6 @@ class RequestLog:
             _exchange.reset(token)
             exchange.seconds = time.perf_counter() - start
             _log_exchange(exchange)
-            if self._on_end is not None:
-                self._on_end(exchange)
 
 
 def _log_exchange(exchange: Exchange) -> None:

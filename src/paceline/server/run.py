@@ -15,7 +15,6 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
@@ -25,7 +24,6 @@ from paceline.errors import EngineLostError, PacelineError
 from paceline.server.app import create_app
 from paceline.server.client import EngineClient
 from paceline.server.config import ServeConfig
-from paceline.server.requestlog import Exchange
 from paceline.server.security import Keys, is_loopback
 from paceline.server.service import Service
 from paceline.server.wire import Facts
@@ -90,14 +88,9 @@ def set_up_logging(level: str) -> None:
     logging.getLogger("paceline").setLevel(level.upper())
 
 
-def run(
-    service: Service,
-    keys: Keys,
-    listener: socket.socket,
-    on_end: Callable[[Exchange], None] | None = None,
-) -> None:
-    """Serve until a signal comes, then drain. ``on_end`` is called after each request. Raises
-    AddressError, and EngineLostError if the engine has failed."""
+def run(service: Service, keys: Keys, listener: socket.socket) -> None:
+    """Serve until a signal comes, then drain. Raises AddressError, and EngineLostError if the
+    engine has failed."""
     config = service.config
     max_connections = raise_file_limit()
     try:
@@ -105,7 +98,7 @@ def run(
     except OSError as error:  # taken while the model was loading
         raise AddressError(_bind_problem(error, config.host, config.port)) from None
     uvicorn_config = uvicorn.Config(
-        create_app(service, keys, on_end, local=not keys and is_loopback(config.host)),
+        create_app(service, keys, local=not keys and is_loopback(config.host)),
         log_config=None,
         access_log=False,  # requestlog.py has its own
         server_header=False,
