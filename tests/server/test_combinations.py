@@ -75,7 +75,6 @@ BY_PATH: dict[str, dict[str, tuple[Any, ...]]] = {
         "echo": (True,),
         "logprobs": (0, 1, 4),
         "max_tokens": (0, 1, 4, 40),
-        "suffix": ("the end",),
     },
     CHATS: {
         "n": (2, 3),

@@ -180,22 +180,19 @@ def test_what_claude_code_asks(server: Running) -> None:
     assert answer.chunks[-1]["type"] == "message_stop"
 
 
-def test_what_has_no_effect_is_noted(server: Running) -> None:
+def test_what_has_no_effect_is_ignored(server: Running) -> None:
     answer = say(
         server,
         metadata={"user_id": "x"},
         thinking={"type": "enabled", "budget_tokens": 1024},
         service_tier="auto",
     )
-    assert answer.headers["x-paceline-ignored"] == "metadata, service_tier, thinking.budget_tokens"
+    assert answer.status == 200
     shown = say(server, return_token_ids=True, speculation={"stats": True, "tokens": True})
-    assert shown.headers["x-paceline-ignored"] == (
-        "return_token_ids, speculation.stats, speculation.tokens"
-    )
+    assert shown.status == 200
     search = {"type": "web_search_20250305", "name": "web_search"}
     beside = say(server, tools=[TOOL, search])
     assert beside.status == 200
-    assert beside.headers["x-paceline-ignored"] == "tools=web_search_20250305"
 
 
 def inputs_of(text: str, parser: TextParser) -> list[Any]:

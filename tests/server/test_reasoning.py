@@ -118,7 +118,13 @@ def request(path: str, **fields: Any) -> dict[str, Any]:
     """A request whose answer can only be ANSWER."""
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     asked = {"input" if path == RESPONSES else "messages": [QUESTION]}
-    return {"model": MODEL, "guided_choice": [ANSWER], limit: 80, **asked, **fields}
+    return {
+        "model": MODEL,
+        "structured_outputs": {"choice": [ANSWER]},
+        limit: 80,
+        **asked,
+        **fields,
+    }
 
 
 def answer(server: Running, path: str, **fields: Any) -> Any:
@@ -205,7 +211,7 @@ def test_a_message(thinking: Running) -> None:
 
 def test_the_openai_package_reads_thoughts(thinking: Running) -> None:
     client = openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0)
-    extra = {"guided_choice": [ANSWER]}
+    extra = {"structured_outputs": {"choice": [ANSWER]}}
     with client.responses.stream(model=MODEL, input="1 + 1?", extra_body=extra) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_response()

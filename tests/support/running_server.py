@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ import uvicorn
 from paceline.server.app import create_app
 from paceline.server.config import ServeConfig
 from paceline.server.local import local_service
-from paceline.server.requestlog import Exchange
 from paceline.server.security import Keys
 from paceline.server.service import Service
 
@@ -46,14 +45,11 @@ def serve(
     service: Service,
     keys: Keys | None = None,
     listener: socket.socket | None = None,
-    on_end: Callable[[Exchange], None] | None = None,
     local: bool = False,
 ) -> Iterator[Running]:
     """Run uvicorn, on a free port if there is no listener, until the caller goes on."""
     listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
-    config = uvicorn.Config(
-        create_app(service, keys, on_end, local), log_level="warning", lifespan="on"
-    )
+    config = uvicorn.Config(create_app(service, keys, local), log_level="warning", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

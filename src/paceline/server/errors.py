@@ -11,16 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 
-from paceline.core.keywords import did_you_mean, our_name
 from paceline.server.failures import APIError, as_api_error
-from paceline.server.fields import REFUSED, known_fields
+from paceline.server.fields import REFUSED
 from paceline.server.requestlog import current_exchange
-
-# The least similarity (difflib) of a suggested name. It allows for typing errors, but does not
-# suggest another field for an unsupported one such as length_penalty.
-_SIMILARITY = 0.8
 
 
 class ErrorDetails(BaseModel):
@@ -93,24 +87,15 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == 400:  # FastAPI raises this for bytes that are not UTF-8
         return await on_error(request, APIError("the body is not UTF-8 text", code="invalid_json"))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    if error.status_code == 404:
-        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
-        fallback = "GET /docs lists all endpoints"
-        message += f"; {did_you_mean(request.url.path, paths, fallback, _SIMILARITY)}"
-    headers = error.headers or {}
-    if "Allow" in headers:
-        message += f"; use {headers['Allow']}"
-    return await on_error(request, APIError(message, error.status_code, code=code, headers=headers))
+    message = f"{request.method} {request.url.path}: {error.detail}; GET /docs lists all endpoints"
+    refused = APIError(message, error.status_code, code=code, headers=error.headers)
+    return await on_error(request, refused)
 
 
 # Parts of pydantic's locations that are not fields, but members of a union or validators.
 _NOT_A_FIELD = re.compile(
     r"(str|int|float|bool)(\W.*)?|(list\[|dict\[|literal\[|function-|[A-Z]).*"
 )
-# Messages about a whole body begin with the field that they are about.
-_FIRST_FIELD = re.compile(r"([a-z_]+) (?:and|goes|is|names|needs)\b")
-_OBJECT = re.compile(r"dictionary( or instance of \w+)?")  # pydantic's name of a JSON object
 
 
 def validation_error(
@@ -125,35 +110,20 @@ def validation_error(
     location = error["loc"][skip:]
     if renamed and location and location[0] in renamed:
         location = (renamed[location[0]],)
-    if error["type"] == "extra_forbidden":
-        return _unknown_field([*_field_names(location[:-1]), str(location[-1])])
     if error["type"] == "json_invalid":
         return APIError("the body is not valid JSON", code="invalid_json")
-    reason = _OBJECT.sub("object", str(error["msg"]).removeprefix("Value error, "))
-    if not location:
-        if error["type"] == "missing":
-            return APIError("the body is empty; send a JSON object", code="invalid_json")
-        if error["type"] in ("model_attributes_type", "model_type"):
-            return APIError("the body is not a JSON object; send one", code="invalid_value")
+    if error["type"] == "extra_forbidden":
+        *within, name = map(str, location)
+        param = ".".join([*_field_names(within), name])
+        message = f"unknown or unsupported field {param!r}; leave it out"
+        if name in REFUSED:
+            message = f"{param}: {REFUSED[name]}"
+        return APIError(message, param=param, code="unknown_field")
     param = ".".join(_field_names(location))
-    if not param:
-        named = _FIRST_FIELD.match(reason)
-        return APIError(reason, param=named[1] if named else None, code="invalid_value")
-    return APIError(f"{param}: {reason}", param=param, code="invalid_value")
+    reason = str(error["msg"]).removeprefix("Value error, ")
+    message = f"{param}: {reason}" if param else reason
+    return APIError(message, param=param or None, code="invalid_value")
 
 
 def _field_names(location: Sequence[Any]) -> list[str]:
     return [str(part) for part in location if not _NOT_A_FIELD.fullmatch(str(part))]
-
-
-def _unknown_field(path: Sequence[str]) -> APIError:
-    """The error for an unknown field: why it is not supported, or which field may be meant."""
-    param, name = ".".join(path), path[-1]
-    if name in REFUSED:
-        return APIError(f"{param}: {REFUSED[name]}", param=param, code="unknown_field")
-    others = known_fields() - {name}  # it may be a field of another object
-    ours = our_name(name, others)
-    advice = did_you_mean(name, others, "leave it out", _SIMILARITY)
-    advice = f"it is called {ours} here" if ours in others else advice
-    message = f"unknown or unsupported field {param!r}; {advice}"
-    return APIError(message, param=param, code="unknown_field")

@@ -1,8 +1,7 @@
 """Which fields of request bodies are accepted, ignored or refused; the content of messages.
 
-Fields that cannot change the text, and fields of other servers at neutral values, are ignored, and
-the response names them (``requestlog.report_ignored``). Unknown fields that are null are dropped
-silently. All other unknown fields are refused by name."""
+Fields that cannot change the text, fields of other servers at neutral values, and unknown fields
+that are null are ignored. All other unknown fields are refused by name."""
 
 from __future__ import annotations
 
@@ -10,27 +9,23 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from paceline.files import read_toml
 from paceline.request.validation import text_of
-from paceline.server.requestlog import report_ignored
 
 _TABLES = read_toml(Path(__file__).with_name("fields.toml"), "the table of fields")
 IGNORED = frozenset[str](_TABLES["ignored"])  # at any value
 IGNORED_AT: Mapping[str, Sequence[Any]] = _TABLES["ignored_at"]  # at these neutral values
 REFUSED: Mapping[str, str] = _TABLES["refused"]  # with the reason
-ROUTER_DEFAULTS: Mapping[str, bool] = _TABLES["router_defaults"]  # in every request of vllm-router
 
 
 class Body(BaseModel):
-    """A JSON object of a request. Null stands for the default of a field that is not nullable.
-    Fields in ``_dropped`` are ignored silently."""
+    """A JSON object of a request. Null stands for the default of a field that is not nullable."""
 
     model_config = ConfigDict(extra="forbid")
-    _dropped: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -38,18 +33,13 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         known = _fields(cls)
-        kept = {}
-        for name, value in data.items():
+
+        def is_kept(name: str, value: Any) -> bool:
             if name in known:
-                if value is not None or known[name]:
-                    kept[name] = value
-            elif name in cls._dropped or value is None or value is ROUTER_DEFAULTS.get(name):
-                pass
-            elif name in IGNORED or value in IGNORED_AT.get(name, ()):
-                report_ignored(name)
-            else:
-                kept[name] = value
-        return kept
+                return value is not None or known[name]
+            return not (value is None or name in IGNORED or value in IGNORED_AT.get(name, ()))
+
+        return {name: value for name, value in data.items() if is_kept(name, value)}
 
 
 @cache
@@ -59,16 +49,6 @@ def _fields(kind: type[Body]) -> dict[str, bool]:
         field.alias or name: NoneType in get_args(field.annotation)
         for name, field in kind.model_fields.items()
     }
-
-
-@cache
-def known_fields() -> set[str]:
-    """The names of all fields of all request bodies, for suggestions."""
-
-    def of(kind: type[Body]) -> set[str]:
-        return set(_fields(kind)).union(*map(of, kind.__subclasses__()))
-
-    return of(Body)
 
 
 class _TextPart(BaseModel):

@@ -2,8 +2,8 @@
 
 A line of the log has method, path, status, seconds and tokens, never content. For a stream that
 ends with an error, the status is that of the error. The level is info, but debug for successful
-polls of metrics and health. Every response has an ``x-request-id`` (the client's, if it sent one)
-and names ignored fields in ``x-paceline-ignored``."""
+polls of metrics and health. Every response has an ``x-request-id`` (the client's, if it sent one).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
@@ -23,7 +23,6 @@ from paceline.server.client import Ticket
 log = logging.getLogger("paceline.server")
 
 _MAX_PATH_LENGTH = 200
-_MAX_IGNORED = 32  # names in a response
 # These are polled every few seconds, so they are logged at level debug.
 _POLLED = frozenset({"/metrics", "/health", "/health/live", "/health/ready", "/load", "/get_load"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -32,14 +31,13 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 @dataclass
 class Exchange:
     """One HTTP request and its response. ``status`` is that with which a stream ended, 499 if the
-    client left; ``ignored`` names ignored fields in order."""
+    client left."""
 
     scope: Scope
     id: str
     seconds: float = 0.0
     status: int = 499
     ticket: Ticket | None = None
-    ignored: dict[str, None] = field(default_factory=dict)
 
 
 _exchange: ContextVar[Exchange | None] = ContextVar("paceline_exchange", default=None)
@@ -48,13 +46,6 @@ _exchange: ContextVar[Exchange | None] = ContextVar("paceline_exchange", default
 def current_exchange() -> Exchange:
     """The HTTP request being answered; a new record outside of requests."""
     return _exchange.get() or Exchange({}, new_id("req_"))
-
-
-def report_ignored(name: str) -> None:
-    """Report to the client that a field of its request is ignored."""
-    ignored = current_exchange().ignored
-    if len(ignored) < _MAX_IGNORED:
-        ignored[re.sub(r"[^ -~]", "?", name)] = None  # made safe for a header
 
 
 def new_id(prefix: str) -> str:
@@ -79,10 +70,8 @@ class RequestLog:
             nonlocal response_started
             if message["type"] == "http.response.start":
                 response_started, exchange.status = True, message["status"]
-                added = [(b"x-request-id", exchange.id.encode())]
-                if exchange.ignored:
-                    added.append((b"x-paceline-ignored", ", ".join(exchange.ignored).encode()))
-                message = {**message, "headers": [*message.get("headers", ()), *added]}
+                added = b"x-request-id", exchange.id.encode()
+                message = {**message, "headers": [*message.get("headers", ()), added]}
             await send(message)
 
         token = _exchange.set(exchange)
@@ -104,8 +93,6 @@ def _log_exchange(exchange: Exchange) -> None:
     # Quoted, since a path may contain line breaks; the query is left out, as it may hold a key.
     path = quote(scope["path"])[:_MAX_PATH_LENGTH]
     details = f" {exchange.ticket.output_tokens} tokens" if exchange.ticket else ""
-    if exchange.ignored:
-        details += f" (ignored: {', '.join(exchange.ignored)})"
     polled = scope["path"] in _POLLED and status == 200
     level = logging.DEBUG if polled else logging.INFO
     log.log(level, "%s %s %d %.3f s%s", scope["method"], path, status, exchange.seconds, details)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
@@ -21,7 +21,7 @@ from paceline.server.api.tools import new_tool_call
 from paceline.server.errors import anthropic_body
 from paceline.server.failures import APIError
 from paceline.server.fields import Body, Content
-from paceline.server.requestlog import new_id, report_ignored
+from paceline.server.requestlog import new_id
 from paceline.server.service import Service
 from paceline.server.sse import Chunk, respond_with
 
@@ -34,9 +34,6 @@ class Turn(Body):
 class ClaudeTool(Body):
     """A function that the client runs. Tools that Anthropic's servers run are not supported."""
 
-    _dropped: ClassVar[frozenset[str]] = frozenset(
-        {"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "strict"}
-    )
     type: Literal["custom"] = "custom"
     name: str
     description: str | None = None
@@ -94,8 +91,6 @@ class CountRequest(Generation):
         thinks = thinking is not None and thinking.type != "disabled"
         if thinking is not None:
             variables = {"enable_thinking": thinks, **variables}
-            if thinking.budget_tokens is not None:
-                report_ignored("thinking.budget_tokens")
         messages: list[blocks.MessageFields] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})

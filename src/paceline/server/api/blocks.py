@@ -14,11 +14,10 @@ from pydantic import BeforeValidator, ValidationError
 from paceline.request.completion import Completion, StreamEvent
 from paceline.server.api.chat import SubmittedChat
 from paceline.server.api.choices import token_records
-from paceline.server.api.protocol import ChatRequest, Generation, Speculation
+from paceline.server.api.protocol import ChatRequest, Generation
 from paceline.server.api.tools import THOUGHT, parse_event
 from paceline.server.errors import validation_error
 from paceline.server.failures import APIError
-from paceline.server.requestlog import report_ignored
 from paceline.server.sse import Answer, Chunk
 
 MessageFields = dict[str, Any]  # fields of a ChatMessage
@@ -141,8 +140,8 @@ class BlocksAnswer(Answer):
 
 def drop_hosted_tools(*hosted: str) -> BeforeValidator:
     """A validator that drops the tools that the API's own servers would run, whose types begin with
-    ``hosted``, and reports them as ignored. A request that offers no other tools is refused: a
-    client that asks only for a web search, say, cannot do without it."""
+    ``hosted``. A request that offers no other tools is refused: a client that asks only for a web
+    search, say, cannot do without it."""
 
     def drop(tools: Any) -> Any:
         if not isinstance(tools, list):
@@ -151,8 +150,6 @@ def drop_hosted_tools(*hosted: str) -> BeforeValidator:
         dropped = [kind for kind in kinds if kind.startswith(hosted)]
         if dropped and len(dropped) == len(tools):
             raise ValueError(f"tools of type {dropped[0][:40]!r} are not run here; offer functions")
-        for kind in dict.fromkeys(dropped):
-            report_ignored(f"tools={kind[:40]}")
         return [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in dropped]
 
     return BeforeValidator(drop)
@@ -177,14 +174,6 @@ def to_chat_request(
     if request.n != 1:
         problem = "n must be 1 here; /v1/chat/completions supports several answers"
         raise APIError(problem, param="n", code="invalid_value")
-    speculation = request.speculation or Speculation()
-    additions = {
-        "return_token_ids": request.return_token_ids,
-        "speculation.stats": speculation.stats,
-        "speculation.tokens": speculation.tokens,
-    }
-    for name in (name for name, wanted in additions.items() if wanted):
-        report_ignored(name)
     common = request.model_dump(
         include=set(Generation.model_fields), exclude_unset=True, by_alias=True
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any
@@ -30,7 +29,6 @@ from paceline.server.api.tools import (
 )
 from paceline.server.client import Ticket
 from paceline.server.failures import APIError, check_text
-from paceline.server.requestlog import report_ignored
 from paceline.server.service import Service
 
 PREDICTED_LENGTH = 16  # draft tokens per step for a request with a predicted output
@@ -41,8 +39,6 @@ _SAME_NAMED = (
     *("presence_penalty", "frequency_penalty", "min_tokens", "stop", "stop_token_ids"),
     *("ignore_eos", "priority", "n", "receipt", "include_stop_str_in_output"),
 )
-_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_GRAMMAR_FIELDS = ("response_format", "structured_outputs", *_GUIDED)
 
 
 @dataclass(frozen=True)
@@ -92,11 +88,9 @@ class SubmittedChat:
             parser.shows_thoughts = self.body.include_reasoning
         return parser
 
-    def reasoning_tokens(self, parser: TextParser, tokens: Sequence[int]) -> int:
-        """How many tokens of a choice, parsed by ``parser``, are thoughts."""
-        if self.marks is None or not parser.has_thoughts:
-            return 0
-        return self.marks.count_tokens(self.service.tokenizer, tokens)
+    def reasoning_tokens(self, parser: TextParser) -> int:
+        """How many tokens the thoughts of a choice, parsed by ``parser``, have."""
+        return len(self.service.tokenizer.encode(parser.thoughts, add_special_tokens=False))
 
 
 _INSTRUCTION = (
@@ -152,8 +146,6 @@ def _template_variables(
         value = getattr(body, name)
         if value is not None and name in template:
             variables.setdefault(name, value)
-        elif value is not None:
-            report_ignored(name)
     return variables
 
 
@@ -196,34 +188,6 @@ def parse_arguments(text: str) -> Any:
         return text
 
 
-# The special tokens before the prefix, before the suffix and at the end of the prompt, by model
-# family. (DeepSeek's second token marks the hole between prefix and suffix.)
-_FIM_TOKENS = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5, CodeGemma
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder, Granite
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
-    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-)
-
-
-def fill_in_middle_prompt(tokenizer: Tokenizer, prefix: list[int], suffix: str) -> list[int]:
-    """The prompt for the text between ``prefix`` and ``suffix``. A beginning-of-text token of the
-    prefix stays in front. Raises APIError if the tokenizer has no tokens for it."""
-    vocabulary = tokenizer.get_vocab()
-    for tokens in _FIM_TOKENS:
-        if all(token in vocabulary for token in tokens):
-            begin, hole, end = (vocabulary[token] for token in tokens)
-            suffix_ids = tokenizer.encode(suffix, add_special_tokens=False)
-            bos = prefix[:1] if prefix[:1] == [tokenizer.bos_token_id] else []
-            return [*bos, begin, *prefix[len(bos) :], hole, *suffix_ids, end]
-    raise APIError(
-        "suffix: this model's tokenizer has no tokens for filling in the middle; leave suffix out",
-        param="suffix",
-        code="unsupported_field",
-    )
-
-
 # -- parameters ------------------------------------------------------------------------------------
 
 
@@ -241,10 +205,6 @@ def sampling_params(
     and top_p 0 greedy decoding. Raises APIError and ConfigError."""
     speculation = request.speculation or protocol.Speculation()
     text_grammar = _text_grammar(request)
-    if call_grammar is not None and text_grammar is not None:
-        for name in _GRAMMAR_FIELDS:
-            if getattr(request, name) is not None:
-                report_ignored(name)
     return SamplingParams(
         **sampling_settings(request, defaults),
         **{name: getattr(request, name) for name in _SAME_NAMED},
@@ -287,14 +247,13 @@ def _text_grammar(request: protocol.Generation) -> Grammar | None:
     structured = request.structured_outputs or protocol.StructuredOutputs()
     form = request.response_format
     schema = None if form is None or form.json_schema is None else form.json_schema.schema_
-    choices = [c for c in (structured.choice, request.guided_choice) if c is not None]
     json_objects = [structured.json_object, form is not None and form.type == "json_object"]
     grammars = [Grammar.json() for wanted in json_objects if wanted]
-    grammars += [Grammar("regex", "|".join(map(re.escape, choice))) for choice in choices]
+    if structured.choice is not None:
+        grammars.append(Grammar("regex", "|".join(map(re.escape, structured.choice))))
     texts = (
-        *(("json", text) for text in (structured.json_, request.guided_json, schema)),
-        *(("regex", text) for text in (structured.regex, request.guided_regex)),
-        *(("lark", text) for text in (structured.grammar, request.guided_grammar)),
+        *(("json", structured.json_), ("json", schema)),
+        *(("regex", structured.regex), ("lark", structured.grammar)),
     )
     for kind, text in texts:
         if text is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -15,11 +14,10 @@ from fastapi.responses import Response
 
 from paceline.core.params import EMPTY_PROMPT, TokenLogprob
 from paceline.request.completion import Completion, StreamEvent
-from paceline.server.api.chat import SubmittedChat, fill_in_middle_prompt, sampling_params
+from paceline.server.api.chat import SubmittedChat, sampling_params
 from paceline.server.api.choices import (
     LogprobColumns,
     TokenOrigins,
-    count_predicted_tokens,
     finish_reason,
     token_records,
     visible_logprobs,
@@ -121,13 +119,11 @@ class OpenAIAnswer(Answer, Generic[_Body]):
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
         prediction = self._ticket.params.prediction
         if prediction:
-            accepted = sum(
-                count_predicted_tokens(completion.token_ids, completion.draft_mask, prediction)
-                for completion in completions
-            )
+            size = len(prediction)
+            accepted = sum(min(done.stats.accepted_tokens, size) for done in completions)
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": len(completions) * len(prediction) - accepted,
+                "rejected_prediction_tokens": len(completions) * size - accepted,
             }
         return usage
 
@@ -161,8 +157,6 @@ async def _encode(service: Service, body: CompletionRequest, prompt: str | list[
     )
     if not prompt or not ids:
         raise APIError(EMPTY_PROMPT, param="prompt")
-    if body.suffix:
-        return await asyncio.to_thread(fill_in_middle_prompt, service.tokenizer, ids, body.suffix)
     return ids
 
 
@@ -273,14 +267,9 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         usage = super()._usage(completions)
         if self._chat.marks is not None:
-            counts = map(self._reasoning_tokens, self._completions)
             details = usage.setdefault("completion_tokens_details", {})
-            details["reasoning_tokens"] = sum(counts)
+            details["reasoning_tokens"] = sum(map(self._chat.reasoning_tokens, self._parsers))
         return usage
-
-    def _reasoning_tokens(self, index: int) -> int:
-        tokens = self._completions[index].token_ids
-        return self._chat.reasoning_tokens(self._parsers[index], tokens)
 
     def _choice(self, index: int, event: StreamEvent) -> dict[str, Any]:
         deltas, reason = parse_event(self._parsers[index], event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -108,10 +108,6 @@ class Generation(Body):
     return_token_ids: bool = False
     request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(default=None, min_length=1, max_length=1024)
-    guided_grammar: str | None = None
     deadline: float | None = Field(default=None, gt=0)
     speculation: Speculation | None = None
     receipt: bool = False
@@ -148,14 +144,7 @@ class CompletionRequest(Generation):
     max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
-    suffix: str | None = None
     add_special_tokens: bool = True
-
-    @model_validator(mode="after")
-    def _check_combinations(self) -> CompletionRequest:
-        if self.suffix and self.echo:
-            raise ValueError("suffix and echo contradict each other; give one")
-        return self
 
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -182,7 +171,6 @@ class ChatMessage(Body):
     """A message of a conversation. Unknown fields of an assistant's message are ignored.
     ``prefix``: the answer continues this message."""
 
-    _dropped: ClassVar[frozenset[str]] = frozenset({"id", "status", "annotations"})
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None

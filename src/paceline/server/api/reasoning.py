@@ -10,11 +10,11 @@ A template may begin the thoughts itself: then the answer has only their end mar
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 
 from paceline.model.tokenizer import Tokenizer
-from paceline.request.text import Detokeniser, longest_overlap
+from paceline.request.text import longest_overlap
 from paceline.server.api.tools import THOUGHT, Delta, TextParser, new_tool_call
 
 _MARKS = (
@@ -55,18 +55,6 @@ class Marks:
         if self.begin == _CHANNEL:
             return HarmonyParser(functions)
         return ThoughtParser(text, self, prompt.rstrip().endswith(self.begin))
-
-    def count_tokens(self, tokenizer: Tokenizer, tokens: Sequence[int]) -> int:
-        """How many tokens of an answer that begins with thoughts belong to them, marks included."""
-        end = tokenizer.convert_tokens_to_ids(self.end)
-        if end in tokens:
-            return tokens.index(end) + 1
-        text, detokeniser = "", Detokeniser(tokenizer, skip_special=False)
-        for count, token in enumerate(tokens, 1):  # a mark of several tokens, or none
-            text = text[-len(self.end) :] + detokeniser.feed(token)
-            if self.end in text:
-                return count
-        return len(tokens)
 
 
 class ThoughtParser(TextParser):

@@ -132,9 +132,7 @@ class ResponsesAnswer(blocks.BlocksAnswer):
             "input_tokens_details": {"cached_tokens": self._completion.stats.cached_tokens},
             "output_tokens": output_tokens,
             "output_tokens_details": {
-                "reasoning_tokens": self._chat.reasoning_tokens(
-                    self._parser, self._completion.token_ids
-                )
+                "reasoning_tokens": self._chat.reasoning_tokens(self._parser)
             },
             "total_tokens": input_tokens + output_tokens,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,6 @@ from paceline.server.api import blocks
 from paceline.server.api.protocol import MAX_LOGPROBS, ChatRequest, Generation, JsonSchema
 from paceline.server.api.tools import new_tool_call
 from paceline.server.fields import Body
-from paceline.server.requestlog import report_ignored
 
 OutputItem = dict[str, Any]
 
@@ -38,9 +37,6 @@ class Reasoning(Body):
 
 
 class FunctionTool(Body):
-    _dropped: ClassVar[frozenset[str]] = frozenset(
-        {"allowed_callers", "async", "defer_loading", "output_schema"}
-    )
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -116,13 +112,6 @@ class ResponsesRequest(Generation):
 
     def chat(self, messages: list[blocks.MessageFields]) -> ChatRequest:
         """Convert to a chat request with these messages. Raises APIError."""
-        for name in self.include:
-            if name != _LOGPROBS:
-                report_ignored(f"include={name[:40]}")
-        if self.reasoning.summary is not None:
-            report_ignored("reasoning.summary")
-        if self.request_id is not None:
-            report_ignored("request_id")
         tools = [
             blocks.function_tool(name, tool.description, tool.parameters, strict=tool.strict)
             for name, (_, tool) in self.functions.items()

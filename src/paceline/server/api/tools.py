@@ -29,9 +29,9 @@ THOUGHT = "reasoning_content"  # the delta of a thought
 
 class TextParser:
     """Turns the growing text of a choice into OpenAI's deltas. This one expects no tool calls.
-    ``has_thoughts``: thoughts came so far; ``shows_thoughts``: they are among the deltas."""
+    ``thoughts``: all that came so far; ``shows_thoughts``: they are among the deltas."""
 
-    has_thoughts = False
+    thoughts = ""
     shows_thoughts = True
 
     def feed(self, text: str) -> list[Delta]:
@@ -48,9 +48,9 @@ def parse_event(parser: TextParser, event: StreamEvent) -> tuple[list[Delta], st
     if event.completion is not None:
         rest, reason = parser.finish(event.completion.finish_reason)
         deltas = [*deltas, *rest]
-    if any(THOUGHT in delta for delta in deltas):
-        parser.has_thoughts = True
-        deltas = [d for d in deltas if parser.shows_thoughts or THOUGHT not in d]
+    parser.thoughts += "".join(delta.get(THOUGHT, "") for delta in deltas)
+    if not parser.shows_thoughts:
+        deltas = [delta for delta in deltas if THOUGHT not in delta]
     return deltas, reason
 
 
