@@ -99,7 +99,7 @@ def test_tools_and_their_results(server: Running) -> None:
 
 
 def test_a_call_that_is_cut(server: Running) -> None:
-    answer = say(server, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=3).json
+    answer = say(server, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=20).json
     (use,) = answer["content"]
     assert (use["name"], use["input"], answer["stop_reason"]) == ("get_weather", {}, "max_tokens")
 
@@ -221,4 +221,4 @@ def test_two_calls_keep_their_inputs() -> None:
 @pytest.mark.parametrize("nested", [1, 100_000])  # the second is deeper than Python's recursion
 def test_an_input_that_cannot_be_parsed_is_empty(nested: int) -> None:
     text = '{"name": "look", "arguments": {"at": ' + "[" * nested
-    assert inputs_of(text, ForcedCallParser(["look"])) == [{}]
+    assert inputs_of(text, ForcedCallParser()) == [{}]

@@ -76,7 +76,7 @@ class SubmittedChat:
         tools, choice = self.body.shown_tools, self.body.tool_choice
         parser = TextParser()
         if tools and choice not in (None, "auto"):
-            return ForcedCallParser(list(self.body.callable_tools))
+            return ForcedCallParser()
         if tools:
             parser = ToolCallParser(tools, self.body.parallel_tool_calls is not False)
         if self.marks is not None:

@@ -1,20 +1,20 @@
 """Parses the tool calls of answers, which a grammar forces or the text contains.
 
-Text is passed on as soon as it arrives; text that may be a tool call is held back until that is
-known. A complete answer is parsed like a stream of one piece. Recognised formats of calls:
+Text is passed on as soon as it arrives, up to what may be a call. A complete answer is parsed like
+a stream of one piece. Recognised formats of calls:
 
     <tool_call>{"name": ..., "arguments": {...}}</tool_call>     Qwen, Hermes; anywhere
     [TOOL_CALLS] [{"name": ..., "arguments": {...}}]             Mistral; anywhere
-    ```json {"name": ..., "arguments": {...}} ```                Gemma and others; anywhere
-    <|python_tag|>{"name": ..., "parameters": {...}}             Llama 3, also without the tag; only
-                                                                 if it is the whole answer"""
+    <|python_tag|>{"name": ..., "parameters": {...}}             Llama 3, also without the tag
+    ```json {"name": ..., "arguments": {...}} ```                Gemma and others
+                                                  the last two only if they are the whole answer"""
 
 from __future__ import annotations
 
 import json
 import re
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from paceline.core.params import Grammar
@@ -72,198 +72,103 @@ def message_from_deltas(deltas: Iterable[Delta]) -> dict[str, Any]:
     )
 
 
-class _JsonEndFinder:
-    """Finds the end of a JSON object or list by counting brackets; the JSON may be malformed."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._quoted = self._escaped = False
-
-    def feed(self, text: str) -> int | None:
-        """The position in ``text`` after the closing bracket; None if it is not in ``text``."""
-        for end, character in enumerate(text, 1):
-            if self._escaped:
-                self._escaped = False
-            elif character == '"':
-                self._quoted = not self._quoted
-            elif self._quoted:
-                self._escaped = character == "\\"
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return end
-        return None
-
-
 class ForcedCallParser(TextParser):
-    """Parses an answer that a grammar forces to be one tool call: its name, then its arguments as
-    they arrive. If the answer is cut off within the name, and only one of ``names`` begins like
-    this, it becomes a call of that function without arguments; otherwise it is empty."""
+    """Parses an answer that a grammar makes a call. The arguments stream as they are written."""
 
     # The grammar writes JSON on one line in exactly this format (request/grammar.py).
     _HEAD = re.compile(r'\{"name": "([^"]+)", "arguments": ')
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        self._names = names
-        self._text = ""  # up to the arguments
-        self._in_arguments = self._is_complete = False
-        self._json_end = _JsonEndFinder()
+    def __init__(self) -> None:
+        self._text = ""
+        self._sent = 0  # characters of it up to the end of the arguments sent so far
 
     def feed(self, text: str) -> list[Delta]:
-        if self._is_complete:
-            return []
+        self._text += text
         deltas: list[Delta] = []
-        if not self._in_arguments:
-            self._text += text
+        if not self._sent:
             head = self._HEAD.match(self._text)
             if head is None:
                 return []
-            self._in_arguments = True
-            self._json_end.feed("{")  # the call's own brace; the arguments end before its closing
-            deltas.append({"tool_calls": [{"index": 0, **new_tool_call(head[1], "")}]})
-            text = self._text[head.end() :]
-        end = self._json_end.feed(text)
-        self._is_complete = end is not None
-        if piece := text if end is None else text[: end - 1]:
-            deltas.append({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]})
-        return deltas
+            self._sent = head.end()
+            deltas = [{"tool_calls": [{"index": 0, **new_tool_call(head[1], "")}]}]
+        # The last brace is the call's own, not one of the arguments.
+        return [*deltas, *self._send(len(self._text) - 1)]
+
+    def _send(self, end: int) -> list[Delta]:
+        """Send the arguments up to ``end`` of the text."""
+        piece, self._sent = self._text[self._sent : end], max(self._sent, end)
+        return [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]}] if piece else []
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
-        if self._in_arguments:
-            return [], "tool_calls" if self._is_complete else reason
-        heads = {name: f'{{"name": "{name}", "arguments": ' for name in self._names}
-        candidates = [name for name, head in heads.items() if head.startswith(self._text)]
-        if len(candidates) != 1:
+        if not self._sent:
             return [], reason
-        return [{"tool_calls": [{"index": 0, **new_tool_call(candidates[0], "")}]}], reason
+        try:
+            json.loads(self._text)
+        except (ValueError, RecursionError):  # cut off
+            return self._send(len(self._text)), reason
+        return [], "tool_calls"
 
 
-# The opening tags of calls inside a text, with their closing tags.
-_FENCES = dict.fromkeys(("```json", "```tool_code", "```"), "```")
-_TAGS = {"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", **_FENCES}
-_TAG = re.compile("|".join(map(re.escape, _TAGS)))
-_PYTHON_TAG = "<|python_tag|>"  # only at the beginning of an answer, as JSON without a tag
+_TAG = re.compile(r"(?:<tool_call>|\[TOOL_CALLS\])\s*")
+_CLOSING_TAG = re.compile(r"\s*</tool_call>|")
+# What may stand around a call that is the whole answer.
+_BEGIN = re.compile(r"\s*(?:<\|python_tag\|>|```json|```tool_code)?\s*")
+_END = re.compile(r"\s*(?:```)?\s*")
+_TAGS = "<tool_call>", "[TOOL_CALLS]"
+_BEGINNINGS = (*_TAGS, "<|python_tag|>", "```json", "```tool_code", "{", "[")
 
 
 class ToolCallParser(TextParser):
-    """Parses an answer of text, tool calls, or both. Text around calls, and text that only looks
-    like a call, is content; whitespace next to calls is dropped. ``parallel``: several calls."""
+    """Parses an answer of text, tool calls, or both. Text streams up to what begins like a call;
+    the rest is parsed once it is complete. Text around calls, and text that only looks like a call,
+    is content; whitespace next to calls is dropped. ``parallel``: several calls."""
 
     def __init__(self, tools: Sequence[Tool], parallel: bool) -> None:
         self._names = {tool.function.name for tool in tools}
         self._parallel = parallel
-        self._deltas: list[Delta] = []  # new ones, to be returned
-        self._trailing_space = ""  # whitespace at the end of the content so far
-        self._in_code = self._has_content = False
-        self._num_calls = 0
-        self._buffer = ""  # text that is not yet known to be content or a call
-        self._calls: list[dict[str, Any]] = []  # parsed, but the closing tag is not complete
-        self._parser = self._parse()
+        self._buffer = ""  # text that has not been shown
+        self._has_shown = False
 
     def feed(self, text: str) -> list[Delta]:
         self._buffer += text
-        next(self._parser)
-        return self._take_deltas()
+        start = self._buffer.lstrip()
+        if not self._has_shown and any(
+            start.startswith(beginning) or beginning.startswith(start) for beginning in _BEGINNINGS
+        ):
+            return []
+        tag = _TAG.search(self._buffer)
+        known = tag.start() if tag else len(self._buffer) - longest_overlap(self._buffer, _TAGS)
+        content = self._buffer[:known].rstrip()
+        self._buffer = self._buffer[len(content) :]
+        self._has_shown = self._has_shown or bool(content)
+        return [{"content": content}] if content else []
 
     def finish(self, reason: str) -> tuple[list[Delta], str]:
-        truncated = bool(self._buffer) and not self._calls
-        if self._calls:  # the buffer has at most a part of the closing tag
-            self._add_calls(len(self._buffer))
-        self._add_content(len(self._buffer))
-        if self._trailing_space and not self._num_calls:
-            self._deltas.append({"content": self._trailing_space})
-        if self._num_calls and (reason == "stop" or not truncated):
-            reason = "tool_calls"
-        return self._take_deltas(), reason
+        content, calls = self._split()
+        if calls:
+            content = content.rstrip() if self._has_shown else content.strip()
+            reason = "tool_calls" if reason == "stop" else reason
+        deltas: list[Delta] = [{"content": content}] if content else []
+        for index, call in enumerate(calls if self._parallel else calls[:1]):
+            deltas.append({"tool_calls": [{"index": index, **call}]})
+        return deltas, reason
 
-    def _take_deltas(self) -> list[Delta]:
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    # The parser consists of generators, which yield when they need more text in ``_buffer``.
-
-    def _parse(self) -> Iterator[None]:
-        while any(tag.startswith(self._buffer.lstrip()) for tag in (*_TAGS, _PYTHON_TAG)):
-            yield  # whitespace, or the beginning of a tag
-        start = self._buffer.lstrip()
-        tagged = start.startswith(_PYTHON_TAG)
-        if tagged or (start[0] in "{[" and not start.startswith(tuple(_TAGS))):
-            tag = _PYTHON_TAG if tagged else ""
-            yield from self._parse_block(tag, len(self._buffer) - len(start))
-        while True:
-            match = _TAG.search(self._buffer)
-            if match is None:
-                self._add_content(len(self._buffer) - longest_overlap(self._buffer, tuple(_TAGS)))
-                yield
-            elif match[0] in _FENCES and self._in_code:
-                self._in_code = False
-                self._add_content(match.start() + len("```"))
-            elif self._may_grow(match[0], match.start()):
-                self._add_content(match.start())
-                yield
-            else:
-                yield from self._parse_block(match[0], match.start())
-
-    def _may_grow(self, tag: str, start: int) -> bool:
-        """Whether the tag at ``start`` of the buffer may be the beginning of a longer one."""
-        rest = self._buffer[start:]
-        return any(longer != tag and longer.startswith(rest) for longer in _TAGS)
-
-    def _parse_block(self, tag: str, start: int) -> Iterator[None]:
-        """Parse the calls behind a tag at ``start`` of the buffer; without any it is content."""
-        self._add_content(start)
-        end = yield from self._find_calls(tag)
-        if self._calls:
-            self._add_calls(end)
-        else:
-            self._in_code = self._in_code or tag in _FENCES
-            self._add_content(end)
-
-    def _find_calls(self, tag: str) -> Generator[None, None, int]:
-        """Parse a tag at the start of the buffer, JSON and the closing tag; returns where they end.
-        ``_calls`` is empty afterwards if these are no calls."""
-        while not (text := self._buffer[len(tag) :].lstrip()):
-            yield
-        start = len(self._buffer) - len(text)
-        if text[0] not in "{[":
-            return start
-        brackets, searched = _JsonEndFinder(), start
-        while (length := brackets.feed(self._buffer[searched:])) is None:
-            searched = len(self._buffer)
-            yield
-        end = searched + length
-        self._calls = parse_tool_calls(self._buffer[start:end], self._names)
-        closing = _TAGS.get(tag)  # None: nothing may follow
-        while self._calls and closing != "":
-            rest = self._buffer[end:].lstrip()
-            rest_start = len(self._buffer) - len(rest)
-            if closing is not None and rest.startswith(closing):
-                return rest_start + len(closing)
-            if rest and not (closing or "").startswith(rest):
-                end, self._calls = rest_start, []
-            else:
-                yield
-        return end
-
-    def _add_calls(self, end: int) -> None:
-        """Emit the parsed calls, which extend to ``end`` of the buffer."""
-        for call in self._calls if self._parallel else self._calls[: not self._num_calls]:
-            self._deltas.append({"tool_calls": [{"index": self._num_calls, **call}]})
-            self._num_calls += 1
-        self._calls, self._buffer = [], self._buffer[end:]
-
-    def _add_content(self, end: int) -> None:
-        """Emit the buffer up to ``end`` as content; trailing whitespace is held back."""
-        text, self._buffer = self._trailing_space + self._buffer[:end], self._buffer[end:]
-        body = text.rstrip()
-        self._trailing_space = text[len(body) :]
-        if self._num_calls and not self._has_content:
-            body = body.lstrip()
-        if body:
-            self._has_content = True
-            self._deltas.append({"content": body})
+    def _split(self) -> tuple[str, list[Call]]:
+        """The rest of the text without its calls, and the calls."""
+        text, begin = self._buffer, _BEGIN.match(self._buffer)
+        if begin is not None and not self._has_shown:
+            calls, end = parse_tool_calls(text, begin.end(), self._names)
+            if calls and _END.fullmatch(text, end):
+                return "", calls
+        content, calls, position = "", [], 0
+        for tag in _TAG.finditer(text):
+            if tag.start() >= position:  # not within a call
+                found, end = parse_tool_calls(text, tag.end(), self._names)
+                if found:
+                    content += text[position : tag.start()]
+                    position = end
+                    calls += found
+        return content + text[position:], calls
 
 
 # -- calls as JSON ---------------------------------------------------------------------------------
@@ -303,21 +208,26 @@ def _rebased(schema: Any, path: str) -> Any:
     return rebased
 
 
-def parse_tool_calls(text: str, names: Set[str]) -> list[Call]:
-    """The calls in JSON text, an object or a list; [] unless all of them call one of ``names``."""
+_DECODER = json.JSONDecoder(parse_constant=int)  # refuses NaN, which is not JSON
+
+
+def parse_tool_calls(text: str, start: int, names: Set[str]) -> tuple[list[Call], int]:
+    """The calls in the JSON (an object or a list) at ``start`` of a text, and where that ends, a
+    closing tag included. [] if it is malformed, or calls others than ``names``."""
     try:
-        parsed = json.loads(text, parse_constant=int)  # refuses NaN, which is not JSON
+        parsed, end = _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
-        return []
+        return [], start
     calls = []
     for item in parsed if isinstance(parsed, list) else [parsed]:
         name = item.get("name") if isinstance(item, dict) else None
         if not isinstance(name, str) or name not in names:
-            return []
+            return [], start
         arguments = item.get("arguments", item.get("parameters", {}))
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        calls.append(new_tool_call(name, text))
-    return calls
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        calls.append(new_tool_call(name, written))
+    closing = _CLOSING_TAG.match(text, end)
+    return calls, closing.end() if closing else end
 
 
 def new_tool_call(name: str, arguments: str, identifier: str | None = None) -> Call:
