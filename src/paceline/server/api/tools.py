@@ -163,11 +163,11 @@ class ToolCallParser(TextParser):
         content, calls, position = "", [], 0
         for tag in _TAG.finditer(text):
             if tag.start() >= position:  # not within a call
-                found, end = parse_tool_calls(text, tag.end(), self._names)
-                if found:
+                tagged, end = parse_tool_calls(text, tag.end(), self._names)
+                if tagged:
                     content += text[position : tag.start()]
                     position = end
-                    calls += found
+                    calls += tagged
         return content + text[position:], calls
 
 
