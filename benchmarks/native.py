@@ -40,9 +40,9 @@ from paceline.kernels.library import (
 )
 from paceline.kernels.pages import zeros
 from paceline.lab.profiling.limits import read_bandwidth
-from paceline.model.backends.counters import NativeWork, counted
-from paceline.model.paged.cache import PagedCache
+from paceline.model.paged.cache import PagedCache, bytes_per_token
 from paceline.model.paged.int8 import INT8, cache_dtype, encode
+from paceline.model.precision import matrix_sizes
 from paceline.model.target import CausalModel
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -119,10 +119,8 @@ def wide(layers: int, folder: str | Path, vocabulary: int = 32000) -> str | Path
 
 def bytes_read(model: CausalModel, cache: PagedCache, context: int) -> int:
     """Bytes of weights and cache that a forward of one row reads."""
-    works: list[NativeWork] = []
-    with counted(works.append):
-        forward(model, cache, context, 1, prompt=False)
-    return sum(w.cache_bytes + sum(read.bytes for read in w.products) for w in works)
+    cached = (context + 1) * bytes_per_token(model.cache_shapes, cache.dtype)
+    return cached + sum(matrix.bytes for matrix in matrix_sizes(model.hf))
 
 
 class Matrices:

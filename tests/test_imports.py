@@ -195,7 +195,7 @@ PUBLIC_ONLY: dict[str, set[str]] = {
     },
     # Which models there are, which one was tuned, and forwards measured alone.
     "lab/tune": {"model/names", "model/measure"},
-    "lab/profiling": {"model/backends/counters", "model/loading", "model/measure"},
+    "lab/profiling": {"model/loading", "model/measure", "model/paged/cache", "model/precision"},
     "lab/doctor": {  # what loading checkpoints asks of them, and a batch for a few layers
         "core/batch",
         "core/costs",

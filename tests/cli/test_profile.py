@@ -36,14 +36,9 @@ def test_json_report_and_trace(arguments: list[str], tmp_path: Path) -> None:
     for item in (plain, fast):
         phases = item["phases"]
         assert sum(p["share"] for p in phases.values()) == pytest.approx(1)
-        for phase in phases.values():
-            parts = phase["kernels"] + phase["launches"] + phase["python"]
-            assert parts == pytest.approx(phase["seconds"])
-        assert len(item["verdict"]) >= 2
-    targets = [run["phases"]["target"] for run in (plain, fast)]
-    assert 3 <= targets[1]["flops"] / targets[0]["flops"] < 4  # three rows, and their attention
-    assert targets[1]["parameters"] == targets[0]["parameters"] > 0
-    assert "Whose time it is" in report.read_text()
+        assert item["forward"]["bytes"] > 0 and "What helps" in item["verdict"]
+    assert fast["forward"]["flops"] == 3 * plain["forward"]["flops"]  # three rows
+    assert "of read bandwidth" in report.read_text(encoding="utf-8")
     assert json.loads(trace.read_text())["traceEvents"]
     assert record["trace"] == str(trace)
 
@@ -51,7 +46,7 @@ def test_json_report_and_trace(arguments: list[str], tmp_path: Path) -> None:
 def test_tables_of_several_sequences(arguments: list[str]) -> None:
     result = paceline(*arguments, "--concurrency", "2")
     assert result.exit_code == 0, result.output
-    for words in ("2 sequences at once", "of read", "read bandwidth", "Verdict: plain", "helps:"):
+    for words in ("2 sequences at once", "of read bandwidth", "Verdict", "plain: a step", "helps:"):
         assert words in result.stdout
 
 
@@ -77,22 +72,15 @@ def test_commands_of_the_page_parse() -> None:
         group.commands["profile"].make_context("profile", words[2:])
 
 
-def test_interrupted(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the second way of decoding is profiled: the first is shown."""
-
-    from paceline.lab.profiling import steady
-
-    profile, calls = steady.profiled, []
+def test_interrupted(arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C while the trace is written: the figures are shown."""
 
     def interrupt(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return profile(*args)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(steady, "profiled", interrupt)
-    result = paceline(*arguments)
+    monkeypatch.setattr("paceline.lab.profiling.steady.write_trace", interrupt)
+    result = paceline(*arguments, "--trace", str(tmp_path / "t.json"), "--json")
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
-    assert "Verdict: plain" in result.stdout
-    assert result.stdout.count("Verdict") == 1
+    record = json.loads(result.stdout)
+    assert len(record["runs"]) == 2 and record["trace"] is None

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from embedded_target import TargetTrainer
 from paceline.cli.main import app
 from paceline.errors import WriteError
-from paceline.lab.profiling import steady
 from paceline.train.medusa import MedusaTrainConfig, MedusaTrainer
 from paceline.train.trainer import write_card
 from support.full_disk import PLACES, content_of, full_disk, small_files
@@ -55,19 +54,6 @@ def test_planted(kind: str, fault: str, tmp_path: Path) -> None:
 def test_for_real(kind: str, tmp_path: Path) -> None:
     case = KINDS[kind]
     check(tmp_path, lambda number: case.write(tmp_path, number), lambda: small_files(case.limit))
-
-
-def test_a_real_trace(tmp_path: Path) -> None:
-    """The profiler's own library, which ends the file early and says nothing."""
-    file = tmp_path / "t.json"
-    old = f'"{steady.PREFIX}'
-    file.write_text(old)
-    with torch.profiler.profile() as recorder:
-        for _ in range(50):
-            torch.zeros(3)
-    with small_files(2000), pytest.raises(WriteError, match=r"t\.json"):
-        steady._export(recorder, file)
-    assert content_of(tmp_path) == {"t.json": old.encode()}
 
 
 # -- training runs ---------------------------------------------------------------------------------

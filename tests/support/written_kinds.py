@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from paceline.draft.heads.block_head import BlockConfig, BlockHead, save_block
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, save_eagle
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
 from paceline.draft.suffix import SuffixDrafter
-from paceline.lab.profiling import steady
 from paceline.lab.report.document import Report, Text
 from paceline.lab.report.render import write
 from paceline.settings import tuned
@@ -99,20 +97,6 @@ def held_out(folder: Path, number: int) -> None:
     load_held_out_texts(cast(Any, Target()), cast(Any, None), [], config, file)
 
 
-class Recorder:
-    """A profiler whose library ends its file early and says nothing when the disk is full."""
-
-    def __init__(self, number: int) -> None:
-        self.text = json.dumps({"traceEvents": [{"name": f"{steady.PREFIX}step {number}"}] * 9})
-
-    def export_chrome_trace(self, path: str) -> None:
-        try:
-            with open(path, "w") as file:
-                file.write(self.text)
-        except OSError:
-            pass
-
-
 def tuned_settings(folder: Path, number: int) -> None:
     made = TunedSettings(
         tuned.VERSION,
@@ -157,8 +141,4 @@ KINDS = {
     "held-out texts": Kind(held_out, limit=10),
     "card": Kind(card),
     "token stream": Kind(token_stream),
-    "trace": Kind(lambda folder, number: steady._export(Recorder(number), folder / "t.json")),
-    "packed trace": Kind(
-        lambda folder, number: steady._export(Recorder(number), folder / "t.json.gz")
-    ),
 }

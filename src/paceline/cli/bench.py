@@ -218,7 +218,7 @@ def profile(
         metavar="FILE.json[.gz]",
     ),
 ) -> int:
-    """Show what limits decoding: memory, compute, launches or Python."""
+    """Show what a step takes, and what limits it: memory or compute."""
     if not debugging():  # the profiler's library reports its starts and stops on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with stage("starting"):
@@ -240,7 +240,7 @@ def profile(
     fitting, _ = fit(prompts, target, half, "shorter prompts")
     chosen, encoded = zip(*islice(cycle(fitting), concurrency), strict=True)
     result = runs.ProfileResult()
-    tasks = runs.stages(len(engines), rounds)
+    tasks = runs.stages(len(engines), rounds, trace is not None)
     with measuring("profile", Budget(), tasks) as interrupted:
         runs.profile_all(engines, encoded, steps, rounds, trace, result, interrupted.advance)
     names = list(dict.fromkeys(prompt.name for prompt in chosen))
@@ -250,7 +250,7 @@ def profile(
         "concurrency": concurrency,
         "prompts": names,
         **runs.record(result),
-        "trace": trace if len(result.runs) == len(engines) else None,
+        "trace": None if interrupted.code else trace,
     }
     sequences = "1 sequence" if concurrency == 1 else f"{concurrency} sequences at once"
     context = f" with about {result.runs[0].context:.0f} tokens of context" if result.runs else ""

@@ -79,16 +79,13 @@ def test_the_context_limits_the_steps(llm: LLM) -> None:
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
 def test_the_trace_is_json_with_phases(llm: LLM, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"trace{suffix}"
-    _, shares = steady.profiled(llm, PROMPTS, 5, path)
+    steady.write_trace(llm, PROMPTS, 5, path)
     text = gzip.decompress(path.read_bytes()) if suffix.endswith("gz") else path.read_bytes()
     names = Counter(event.get("name") for event in json.loads(text)["traceEvents"])
     for phase, times in (("step", 5), ("target", 5), ("verify", 5), ("draft", 10)):
         assert names[f"paceline: {phase}"] == times
     assert names["paceline_native::forward"] == 5 * 2  # the target, and the draft's first level
     assert names["paceline_native::grow"] == 5  # the second
-    target = shares["target"]
-    assert 0 < target.kernel_seconds <= target.called < target.wall
-    assert target.kernel_calls > 0
 
 
 def test_bad_trace_paths(tmp_path: Path) -> None:

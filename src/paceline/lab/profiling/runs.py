@@ -28,24 +28,28 @@ from paceline.lab.report.document import (
 from paceline.llm import LLM
 from paceline.model.backends.base import NATIVE
 
-PROFILED_STEPS = 20  # give the shares to a per cent
-BUSY = 0.1  # of a step's time without a processor, above which no figure repeats
-MINOR = 0.05  # of a step: a shorter phase is not worth a sentence
-_NOTES = NOTES["profile"]
+TRACED_STEPS = 20
 PLAIN = "plain"  # the name of decoding without a drafter
+_NOTES = NOTES["profile"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds of a phase in a step, and their share of the step."""
+
+    name: str
+    seconds: float
+    share: float
 
 
 @dataclass(frozen=True)
 class RunProfile(steady.Stretch):
-    """The profile of one way of decoding, over all timed rounds. ``working_set_bytes``: distinct
-    bytes that a step reads. ``profiler_slowdown``: step time under the profiler by that without.
-    ``active_threads``: threads of the last forward."""
+    """The profile of one way of decoding, over all timed rounds. ``active_threads``: threads of the
+    last forward."""
 
     name: str
-    phases: tuple[limits.Phase, ...]
-    working_set_bytes: float
-    profiler_slowdown: float
-    profiled_steps: int
+    phases: tuple[Phase, ...]
+    forward: limits.Forward
     active_threads: int
 
     @property
@@ -66,33 +70,17 @@ class RunProfile(steady.Stretch):
         return sum(phase.seconds for phase in self.phases)
 
     @property
-    def warnings(self) -> list[str]:
-        """Why the figures may not be what they seem."""
-        notes = []
-        if self.busy > BUSY:
-            notes.append(
-                "the machine is busy: other programs had the processor for "
-                f"{self.busy:.0%} of the time; times are too long and limits "
-                "seem further away than they are; measure again on an idle machine"
-            )
-        if self.name != PLAIN and not self.sums.drafted:
-            notes.append(
-                f"{self.name}: nothing was drafted, so these are the figures of plain decoding; "
-                "give --draft-length a number to see drafting"
-            )
-        return notes
-
-    @property
-    def verdict(self) -> list[str]:
-        """What bounds the step, then the same for each phase that matters, the longest first."""
-        longest = sorted(self.phases, key=lambda phase: -phase.seconds)
-        labels = {phase.label for phase in longest}
-        share, first = max((sum(p.share for p in longest if p.label == x), x) for x in labels)
-        whole = (
+    def verdict(self) -> str:
+        """What a step takes, the phase that takes most of it, and what limits the forward."""
+        longest = max(self.phases, key=lambda phase: phase.seconds)
+        text = (
             f"{self.name}: a step takes {1e3 * self.step_seconds:.3g} ms "
-            f"({self.tokens_per_second:.0f} tokens/s); {share:.0%} of it is {first}."
+            f"({self.tokens_per_second:.0f} tokens/s), {longest.share:.0%} of it in the phase "
+            f"{longest.name}."
         )
-        return [whole, *(phase.explain() for phase in longest if phase.share >= MINOR)]
+        if longest.name == "target":
+            return f"{text} {self.forward.explain()}"
+        return f"{text} What helps: {_NOTES['helps'][longest.name]}."
 
 
 @dataclass
@@ -103,9 +91,9 @@ class ProfileResult:
     runs: list[RunProfile] = field(default_factory=list)
 
 
-def stages(engines: int, rounds: int) -> int:
+def stages(engines: int, rounds: int, traced: bool) -> int:
     """Calls of ``advance`` that ``profile_all`` makes."""
-    return engines * (rounds + 2) + 1
+    return engines * (rounds + 1) + 1 + traced
 
 
 def profile_all(
@@ -117,67 +105,49 @@ def profile_all(
     result: ProfileResult,
     advance: Callable[[str], object],
 ) -> None:
-    """Fill ``result``: count the work, measure the machine, time ``steps`` steady steps a round in
-    turn, then profile; the last engine's trace goes to ``trace_file``. ``advance(what)`` is called
-    before each piece. Raises ConfigError if there is no room for a steady state."""
-    counters = [limits.WorkCounter() for _ in engines]
-    for (name, llm), counter in zip(engines, counters, strict=True):
-        advance(f"{name}: counting")
-        steady.run(llm, prompts, steps, counter.phase)
+    """Fill ``result``: warm up, measure the machine, time ``steps`` steady steps a round in turn;
+    then the last engine's trace goes to ``trace_file``. ``advance(what)`` is called before each
+    piece. Raises ConfigError if there is no room for a steady state."""
+    first: list[steady.Stretch] = []
+    for name, llm in engines:
+        advance(f"{name}: warming up")
+        first.append(steady.run(llm, prompts, steps))
     advance("measuring the machine")
-    target = engines[0][1].target
-    result.machine = limits.measure_machine(target.device, target.dtype)
+    plain = engines[0][1]
+    read, _ = limits.step_work(plain, first[0].sums)
+    target = plain.target
+    result.machine = limits.measure_machine(target.device, target.dtype, int(read))
     timed: list[list[steady.Stretch]] = [[] for _ in engines]
     for number in range(rounds):
         for (name, llm), stretches in zip(engines, timed, strict=True):
             advance(f"{name}: round {number + 1}")
             stretches.append(steady.run(llm, prompts, steps))
-    for (name, llm), stretches, counter in zip(engines, timed, counters, strict=True):
-        advance(f"{name}: profiling")
-        file = trace_file if llm is engines[-1][1] else None
-        slow, shares = steady.profiled(llm, prompts, min(PROFILED_STEPS, steps), file)
-        result.runs.append(_assemble(name, llm, stretches, counter, slow, shares, result.machine))
+    for (name, llm), stretches in zip(engines, timed, strict=True):
+        result.runs.append(_assemble(name, llm, stretches, result.machine))
+    if trace_file is not None:
+        name, llm = engines[-1]
+        advance(f"{name}: tracing")
+        steady.write_trace(llm, prompts, min(TRACED_STEPS, steps), trace_file)
 
 
 def _assemble(
-    name: str,
-    llm: LLM,
-    stretches: Sequence[steady.Stretch],
-    counter: limits.WorkCounter,
-    slow: steady.Stretch,
-    shares: dict[str, steady.Share],
-    machine: limits.MachineSpeeds,
+    name: str, llm: LLM, stretches: Sequence[steady.Stretch], machine: limits.MachineSpeeds
 ) -> RunProfile:
-    """``slow`` and ``shares``: of the steps under the profiler."""
-    works = {phase: work.per_step(counter.steps) for phase, work in counter.phases.items()}
-    weights = {key: size for work in works.values() for key, (_, size) in work.weights.items()}
-    working_set = sum(weights.values()) + sum(work.cache_bytes for work in works.values())
-    bandwidth = limits.read_bandwidth(llm.target.device, max(1, int(working_set)))
     seconds = {
         phase: statistics.median(stretch.sums.mean_seconds(phase) for stretch in stretches)
-        for phase in slow.sums.seconds
+        for phase in stretches[0].sums.seconds
     }
     step = sum(seconds.values())
-    phases = []
-    for phase, taken in seconds.items():
-        share = shares.get(phase, steady.Share())
-        parts = share.split(taken, machine.product_seconds, slow.sums.steps)
-        work, peaks = works.get(phase, limits.Work()), (bandwidth, machine.peak_flops)
-        phases.append(limits.Phase(phase, taken, *parts, work, taken / step, *peaks))
-    busy = statistics.median(stretch.busy for stretch in stretches)
+    sums = sum((stretch.sums for stretch in stretches), StepTotals())
     native = llm.target.backend.name == NATIVE
-    threads = active_threads() if native else torch.get_num_threads()
     return RunProfile(
         name=name,
-        phases=tuple(phases),
-        sums=sum((stretch.sums for stretch in stretches), StepTotals()),
-        working_set_bytes=working_set,
+        phases=tuple(Phase(phase, taken, taken / step) for phase, taken in seconds.items()),
+        sums=sums,
+        forward=limits.Forward(seconds["target"], *limits.step_work(llm, sums), machine),
         drafters=sum((stretch.drafters for stretch in stretches), Counter()),
         not_drafted=sum((stretch.not_drafted for stretch in stretches), Counter()),
-        busy=max(slow.busy, busy),
-        profiler_slowdown=slow.sums.whole / slow.sums.steps / step,
-        profiled_steps=slow.sums.steps,
-        active_threads=threads,
+        active_threads=active_threads() if native else torch.get_num_threads(),
     )
 
 
@@ -193,33 +163,24 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items(), key=lambda c: -c[1]))
 
 
-# Of a phase: two tables, of which the second has the rest of the record.
-_NAME = Column("", "phase", "name")
-_TIMES = (
+_PHASES = (
+    Column("", "phase", "name"),
     Column("seconds", "ms", shown=_thousandths),
     Column("share", "share", shown=share),
-    Column("kernels", "kernels ms", shown=_thousandths),
-    Column("launches", "calls ms", shown=_thousandths),
-    Column("python", "Python ms", shown=_thousandths),
-    Column("calls", "ops", "work.ops", "{:.0f}".format),
 )
-_LIMITS = (
-    Column("bytes", "moves", "work.bytes", size),
-    Column("weight_bits", "bits a weight", "work.weight_bits", "{:.3g}".format),
+_FORWARD = (
+    Column("bytes", "reads", shown=size),
     Column("bytes_per_second", "GB/s", shown=_giga),
-    Column("of_read_bandwidth", "of read", shown=share),
+    Column("of_read_bandwidth", "of read bandwidth", shown=share),
+    Column("flops"),
     Column("flops_per_second", "GFLOP/s", shown=_giga),
     Column("of_peak_flops", "of peak", shown=share),
-    Column("", "limit", "label"),
-    *map(Column, ("bound", "saturated", "bandwidth")),
-    Column("kernel_calls", path="work.kernels"),
-    *(Column(key, path=f"work.{key}") for key in ("flops", "parameters")),
+    Column("bound", "limit"),
 )
 _MACHINE = (
     *map(Column, ("device", "dtype", "threads")),
     Column("read_bandwidth", "read bandwidth", shown=limits.rate),
     Column("peak_flops", "products, GFLOP/s", shown=_giga),
-    Column("product_seconds", "smallest product, µs", shown=lambda s: f"{1e6 * s:.2f}"),
 )
 _RUN = (
     Column("step_seconds", "step, ms", shown=_thousandths),
@@ -228,13 +189,12 @@ _RUN = (
     Column("active_threads", "threads of a forward"),
     Column("drafters", "accepted tokens of", shown=_counts, stored=dict),
     Column("not_drafted", "steps without a draft", shown=_counts, stored=dict),
-    *map(Column, ("name", "context", "working_set_bytes")),
+    *map(Column, ("name", "context")),
     Column("drafted_tokens", path="sums.drafted"),
     Column("accepted_tokens", path="sums.accepted"),
-    Column("processor_busy_elsewhere", path="busy"),
-    *map(Column, ("profiler_slowdown", "profiled_steps")),
-    Column("phases", stored=lambda ps: {p.name: record_of(p, _TIMES + _LIMITS) for p in ps}),
-    *map(Column, ("warnings", "verdict")),
+    Column("phases", stored=lambda phases: {p.name: record_of(p, _PHASES) for p in phases}),
+    Column("forward", stored=lambda forward: record_of(forward, _FORWARD)),
+    Column("verdict"),
 )
 
 
@@ -250,20 +210,14 @@ def report_of(result: ProfileResult, setting: str) -> Report:
         return report
     runs = {run.name: run for run in result.runs}
     if runs:
-        note = f"{setting} Medians of rounds in turn, without the profiler."
+        report.add("Verdict", *(Text(run.verdict) for run in runs.values()))
+        note = f"{setting} Medians of rounds in turn."
         report.add("Steps", table_across("", runs, _RUN[:6], note))
-    for name, run in runs.items():
-        read = limits.rate(run.phases[0].bandwidth), size(run.working_set_bytes)
-        times, moves = _NOTES["times"].format(run), _NOTES["moves"].format(*read)
-        report.add(
-            f"Limits: {name}",
-            table_of(run.phases, (_NAME, *_TIMES), times, "Whose time it is, a step"),
-            table_of(run.phases, (_NAME, *_LIMITS), moves, "What it does, by what the machine can"),
-        )
+        report.add("Phases", *(table_of(run.phases, _PHASES, "", n) for n, run in runs.items()))
+        forwards = {name: run.forward for name, run in runs.items()}
+        seen = [column for column in _FORWARD if column.heading]
+        report.add("The target's forward", table_across("", forwards, seen, _NOTES["forward"]))
     note = _NOTES["machine"].format(machine)
     speeds = [column for column in _MACHINE if column.heading]
     report.add("Machine", table_across("measured", {"at best": machine}, speeds, note))
-    for name, run in runs.items():
-        warnings = [Text(words, warning=True) for words in run.warnings]
-        report.add(f"Verdict: {name}", *warnings, *map(Text, run.verdict))
     return report

@@ -12,12 +12,14 @@ import itertools
 import math
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from paceline.core.batch import Batch, Span
 from paceline.core.draws import GREEDY_SHARPNESS
@@ -25,7 +27,6 @@ from paceline.core.noise import id_hashes, splitmix64
 from paceline.core.tree import Draw, TokenTree
 from paceline.kernels.library import CBatch, CGrowth, CSpan, CTree, check, library, pointer
 from paceline.model.backends.base import GrownTree, TreeRequest
-from paceline.model.backends.counters import NativeWork, report_work, traced
 from paceline.model.backends.native.adapters import NativeAdapters
 from paceline.model.backends.native.packing import WeightPacker
 from paceline.model.backends.native.recognise import Rotation
@@ -35,8 +36,13 @@ from paceline.model.paged.int8 import INT8
 
 _SPANS = ctypes.POINTER(CSpan)
 _NO_TOP_K = 1 << 30  # larger than any vocabulary
-SpanSizes = Sequence[tuple[int, int]]  # of each span: rows, and keys that they read
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
+
+def traced(name: str) -> AbstractContextManager[Any]:
+    """A context that records a kernel call as an operator, if torch's profiler runs."""
+    enabled = profiler._is_profiler_enabled
+    return record_function(f"paceline_native::{name}") if enabled else nullcontext()
 
 
 class RopeTables:
@@ -106,7 +112,7 @@ class ModelHandle:
         self._handle = library().pl_open(model)
         check(not self._handle, "the native model")
         self._weights, self._adapters = weights, adapters
-        self._layers, self._width = model.layers, model.heads * model.head_dim
+        self._layers = model.layers
         self._ropes = RopeTables(rotation, model.head_dim)
         self._caches: WeakKeyDictionary[PagedCache, Any] = WeakKeyDictionary()
 
@@ -119,14 +125,6 @@ class ModelHandle:
     ) -> None:
         """One forward, traced under ``name``. ``fields``: further fields of CBatch; the caller
         keeps alive what they point to."""
-        self.run(name, batch, cache, skipped, **fields)
-        rows = count_logit_rows(batch)
-        report_work(lambda: [self._forward_work(_span_sizes(batch), cache, rows, skipped)])
-
-    def run(
-        self, name: str, batch: Batch, cache: PagedCache, skipped: Any = None, **fields: Any
-    ) -> None:
-        """The same, whose work the caller reports."""
         struct, _alive = self._batch_struct(batch, cache, skipped, **fields)
         with traced(name):
             check(library().pl_forward(self._handle, struct))
@@ -186,10 +184,6 @@ class ModelHandle:
         )
         with traced(name):
             check(library().pl_grow(self._handle, growth))
-        forwards = partial(_forwards_of_growth, first, wanted, counts, logits.shape[1])
-        report_work(
-            lambda: (self._forward_work(sizes, cache, rows, skipped) for sizes, rows in forwards())
-        )
         return _to_grown_trees(wanted, nodes, scores, q, counts)
 
     def _tree_structs(
@@ -295,22 +289,6 @@ class ModelHandle:
             known = self._caches[cache] = fields, keys, values
         return known[0]
 
-    def _forward_work(
-        self, spans: SpanSizes, cache: PagedCache, logit_rows: int, skipped: Any
-    ) -> NativeWork:
-        """The work of a forward, if its rows are spread evenly over the experts."""
-        layers = self._layers - sum(skipped or ())
-        products = self._weights.weight_reads(sum(n for n, _ in spans), logit_rows, skipped)
-        keys = cache.kv(0)[0]
-        key_bytes = keys.shape[-2] * keys.shape[-1] * keys.dtype.itemsize
-        cache_bytes = 2 * layers * key_bytes * sum(length for _, length in spans)
-        scores = sum(rows * length for rows, length in spans)  # for each head and layer
-        return NativeWork(products, cache_bytes, 4 * layers * self._width * scores)
-
-
-def _span_sizes(batch: Batch) -> SpanSizes:
-    return [(span.rows, span.kv_length) for span in batch.spans]
-
 
 def _address(struct: Any) -> int | None:
     return None if struct is None else ctypes.addressof(struct)
@@ -351,21 +329,6 @@ def _to_grown_trees(
         tree = TokenTree(_int64(known), tuple(parents[i][:n]), draw, drawn, host_copy=known)
         trees.append(GrownTree(tree, tuple(slots[i][:n]), tuple(logs[i][:n])))
     return trees
-
-
-def _forwards_of_growth(
-    first: Batch | None, wanted: Sequence[TreeRequest], counts: Sequence[int], columns: int
-) -> Iterator[tuple[SpanSizes, int]]:
-    """The forwards that growing took, as (span sizes, rows with logits); a chain has one level for
-    each of its nodes."""
-    if first is not None:
-        yield _span_sizes(first), len(wanted)
-    depths = [c if t.width == 1 else t.depth for t, c in zip(wanted, counts, strict=True)]
-    for level in range(1, max(depths)):
-        trees = [tree for tree, depth in zip(wanted, depths, strict=True) if depth > level]
-        widths = [min(tree.width, columns) for tree in trees]
-        spans = [(w, tree.base + level * w) for w, tree in zip(widths, trees, strict=True)]
-        yield spans, sum(widths)
 
 
 def _int64(numbers: Sequence[int]) -> torch.Tensor:

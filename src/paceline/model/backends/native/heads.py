@@ -16,8 +16,7 @@ from paceline.core.batch import Batch
 from paceline.core.stages import warn
 from paceline.kernels.library import DTYPES, SILU, CLayer, CMedusa, CModel, CWeight, check, library
 from paceline.model.backends.base import BlockStep, EagleStep
-from paceline.model.backends.counters import NativeWork, report_work, traced
-from paceline.model.backends.native.handle import ModelHandle, count_logit_rows
+from paceline.model.backends.native.handle import ModelHandle, count_logit_rows, traced
 from paceline.model.backends.native.packing import PackedMatrix, WeightPacker, pack_children
 from paceline.model.backends.native.recognise import (
     QUERY_KEY_NORMS,
@@ -115,7 +114,7 @@ class NativeEagle(EagleStep):
                 if third and not has_head
                 else None
             ),
-            head=weights.add(lm_head, None),
+            head=weights.add(lm_head),
             hidden_norm=weights.norm(head.midlayer.hidden_norm if third else None),
             residual_normed=config.norm_before_residual,
         )
@@ -152,19 +151,12 @@ class NativeBlock(BlockStep):
             if type(child) is nn.Linear:  # outside the layers: biases, and the head's own lm_head
                 pack_children(parent, (name,), head.dtype)
         self.logits = head.lm_head or target.head
-        self._context_matrices = [
-            module.packed
-            for module in (head.fc, *(layer.self_attn.q_proj for layer in head.layers))
-        ]
         self._handle = ModelHandle(model, weights, Rotation(head.rotary))
 
     def write_context(self, batch: Batch, cache: PagedCache, features: torch.Tensor) -> None:
-        features, rows = features.contiguous(), len(batch.input_ids)
+        features = features.contiguous()
         batch = replace(batch, logit_rows=())
-        self._handle.run("block context", batch, cache, hidden=features.data_ptr())
-        report_work(
-            lambda: [NativeWork(tuple(m.weight_read(rows) for m in self._context_matrices))]
-        )
+        self._handle.forward("block context", batch, cache, hidden=features.data_ptr())
 
     def __call__(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         config = self.head.config
@@ -210,12 +202,5 @@ class NativeMedusa:
         arguments = rows.data_ptr(), len(rows), count, logits.data_ptr(), torch.get_num_threads()
         with traced("medusa"):
             check(library().pl_medusa_logits(self._struct, *arguments))
-        report_work(lambda: [self._work(len(rows), count)])
         widened: torch.Tensor = self._spread(logits)
         return widened
-
-    def _work(self, rows: int, count: int) -> NativeWork:
-        blocks, layers = self._blocks[: count * self._config.layers], self._layers[:count]
-        head_rows = rows * count if self._config.shared_head else rows
-        reads = [block.weight_read(rows) for block in blocks]
-        return NativeWork((*reads, *(layer.weight_read(head_rows) for layer in layers)))

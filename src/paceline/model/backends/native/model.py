@@ -74,17 +74,17 @@ class NativeModel(Backend):
             layer=layers,
             final_norm=weights.norm(decoder.final_norm),
             head_norm=weights.norm(scaled_norm(decoder.final_norm, decoder.logit_scale)),
-            head=weights.add(self.lm_head, None),
+            head=weights.add(self.lm_head),
         )
         trim()
         self.adapters = NativeAdapters(hf, self.dtype)
         self._handle = ModelHandle(model, weights, decoder.rotation, self.adapters)
-        total_bytes = sum(matrix.data.nbytes for matrix, _, _ in weights.matrices)
+        total_bytes = sum(matrix.data.nbytes for matrix in weights.matrices)
         self.head_share = self.lm_head.data.nbytes / total_bytes
 
     def _layer(self, layer: Any, index: int, weights: WeightPacker) -> Any:
         return CLayer(
-            **weights.pack_layer(layer, self.dtype, index),
+            **weights.pack_layer(layer, self.dtype),
             **{name: weights.norm(norm) for name, norm in self.decoder.norms[index].items()},
             sinks=weights.numbers(getattr(layer.self_attn, "sinks", None)),
             window=self.decoder.windows[index],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,6 @@ from paceline.kernels.library import (
     pointer,
 )
 from paceline.kernels.pages import zeros
-from paceline.model.backends.counters import NativeWork, WeightRead, report_work
 from paceline.model.backends.native.split import linear_of, owner
 from paceline.model.quantised.weights import (
     ROW_GROUP,
@@ -112,10 +110,6 @@ class PackedMatrix:
         rows = weight.shape[0]
         library().pl_copy_quantised(out, part, *numbers, rows, first, self.struct())
 
-    def weight_read(self, rows: int) -> WeightRead:
-        """What a product of this matrix with ``rows`` rows reads."""
-        return WeightRead(self.data.data_ptr(), self.elements, self.data.numel(), rows)
-
     def struct(self) -> Any:
         """The CWeight; its pointers are valid while this matrix lives."""
         pointers = pointer(self.data), pointer(self.bias)
@@ -153,7 +147,6 @@ class PackedMatrix:
         out = torch.empty(count, self.outputs, dtype=self.dtype)
         inputs = DTYPES[self.dtype], self.struct(), rows.data_ptr(), count
         check(library().pl_product(*inputs, cap, 1, 0, out.data_ptr(), threads))
-        report_work(lambda: [NativeWork((self.weight_read(count),))])
         return out.view(*x.shape[:-1], self.outputs)
 
 
@@ -258,14 +251,11 @@ class WeightPacker:
     def __init__(self) -> None:
         self.keep_alive: list[Any] = []
         self._untrimmed = 0  # bytes packed since the last trim
-        # (matrix, share of the rows that it is multiplied with, layer); None: rows with logits.
-        self.matrices: list[tuple[PackedMatrix, float | None, int | None]] = []
+        self.matrices: list[PackedMatrix] = []
 
-    def add(
-        self, packed: PackedMatrix, row_share: float | None = 1.0, layer: int | None = None
-    ) -> Any:
+    def add(self, packed: PackedMatrix) -> Any:
         """Own a packed matrix; returns its CWeight."""
-        self.matrices.append((packed, row_share, layer))
+        self.matrices.append(packed)
         # Without trimming, the freed originals would stay resident: a whole model twice in memory.
         self._untrimmed += packed.data.nbytes
         if self._untrimmed > _TRIM_BYTES:
@@ -273,11 +263,9 @@ class WeightPacker:
             self._untrimmed = 0
         return packed.struct()
 
-    def pack_layer(
-        self, layer: Any, dtype: torch.dtype, index: int | None = None
-    ) -> dict[str, Any]:
+    def pack_layer(self, layer: Any, dtype: torch.dtype) -> dict[str, Any]:
         """Pack the matrices of a decoder layer in place; returns them as fields of CLayer."""
-        attention, mlp, add = layer.self_attn, layer.mlp, partial(self.add, layer=index)
+        attention, mlp, add = layer.self_attn, layer.mlp, self.add
         fields: dict[str, Any] = {
             "qkv": add(pack_children(attention, PROJECTIONS, dtype)),
             "out": add(pack_children(attention, ("o_proj",), dtype)),
@@ -288,9 +276,9 @@ class WeightPacker:
             return fields
         experts, gate = mlp.experts, mlp.router if hasattr(mlp, "router") else mlp.gate
         chosen, count = gate.top_k, len(experts)
-        share, array_of = chosen / count, CWeight * count
-        gate_up = array_of(*(add(pack_children(e, GATED, dtype, True), share) for e in experts))
-        down = array_of(*(add(pack_children(e, ("down_proj",), dtype), share) for e in experts))
+        array_of = CWeight * count
+        gate_up = array_of(*(add(pack_children(e, GATED, dtype, True)) for e in experts))
+        down = array_of(*(add(pack_children(e, ("down_proj",), dtype)) for e in experts))
         self.keep_alive += (gate_up, down)
         linear = plain_linear(gate.weight, getattr(gate, "bias", None))
         router = add(PackedMatrix.pack([linear], dtype))
@@ -307,12 +295,3 @@ class WeightPacker:
             return None
         self.keep_alive.append(tensor.detach().float().contiguous())
         return pointer(self.keep_alive[-1])
-
-    def weight_reads(self, rows: int, logit_rows: int, skipped: Any) -> tuple[WeightRead, ...]:
-        """The matrices that a forward over ``rows`` rows reads, ``logit_rows`` of them with logits.
-        ``skipped``: a flag for each layer, or None."""
-        return tuple(
-            matrix.weight_read(logit_rows if share is None else round(rows * share))
-            for matrix, share, layer in self.matrices
-            if not (skipped and layer is not None and skipped[layer])
-        )
