@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,10 +24,8 @@ from paceline.draft.base import (
     costs_of,
     with_members,
 )
-from paceline.draft.collapse import CollapseWatch, WatchedDrafter
 from paceline.draft.heads.features import MAX_PENDING_FEATURES
 from paceline.draft.hybrid import HybridDrafter, Router
-from paceline.draft.origin import Origin
 from paceline.draft.spec import DraftContext, DraftSpec, LoadContext, PreparedDraft
 from paceline.draft.text_index import Predictions
 from paceline.drafters import BLOCK_SIZE, DRAFTERS, DraftLike, prepare_all
@@ -229,16 +227,15 @@ def build_engine(
 
     drafter = prepared.build(DraftContext(target, cache, generator, costs if adapts else None))
     predictions = Predictions(device)
-    controller, watch = options.controller, CollapseWatch()
+    controller = options.controller
     members = {prepared.names[0] if prepared.names else drafter.name: drafter}
     if isinstance(drafter, Router):
         members = dict(zip(map(str, drafter.names), drafter.members, strict=True))
     if controller is None and adapts and not isinstance(drafter, NoDrafter):
-        controller = adaptive_controller(members, predictions, costs(), options, device, watch)
+        controller = adaptive_controller(members, predictions, costs(), options, device)
     elif controller is None:
         length = options.draft_length
         controller = FixedLength(length if isinstance(length, int) else 0)
-    _fill_watch(watch, members)
     limits = SchedulerConfig(
         max_batch_size=options.max_batch_size,
         max_positions=min(options.positions(target), blocks * BLOCK_SIZE),
@@ -248,19 +245,7 @@ def build_engine(
     parts = target, cache, drafter, verifier, Scheduler(limits, cache), controller
     strict = options.strict or os.environ.get("PACELINE_STRICT", "0") != "0"
     seeds = _draw_seed(options, drafter)
-    return Engine(*parts, seeds, predictions, watch, strict, options.log_decisions)
-
-
-def _fill_watch(watch: CollapseWatch, drafters: Mapping[str, Drafter]) -> None:
-    """Watch the drafters, and members of hybrids, that run a model; by the controller's names."""
-    watch.default = next(iter(drafters), None)
-    for name, drafter in drafters.items():
-        pairs: Iterable[tuple[Hashable, Drafter]] = [(name, drafter)]
-        if isinstance(drafter, HybridDrafter):
-            pairs = zip(drafter.names, drafter.members, strict=True)
-        for member_name, member in pairs:
-            if member.passes(1):
-                watch.drafters[member_name] = getattr(member, "origin", None) or WatchedDrafter()
+    return Engine(*parts, seeds, predictions, strict, options.log_decisions)
 
 
 def _draw_seed(options: EngineOptions, drafter: Drafter) -> Callable[[], int] | None:
@@ -282,7 +267,6 @@ def adaptive_controller(
     costs: TargetCosts,
     options: EngineOptions,
     device: torch.device,
-    watch: CollapseWatch,
 ) -> AdaptiveController:
     """The adaptive controller over all drafters that requests may name, and their members."""
     cost = CostModel(costs)
@@ -300,10 +284,7 @@ def adaptive_controller(
             seconds = measure(member.warm_up, batches, device, budget=_WARM_UP_SECONDS)
         kind = DRAFTERS.get(member.name, DraftSpec)
         longest = max(options.max_draft_length, kind.max_useful_length)
-        origin: Origin | None = getattr(member, "origin", None)
-        stated = origin.stated if origin and member.passes(1) else None
-        prior = kind.acceptance or (() if stated is None else (stated,))
-        cost.add(name, costs_of(member, longest, seconds, _COSTLESS, prior))
+        cost.add(name, costs_of(member, longest, seconds, _COSTLESS))
         if isinstance(member, LookupDrafter) and member.drafts_before_choice:
             lookups[name] = member
         return name
@@ -315,7 +296,7 @@ def adaptive_controller(
             members[name] = (predictions.name, *drafter.names)
         else:
             members[name] = (predictions.name, add(name, drafter))
-    return AdaptiveController(cost, members, lookups, fair=options.drafting == "fair", watch=watch)
+    return AdaptiveController(cost, members, lookups, fair=options.drafting == "fair")
 
 
 def measure_costs(target: CausalModel, cache: PagedCache, max_batch_size: int) -> TargetCosts:

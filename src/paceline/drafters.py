@@ -39,7 +39,6 @@ from paceline.draft.lookahead import Lookahead as Lookahead
 from paceline.draft.model import DraftModel as DraftModel
 from paceline.draft.model import DraftTree as DraftTree
 from paceline.draft.ngram import NGram as NGram
-from paceline.draft.origin import prepare
 from paceline.draft.recycling import Recycling as Recycling
 from paceline.draft.selfspec import EarlyExit as EarlyExit
 from paceline.draft.selfspec import LayerSkip as LayerSkip
@@ -120,7 +119,7 @@ def prepare_one(draft: DraftLike | None, loading: LoadContext) -> PreparedDraft:
     if draft is None or isinstance(draft, str):
         draft = parse_draft(draft)
     if isinstance(draft, DraftSpec):
-        prepared = prepare(draft, loading)
+        prepared = draft.prepare(loading)
         return replace(prepared, names=(draft.kind,), drafts=prepared.drafts or (str(draft),))
     missing = [n for n in dir(Drafter) if not n.startswith("_") and not hasattr(draft, n)]
     if missing:

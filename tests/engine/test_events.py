@@ -58,7 +58,6 @@ SEAMS = STAGES | {
     "admit": lambda llm: (llm.engine.cache, "admit"),
     "commit": lambda llm: (llm.engine.cache, "commit"),
     "predictions": lambda llm: (llm.engine.predictions, "propose_with"),
-    "watch": lambda llm: (llm.engine.watch, "record"),
     "scoring": lambda llm: (llm.engine, "score_prompts"),
     "forget": lambda llm: (llm.engine.drafter, "forget"),
     "states": lambda llm: (llm.engine.cache.states, "route"),
@@ -355,7 +354,7 @@ class Events(RuleBasedStateMachine):
         assert not self.requests
         pool = engine.cache.pool
         assert pool.available + len(self.taken) == pool.total
-        keepers = engine.drafter, engine.controller, engine.predictions, engine.watch
+        keepers = engine.drafter, engine.controller, engine.predictions
         ids = {request.seq.seq_id for request in self.ended}
         left = list(kept(keepers, ids, "engine", {id(engine.cache)}))
         assert not left or self.forgot, left

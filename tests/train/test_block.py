@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from paceline import LLM, SamplingParams
+from paceline.lab.doctor import check_layers
 from paceline.train.acceptance import total
 from paceline.train.block import BlockTrainer
 from paceline.train.configs import DFlashTrainConfig, DSparkTrainConfig
@@ -90,30 +90,15 @@ def test_a_block_sees_the_text_before_it_and_itself(causal: bool) -> None:
     assert seen[4] == [0, 1, 2, 10, 11][: 4 if causal else 5]
 
 
-def test_layers_one_off_are_found(
-    corpus: str, target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of a head that has learnt enough to be harmed: with five seeds its drafts were right 0.51 to
-    0.67 of the time, with the layers one off 0.43 to 0.60."""
+def test_layers_one_off_are_found(corpus: str, target: str, tmp_path: Path) -> None:
+    """Of a head that has learnt enough to be harmed."""
     run = training_runs.HEAD_RUN | {"lr": 0.02, "adam_lr": 0.02, "max_positions": 128, "steps": 240}
     sizes = {"block_size": 5, "stride": 1, "feature_layers": (1, 2, 3)}
     files = {"model": target, "data": (corpus,), "valid": (corpus,)}
     train(DFlashTrainConfig(**files, **sizes, **run), tmp_path)
-    llm = LLM(target, draft="none", dtype="float32")
-    rng = random.Random(0)
-    prompts = [" ".join(training_runs.sentence(rng) for _ in range(4)) for _ in range(60)]
-    params = SamplingParams(max_tokens=64, ignore_eos=True, temperature=0.8, seed=1)
-    for layers, length in (("1x2x3", 4), ("2x3x4", 4), ("2x3x4", "auto")):
-        spec = f"dflash:{tmp_path / 'head'}"
-        caplog.clear()
-        drafting = llm.with_draft(f"{spec},feature_layers={layers}", draft_length=length)
-        watch = drafting.engine.watch
-        for start in range(0, len(prompts), 4):
-            drafting.generate(prompts[start : start + 4], params)
-            if watch.collapsed:
-                break
-        if layers == "1x2x3":
-            assert watch.tokens > 3000 and not watch.collapsed and not caplog.records
-        else:
-            assert watch.collapsed and watch.tokens <= 2000, (length, watch.tokens)
-            assert f"use --draft {spec},feature_layers=1x2x3" in caplog.text
+    spec = f"dflash:{tmp_path / 'head'}"
+    (right,) = check_layers(target, spec, dtype="float32")
+    assert right.code != "head-layers-wrong"
+    (wrong,) = check_layers(target, f"{spec},feature_layers=2x3x4", dtype="float32")
+    assert wrong.code == "head-layers-wrong"
+    assert wrong.cure == f"Use --draft {spec},feature_layers=1x2x3."

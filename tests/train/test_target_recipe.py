@@ -14,7 +14,6 @@ import torch
 
 from embedded_target import TargetConfig, TargetTrainer
 from paceline import ConfigError, DataError
-from paceline.model.tokenizer import template_digest
 from paceline.train.trainer import learning_rate_scale, write_card
 from support import training_runs
 
@@ -119,5 +118,4 @@ def test_the_card_says_where_the_weights_come_from(finished: TargetTrainer, corp
     assert "| `toy.train.jsonl` | 2 | MIT 270 |" in card
     assert "licence contains: CC-BY-SA" in card
     assert f"{finished.model.num_parameters():,} parameters" in card
-    assert f"\nChat template: {template_digest(finished.tokenizer)}\n" in card
     assert str(corpus.parent) not in card

@@ -30,7 +30,6 @@ from paceline.control.learning import BatchDecision, ExplorationBudget, StepLear
 from paceline.core.batch import Commit
 from paceline.core.sequence import SequenceState
 from paceline.draft.base import LookupDraft, LookupDrafter
-from paceline.draft.collapse import CollapseWatch
 
 # Steps for which a decision about the same batch is kept, at most. Plain decoding is kept for
 # _KEEP_PLAIN steps where the budget then pays for exploration.
@@ -50,7 +49,6 @@ class AdaptiveController(Controller):
     ``cost`` that draft for it; requests that name none get the first entry. ``lookups``: the
     lookups among these drafters; they are asked for offers before a decision. ``fair``: no request
     may become slower than plain decoding; else the tokens a second of the whole batch decide.
-    ``watch``: knows which drafters have collapsed.
     """
 
     def __init__(
@@ -59,12 +57,11 @@ class AdaptiveController(Controller):
         members: Mapping[str, Sequence[Hashable]] | None = None,
         lookups: Mapping[Hashable, LookupDrafter] | None = None,
         fair: bool = True,
-        watch: CollapseWatch | None = None,
     ) -> None:
         self.cost, self.budget = cost, ExplorationBudget()
         self.members = dict(members or {str(name): (name,) for name in cost.drafters})
         self._default = next(iter(self.members), "")
-        self._fair, self._watch = fair, watch or CollapseWatch()
+        self._fair = fair
         self._lookups = LookupFollower(lookups or {}, cost)
         self.learner = StepLearner(cost, self.budget, self._lookups.drafters)
         self._step = 0
@@ -101,13 +98,8 @@ class AdaptiveController(Controller):
         return self._decisions
 
     def _members(self, seq: SequenceState) -> Sequence[Hashable]:
-        """Names of the drafters allowed to draft for ``seq``. In a hybrid, collapsed drafters are
-        left out. A single drafter (beside the one of predictions) was asked for by name, and
-        stays."""
-        members = self.members.get(seq.params.drafter or self._default, ())
-        if len(members) < 3 or not self._watch.collapsed:
-            return members
-        return [name for name in members if not self._watch.is_paused(name, seq)]
+        """Names of the drafters allowed to draft for ``seq``."""
+        return self.members.get(seq.params.drafter or self._default, ())
 
     def _models(self, seq: SequenceState) -> list[Hashable]:
         """The drafters allowed for ``seq`` that are no lookups."""

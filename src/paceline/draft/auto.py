@@ -20,7 +20,6 @@ from paceline.draft.heads.mtp import Mtp, mtp_weights
 from paceline.draft.hybrid import Hybrid, HybridDrafter, joined
 from paceline.draft.model import DraftModel
 from paceline.draft.ngram import NGram
-from paceline.draft.origin import prepare
 from paceline.draft.selfspec import QuantizedDraft
 from paceline.draft.spec import DraftSpec, LoadContext, PreparedDraft
 from paceline.draft.suffix import Suffix
@@ -130,7 +129,7 @@ def _prepared(
     failed: dict[DraftSpec, str] = {}
     for member, _ in composed.taken:
         try:
-            prepared.append(prepare(member, loading))
+            prepared.append(member.prepare(loading))
         except PacelineError as error:  # the user did not ask for this drafter
             failed[member] = str(error)
     return composed.without(failed), prepared

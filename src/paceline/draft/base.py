@@ -75,7 +75,8 @@ class DrafterTraits(NamedTuple):
     stops a draft where it is unsure. ``shares_nodes``: sequences that decode in one step share the
     node budget. ``max_forced_tokens``: how many tokens that a grammar forces it can put before its
     own drafts. ``prefers_seeds``: drafts for seeded requests are so much cheaper that every request
-    should get a seed.
+    should get a seed. ``prior``: expected acceptance rate by level, if all before are accepted;
+    the last one is that of all deeper levels.
     """
 
     reads_logits: bool = True
@@ -85,6 +86,7 @@ class DrafterTraits(NamedTuple):
     shares_nodes: bool = False
     max_forced_tokens: int = 0
     prefers_seeds: bool = False
+    prior: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, drafter: Drafter) -> DrafterTraits:
@@ -96,10 +98,9 @@ def costs_of(
     max_length: int,
     seconds: CostCurve,
     model_free_factor: int = 2,
-    prior: tuple[float, ...] = (),
 ) -> DrafterCosts:
     """What drafts of up to ``max_length`` levels cost, times ``model_free_factor`` without
-    forwards. ``seconds``: of one pass. ``prior``: expected acceptance rate by level."""
+    forwards. ``seconds``: of one pass."""
     lengths = range(1 + max_length * (1 if drafter.passes(1) else model_free_factor))
     traits = DrafterTraits.of(drafter)
     return DrafterCosts(
@@ -111,7 +112,7 @@ def costs_of(
         stops_early=traits.stops_early,
         shares_nodes=traits.shares_nodes,
         max_forced_tokens=traits.max_forced_tokens,
-        prior=prior,
+        prior=traits.prior,
     )
 
 

@@ -17,7 +17,6 @@ import torch
 from paceline.core.batch import Commit, ModelOutput, Plan
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter, DrafterTraits, can_extend_forced, forced_tokens
-from paceline.draft.origin import prepare
 from paceline.draft.spec import DraftSpec, LoadContext, NoDraft, PreparedDraft
 from paceline.errors import ConfigError
 
@@ -45,7 +44,7 @@ class Hybrid(DraftSpec):
         return self.parts
 
     def prepare(self, loading: LoadContext) -> PreparedDraft:
-        return joined([prepare(part, loading) for part in self.parts], HybridDrafter)
+        return joined([part.prepare(loading) for part in self.parts], HybridDrafter)
 
     @classmethod
     def read(cls, rest: str, kinds: Mapping[str, type[DraftSpec]]) -> Hybrid:

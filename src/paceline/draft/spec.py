@@ -7,12 +7,14 @@ positional field, mostly a path, comes first in a spec. To be built, a record fi
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import lru_cache
 from inspect import get_annotations
 from operator import ge, gt, le, lt
+from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
@@ -25,13 +27,16 @@ from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.policy import Policy, break_even_chance
 from paceline.draft.trees.shape import Shape
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, ModelLoadError
+from paceline.model.names import model_path
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.target import CausalModel
 from paceline.model.tokenizer import Tokenizer
 
 # A static tree can be cut at any level: a deep one serves for all lengths.
 _BRANCHING, NODES = (2, 2, 1, 1, 1), 16
+# In a card's table of acceptance: the first position, over all tasks.
+_STATED = re.compile(r"^\| all \| [\d.]+ \| ([\d.]+)", re.M)
 _LEAST = 0.02  # default chance of acceptance from which verifying a node pays
 
 
@@ -211,6 +216,17 @@ class DraftSpec(ABC):
         """The same draft in fewer bits, by precision, for ``tune`` to try."""
         return {}
 
+    def prior(self) -> tuple[float, ...]:
+        """The kind's ``acceptance``, else what the card of its weights states (train/card.md)."""
+        if self.acceptance or self.argument_kind == "nothing":
+            return self.acceptance
+        try:
+            card = Path(model_path(self.argument() or ""), "README.md").read_text("utf-8")
+        except (OSError, ValueError, ModelLoadError):
+            return ()
+        row = _STATED.search(card)
+        return () if row is None else (float(row[1]),)
+
     def refuse(self, problem: str) -> ConfigError:
         """The error for wrong options."""
         return ConfigError(f"draft {self.kind!r}: {problem}")
@@ -330,7 +346,8 @@ class TreeSpec(DraftSpec):
             seed = torch.randint(2**62, (), generator=generator, device=generator.device)
             generator = torch.Generator(cache.device).manual_seed(int(seed))
         node = context.min_acceptance() if policy.nodes else 0.0
-        return GrowthSettings(self.kind, cache, policy, generator, min_level_prob, node)
+        limits = min_level_prob, node
+        return GrowthSettings(self.kind, cache, policy, generator, *limits, self.prior())
 
     def is_shaped(self) -> bool:
         """Whether the options say the shape of its trees."""

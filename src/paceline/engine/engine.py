@@ -23,7 +23,6 @@ from paceline.core.sampling import needs_logits
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter, DrafterTraits, check_trees, runs_torch
-from paceline.draft.collapse import CollapseWatch
 from paceline.draft.text_index import Predictions
 from paceline.engine.clock import PhaseClock
 from paceline.engine.recovery import Failure, error_commit, log, step_with_recovery
@@ -50,7 +49,6 @@ class Engine:
     controller: Controller
     draw_seed: Callable[[], int] | None  # makes seeds for sampled requests that have none
     predictions: Predictions  # drafts from the requests' own ``prediction``
-    watch: CollapseWatch  # switches off drafters whose acceptance rate has collapsed
     strict: bool = False  # errors in a step are raised, and every proposed tree is checked
     logs_decisions: bool = False  # the controller's decisions are logged
 
@@ -81,7 +79,7 @@ class Engine:
 
     def forget(self, seq_id: int) -> None:
         """Drop the drafting state of a sequence that has ended or will be prefilled again."""
-        for part in (self.drafter, self.controller, self.predictions, self.watch):
+        for part in (self.drafter, self.controller, self.predictions):
             try:
                 part.forget(seq_id)
             except Exception as error:
@@ -166,7 +164,6 @@ class Engine:
                     commit.drafter,
                     decision.reason or NO_DRAFT,
                 )
-                self.watch.record(decision.drafter, seq, commit)
         if any(seq.drafts for seq in seqs):
             self.controller.observe(commits, now - start, self.clock.current("draft"))
         self.clock.lap("other")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,12 +80,6 @@ def _load_gguf(path: Path) -> PreTrainedTokenizerFast:
     if end is not None and 0 <= int(end) < len(tokenizer):  # transformers 5.17 takes <s> instead
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(int(end))
     return tokenizer
-
-
-def template_digest(tokenizer: PreTrainedTokenizerFast) -> str:
-    """The first 12 hexadecimal digits of the chat template's SHA-256; "none" without one."""
-    template = tokenizer.chat_template
-    return sha256(str(template).encode()).hexdigest()[:12] if template else "none"
 
 
 def differences(

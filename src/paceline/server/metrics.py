@@ -124,7 +124,6 @@ class Metrics:
     def watch_engine(self, engine: Engine, waiting: Callable[[], int]) -> None:
         """Have the gauges read the engine's state when they are scraped."""
         cache, pool = engine.cache, engine.cache.pool
-        self._watch = engine.watch
         self.named["requests_running"].set_function(lambda: len(engine.scheduler.running))
         self.named["requests_waiting"].set_function(waiting)
         self.named["cache_usage_ratio"].set_function(lambda: 1 - pool.available / pool.total)
@@ -138,11 +137,6 @@ class Metrics:
 
     def render(self) -> str:
         """All metrics in Prometheus' text format."""
-        collapsed = self.named["spec_decode_collapsed"]
-        collapsed.clear()
-        for key in [*((name, None, 0) for name in self._watch.drafters), *self._watch.warned]:
-            name, adapter, _ = key
-            collapsed.labels(name, adapter or "").set(key in self._watch.collapsed)
         rendered: list[Collector] = [self.registry]
         if self._alias_of is not None:
             rendered.append(VllmNames(self.registry, self._alias_of))

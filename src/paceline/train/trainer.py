@@ -22,7 +22,6 @@ from paceline.core.stages import stage
 from paceline.errors import ConfigError, DataError
 from paceline.files import check_writable, render_template, replace_in
 from paceline.model.loading import load_module, resolve_device, resolve_dtype
-from paceline.model.tokenizer import template_digest
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText, load_held_out_texts, total
 from paceline.train.checkpoint import lock_folder, previous, read_state, write_state
 from paceline.train.configs import TrainConfig
@@ -280,8 +279,7 @@ def write_card(trainer: Trainer, command: str) -> Path:
     tasks = counts_of(history[-1]) if history else {}
     if tasks:
         tasks["all"] = total(tasks.values())
-    digest = template_digest(trainer.tokenizer)
-    tables = {"data": data, "losses": losses, "tasks": tasks, "form": digest}
+    tables = {"data": data, "losses": losses, "tasks": tasks}
     template = Path(__file__).with_name("card.md")
     text = render_template(template, trainer=trainer, config=config, command=command, **tables)
     replace_in(trainer.folder, {"README.md": text.encode("utf-8")}, "the model card")

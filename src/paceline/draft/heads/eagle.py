@@ -168,6 +168,7 @@ class EagleDrafter(FeatureDrafter):
         self.cache.reserve(seq_id, count)
         inputs = torch.cat([out.features[layer][:count] for layer in self.features], -1)
         _, logits = self._step(self.cache.batch_of([span]), self.cache, inputs, fused=False)
+        self.cache.free(seq_id)
         target_logits = self._as_target_logits(logits)
         return target_logits.full() if isinstance(target_logits, ReducedLogits) else target_logits
 

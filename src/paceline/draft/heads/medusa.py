@@ -87,7 +87,8 @@ class Medusa(DraftSpec):
         heads = heads.to(device=target.device, dtype=target.dtype)
         shapes = shapes_of(heads.config.heads, self.nodes, self.tree, heads.config.accuracy)
         run = target.backend.medusa(heads)
-        return PreparedDraft(lambda c: MedusaDrafter(run, c.target, shapes, c.generator))
+        prior = self.prior()
+        return PreparedDraft(lambda c: MedusaDrafter(run, c.target, shapes, c.generator, prior))
 
     def examine(self, target: Target, read: Any = None) -> DraftInfo:
         heads = load_medusa(read, target)
@@ -119,6 +120,7 @@ class MedusaDrafter:
     target: CausalModel
     shapes: tuple[Shape, ...]
     generator: torch.Generator | None
+    prior: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self.features: tuple[int, ...] = (self.target.num_layers,)
@@ -208,12 +210,6 @@ class MedusaDrafter:
                 row = commit.row + commit.scheduled + (commit.path[-1] if commit.path else -1)
                 last = commit.position + commit.scheduled + len(commit.path) - 1
                 self._seen[commit.seq_id] = FeatureRow(states, row), last
-
-    @torch.inference_mode()
-    def first_logits(self, tokens: Sequence[int], out: ModelOutput) -> torch.Tensor:
-        """Logits ``[n - 2, vocab]`` of the first drafted token after each of a text's n tokens but
-        the first and the last, from the target's last hidden states of the text."""
-        return self.heads(out.features[self.features[0]][: len(tokens) - 2], 1)[:, 0]
 
     def warm_up(self, batch_size: int) -> None:
         """Run all heads on one row of each sequence, and choose the candidates."""

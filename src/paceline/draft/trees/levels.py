@@ -30,7 +30,7 @@ class GrowthSettings(NamedTuple):
     """How a drafter's trees grow. ``min_level_prob``: a tree ends with a level that is accepted
     with less than this chance: another pass would cost more than it gains. ``min_node_prob``: a
     dynamic tree leaves out nodes that are accepted with less than this chance: verifying them would
-    cost more than they gain. 0 switches either off."""
+    cost more than they gain. 0 switches either off. ``prior`` as in ``DrafterTraits``."""
 
     name: str
     cache: PagedCache
@@ -38,6 +38,7 @@ class GrowthSettings(NamedTuple):
     generator: torch.Generator | None
     min_level_prob: float = 0.0
     min_node_prob: float = 0.0
+    prior: tuple[float, ...] = ()
 
 
 class LevelDrafter(ABC):
@@ -53,7 +54,7 @@ class LevelDrafter(ABC):
     def __init__(self, settings: GrowthSettings, max_positions: int) -> None:
         """``max_positions``: longest context of the draft model."""
         self.name, self.cache, self._policy, self._generator = settings[:4]
-        self.min_level_prob, self._min_node_prob = settings[4:]
+        self.min_level_prob, self._min_node_prob, self.prior = settings[4:]
         self._calibrations = Calibrations()
         self._max_positions = max_positions
         self._empty = TokenTree.empty(self.cache.device)

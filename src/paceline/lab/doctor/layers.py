@@ -3,12 +3,17 @@ their outputs, one less, and a head's config does not say which is meant."""
 
 from __future__ import annotations
 
-from statistics import fmean
+from dataclasses import replace
+from statistics import fmean, stdev
 from typing import Any
 
+import torch
+
+from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
 from paceline.core.params import SamplingParams
+from paceline.core.sequence import SEQUENCE_IDS, SequenceState
 from paceline.core.stages import stage
-from paceline.drafters import parse_draft
+from paceline.drafters import BLOCK_SIZE, parse_draft
 from paceline.lab.bench.prompts import evenly, fit, load_prompts
 from paceline.lab.doctor.findings import Finding, finding, findings_of
 from paceline.lab.doctor.models import read_files
@@ -16,8 +21,10 @@ from paceline.llm import LLM
 from paceline.model.loading import resolve_device
 
 _PROMPTS, _TOKENS = 12, 96
+_CONTEXT = 32  # tokens of a text that are only read
+_STRIDE = 4  # draft from every so many positions, where each position needs a draft of its own
 _MAX_BYTES = 4 << 30  # of the weights of a target that writes these texts on a CPU
-_CERTAIN = 3.5  # standard errors by which the layers one before and one after are worse
+_CERTAIN = 3.5  # standard errors by which other layers are better or worse
 
 
 def check_layers(
@@ -25,44 +32,91 @@ def check_layers(
 ) -> list[Finding]:
     """Let the target write some texts, and measure on them each head of a draft that reads several
     layers: with the features of its own layers, and of those one before and one after. Nothing is
-    measured of recurrent targets and, on a CPU, of those above 4 GB. ``settings``: keywords of
-    ``LLM``, which raises its errors."""
-    heads = [spec for spec in parse_draft(draft).members() if spec.argument_kind == "head"]
+    measured of recurrent targets, of those in several processes and, on a CPU, of those above 4 GB.
+    ``settings``: keywords of ``LLM``, which raises its errors."""
+    heads: list[Any] = [s for s in parse_draft(draft).members() if s.argument_kind == "head"]
     on_cpu = resolve_device(device).type == "cpu"
     if not heads or (on_cpu and read_files(target).stored_bytes > _MAX_BYTES):
         return []
     options: dict[str, Any] = {"device": device, "max_batch_size": _PROMPTS, **settings}
     with stage(f"loading {target}"):
         llm = LLM(target, draft="none", **options)
-        drafters: list[Any] = [llm.with_draft(spec).engine.drafter for spec in heads]
-    origins = [drafter.origin for drafter in drafters if len(drafter.origin.layer_choices) > 1]
-    texts = _texts(llm) if origins else []
-    return findings_of("draft", (_verdict(origin, texts) for origin in origins))
+        if llm.target.ranks is not None or llm.target.state_bytes:
+            return []
+        drafters: list[Any] = [
+            llm.with_draft(spec, prefix_sharing=False).engine.drafter for spec in heads
+        ]
+    pairs = [pair for pair in zip(heads, drafters, strict=True) if len(pair[1].features) > 1]
+    texts = _texts(llm) if pairs else []
+    return findings_of("draft", (_verdict(llm.target, *pair, texts) for pair in pairs))
 
 
 def _texts(llm: LLM) -> list[list[int]]:
-    """Token ids of shipped prompts with the target's answers of ``_TOKENS`` tokens."""
+    """The last tokens of shipped prompts with the target's answers of ``_TOKENS`` tokens."""
     fitting, _ = fit(load_prompts(), llm, _TOKENS)
     prompts = [ids for _, ids in evenly(fitting, _PROMPTS)]
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=_TOKENS, ignore_eos=True)
     with stage(f"the target writes {len(prompts)} texts"):
         answers = llm.generate(prompts, params)
     pairs = zip(prompts, answers, strict=True)
-    return [[*prompt, *answer.token_ids] for prompt, answer in pairs]
+    return [[*prompt, *answer.token_ids][-_CONTEXT - _TOKENS :] for prompt, answer in pairs]
 
 
-def _verdict(origin: Any, texts: list[list[int]]) -> Finding:
-    """What the texts show of a drafter. ``origin``: see draft/origin.py."""
-    choices = origin.layer_choices
+def _verdict(target: Any, spec: Any, drafter: Any, texts: list[list[int]]) -> Finding:
+    """What the texts show of a drafter, whose spec is ``spec``."""
+    own = tuple(drafter.features)
+    shifted = {shift: tuple(layer + shift for layer in own) for shift in (0, -1, 1)}
+    layers = {s: n for s, n in shifted.items() if min(n) >= 0 and max(n) <= target.num_layers}
+    chances: dict[int, list[float]] = {shift: [] for shift in layers}
     for text in texts:
-        origin.measure(text, _TOKENS, choices)
-    gains = {shift: fmean(origin.gains[shift]) for shift in choices.keys() - {0}}
-    least = max(gains, key=gains.__getitem__)
-    values: dict[str, Any] = {"positions": len(origin.gains[least]), "layers": [*choices[0]]}
-    values |= {"others": [*choices[least]], "gain": abs(gains[least])}
-    better = origin.better_layers()
-    if better is not None:
-        values["others"], values["gain"] = [*better[0].feature_layers], better[1]
-        return finding("head-layers-wrong", cure=f"Use --draft {better[0]}.", **values)
-    certain = all(origin.errors(shift) < -_CERTAIN for shift in gains)
-    return finding("head-layers-right" if certain else "head-layers-alike", **values)
+        out = _forward(target, text, sorted({n for numbers in layers.values() for n in numbers}))
+        for shift, drafter.features in layers.items():
+            chances[shift] += _chances(drafter, text, out)
+    usual = chances.pop(0)
+    gains, errors = dict[int, float](), dict[int, float]()  # the latter in standard errors
+    for shift, values in chances.items():
+        each = [value - before for value, before in zip(values, usual, strict=True)]
+        gains[shift] = fmean(each)
+        errors[shift] = gains[shift] / max(stdev(each) / len(each) ** 0.5, 1e-9)
+    best = max(gains, key=gains.__getitem__)
+    found: dict[str, Any] = {"positions": len(usual), "layers": [*own]}
+    found |= {"others": [*layers[best]], "gain": abs(gains[best])}
+    if errors[best] > _CERTAIN:
+        cure = f"Use --draft {replace(spec, feature_layers=layers[best])}."
+        return finding("head-layers-wrong", cure=cure, **found)
+    certain = all(error < -_CERTAIN for error in errors.values())
+    return finding("head-layers-right" if certain else "head-layers-alike", **found)
+
+
+def _forward(target: Any, tokens: list[int], features: list[int]) -> ModelOutput:
+    """Run the target over a text: the features of all its rows."""
+    seq_id, blocks = next(SEQUENCE_IDS), -(-len(tokens) // BLOCK_SIZE)
+    cache = target.new_cache(blocks, BLOCK_SIZE, False)
+    cache.admit(seq_id, (), False)
+    cache.reserve(seq_id, len(tokens))
+    batch = cache.batch_of([Span.of(seq_id, 0, tokens)], features)
+    with torch.inference_mode():
+        output: ModelOutput = target(batch, cache)
+    return output
+
+
+def _chances(drafter: Any, tokens: list[int], out: ModelOutput) -> list[float]:
+    """The probability that the first drafted token is the right one, at each position after the
+    first ``_CONTEXT``, or at every ``_STRIDE``-th if each takes a draft of its own."""
+    if hasattr(drafter, "first_logits"):
+        probs = drafter.first_logits(tokens, out)[_CONTEXT - 2 :].float().softmax(-1)
+        right = torch.tensor(tokens[_CONTEXT:], device=probs.device)
+        return list(probs.gather(1, right[:, None])[:, 0].tolist())
+    params = SamplingParams(temperature=1.0, max_tokens=_TOKENS)
+    ends = range(_CONTEXT, len(tokens), _STRIDE)
+    seqs = [SequenceState(next(SEQUENCE_IDS), tokens[:end], 1, params) for end in ends]
+    drafter.propose(Plan(tuple(Slice(seq.view(), len(seq.tokens) - 1) for seq in seqs)))
+    read = [Commit(seq.seq_id, (), scheduled=len(seq.tokens) - 1, position=0) for seq in seqs]
+    drafter.observe(read, out)
+    for seq in seqs:
+        seq.cached = len(seq.tokens) - 1
+    trees = drafter.propose(Plan(tuple(Slice(seq.view(), 1, 1) for seq in seqs)))
+    for seq in seqs:
+        drafter.forget(seq.seq_id)
+    pairs = zip(trees, tokens[_CONTEXT::_STRIDE], strict=True)
+    return [float(tree.q[0, token]) for tree, token in pairs]
