@@ -1,4 +1,4 @@
-"""``--draft @FILE``: configurations of vLLM and SGLang become draft specs."""
+"""``--draft @FILE``: configurations of vLLM become draft specs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from paceline.control.controller import FixedLength
 from paceline.draft.foreign import foreign_draft, foreign_of
 from paceline.drafters import parse_draft
 from paceline.errors import ConfigError
-
-EAGLE3 = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "head"}
-DFLASH = EAGLE3 | {"speculative_algorithm": "DFLASH"}
-NGRAM = {"speculative_algorithm": "NGRAM"}
 
 
 @pytest.mark.parametrize(
@@ -67,40 +63,6 @@ def test_a_model_of_one_pass_drafts_token_by_token_unless_told(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("found", "spec", "length"),
-    [
-        (EAGLE3 | {"speculative_num_steps": 5}, "eagle3:head,nodes=0", 5),
-        (
-            {
-                "--speculative-algorithm": "EAGLE",
-                "--speculative-draft-model-path": "head",
-                "--speculative-num-steps": "3",
-                "--speculative-eagle-topk": "4",
-                "--speculative-num-draft-tokens": "16",
-            },
-            "eagle2:head,nodes=15,width=4",
-            3,
-        ),
-        (
-            DFLASH | {"speculative_num_draft_tokens": 8, "speculative_dflash_block_size": 8},
-            "dflash:head",
-            7,
-        ),
-        (DFLASH | {"speculative_algorithm": "DSPARK"}, "dspark:head", None),
-        (
-            {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8},
-            "ngram:length=7",
-            7,
-        ),
-    ],
-)
-def test_sglang(found: dict[str, Any], spec: str, length: int) -> None:
-    taken = foreign_draft(found)
-    assert (taken.spec, taken.length) == (spec, length)
-    parse_draft(taken.spec)
-
-
-@pytest.mark.parametrize(
     ("found", "named"),
     [
         ({"method": "mlp_speculator", "model": "x", "num_speculative_tokens": 2}, "mlp_spec"),
@@ -115,14 +77,6 @@ def test_sglang(found: dict[str, Any], spec: str, length: int) -> None:
             "not lossless",
         ),
         (
-            EAGLE3 | {"speculative_num_steps": 2, "speculative_accept_threshold_acc": 0.5},
-            "lossless",
-        ),
-        (
-            EAGLE3 | {"speculative_num_steps": 2, "speculative_accept_threshold_acc": "x"},
-            "lossless",
-        ),
-        (
             {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": "x"},
             "'x' for prompt_lookup_max",
         ),
@@ -130,7 +84,7 @@ def test_sglang(found: dict[str, Any], spec: str, length: int) -> None:
             {"method": "ngram", "num_speculative_tokens": "9" * 5000},
             r"'9{70,}\.\.\. for num_speculative_tokens",
         ),
-        ({"speculative_algorithm": "UNO"}, "UNO"),
+        ({"speculative_algorithm": "EAGLE3"}, "neither"),
         (
             {"method": "custom_class", "model": "other.Proposer", "num_speculative_tokens": 2},
             "custom_class",

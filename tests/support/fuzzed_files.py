@@ -271,22 +271,17 @@ def api_keys(root: Path) -> Made:
 
 
 def foreign_settings(root: Path) -> Made:
-    """The speculative configurations of other engines."""
+    """The speculative configuration of another engine."""
     vllm = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
-    sglang = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(root)}
-    sglang |= {"speculative_num_steps": "5", "speculative_eagle_topk": 4}  # type: ignore[dict-item]
-    sglang |= {"speculative_num_draft_tokens": 16}  # type: ignore[dict-item]
-    files = [root / "vllm.json", root / "sglang.json"]
-    for file, content in zip(files, (vllm, sglang), strict=True):
-        file.write_text(json.dumps(content), encoding="utf-8")
+    file = root / "vllm.json"
+    file.write_text(json.dumps(vllm), encoding="utf-8")
 
     def read() -> None:
-        for file in files:
-            made = foreign_of(f"@{file}")
-            assert made is not None
-            parse_draft(made.spec)
+        made = foreign_of(f"@{file}")
+        assert made is not None
+        parse_draft(made.spec)
 
-    return Made(files, read)
+    return Made([file], read)
 
 
 def receipt(root: Path) -> Made:

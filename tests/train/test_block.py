@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from paceline import LLM, SamplingParams
-from paceline.lab.doctor import check_layers
 from paceline.train.acceptance import total
 from paceline.train.block import BlockTrainer
 from paceline.train.configs import DFlashTrainConfig, DSparkTrainConfig
@@ -88,17 +87,3 @@ def test_a_block_sees_the_text_before_it_and_itself(causal: bool) -> None:
     assert seen[1] == [0, 6, 7] and seen[5] == [0, 1, 2, 10, 11]
     assert seen[0] == [0, 6, 7][: 2 if causal else 3]
     assert seen[4] == [0, 1, 2, 10, 11][: 4 if causal else 5]
-
-
-def test_layers_one_off_are_found(corpus: str, target: str, tmp_path: Path) -> None:
-    """Of a head that has learnt enough to be harmed."""
-    run = training_runs.HEAD_RUN | {"lr": 0.02, "adam_lr": 0.02, "max_positions": 128, "steps": 240}
-    sizes = {"block_size": 5, "stride": 1, "feature_layers": (1, 2, 3)}
-    files = {"model": target, "data": (corpus,), "valid": (corpus,)}
-    train(DFlashTrainConfig(**files, **sizes, **run), tmp_path)
-    spec = f"dflash:{tmp_path / 'head'}"
-    (right,) = check_layers(target, spec, dtype="float32")
-    assert right.code != "head-layers-wrong"
-    (wrong,) = check_layers(target, f"{spec},feature_layers=2x3x4", dtype="float32")
-    assert wrong.code == "head-layers-wrong"
-    assert wrong.cure == f"Use --draft {spec},feature_layers=1x2x3."

@@ -292,7 +292,7 @@ class _PairNames(TargetName):
     draft: str | None = _model(
         None,
         "Draft model or spec, 'auto' or 'none'. A spec is 'ngram' or 'hybrid:ngram+model:PATH', "
-        "for example, or @FILE of vLLM or SGLang; 'auto' is all drafters that are likely to help.",
+        "for example, or @FILE of vLLM; 'auto' is all drafters that are likely to help.",
         shown=DEFAULT_DRAFT,
     )
     config: str | None = _model(

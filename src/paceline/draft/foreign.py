@@ -1,7 +1,7 @@
-"""Speculative decoding configurations of vLLM and SGLang, converted to draft specs.
+"""Speculative decoding configurations of vLLM, converted to draft specs.
 
-``--draft @vllm.json``, or the JSON itself: the value of vLLM's ``--speculative-config``, SGLang's
-``speculative_*`` arguments, a configuration that contains one of them, or our ``export.json``.
+``--draft @vllm.json``, or the JSON itself: the value of ``--speculative-config``, or a
+configuration that contains it, as the ``export.json`` of an export to vLLM does.
 """
 
 from __future__ import annotations
@@ -22,10 +22,6 @@ _WITH_MODEL = {  # method of vLLM -> draft spec
 }
 _GENERIC = f"paceline can read methods {', '.join(_WITH_MODEL)}, mtp, ngram and suffix"
 _USUAL_LENGTH = {"suffix": 24, "mtp": 1}  # where vLLM does not demand num_speculative_tokens
-_ALGORITHMS = {  # algorithm of SGLang -> kind
-    **{"EAGLE3": "eagle3", "EAGLE": "eagle", "STANDALONE": "model"},
-    **{"DFLASH": "dflash", "DSPARK": "dspark"},
-}
 
 
 @dataclass(frozen=True)
@@ -63,33 +59,34 @@ def _read(text: str) -> ForeignDraft:
         parsed = None
     if not isinstance(parsed, dict):
         raise ConfigError(
-            f"{where} is not JSON, or no JSON object; give vLLM's --speculative-config or "
-            "SGLang's arguments by name, or a spec such as ngram:min=2"
+            f"{where} is not JSON, or no JSON object; give vLLM's --speculative-config, "
+            "or a spec such as ngram:min=2"
         )
     return foreign_draft(parsed, path or where)
 
 
 def foreign_draft(config: Mapping[str, Any], where: str = "the configuration") -> ForeignDraft:
     """Converts a parsed configuration; ``where`` names it in errors. Raises ConfigError."""
-    for key in ("config", "speculative_config", "speculative-config"):
+    for key in ("config", "speculative_config"):
         inner = config.get(key)
         if isinstance(inner, dict):
             config = inner
-    values = {key.lstrip("-").replace("-", "_"): value for key, value in config.items()}
-    if "speculative_algorithm" in values:
-        return _sglang(values, where)
-    if "method" in values or "num_speculative_tokens" in values:
-        return _vllm(values, where)
-    raise ConfigError(
-        f"{where} has neither vLLM's method and num_speculative_tokens nor SGLang's "
-        "speculative_algorithm; give one of them"
-    )
+    if not config.keys() & {"method", "num_speculative_tokens"}:
+        raise ConfigError(f"{where} has neither vLLM's method nor its num_speculative_tokens")
+    method = _method(config)
+    length = _whole(config, "num_speculative_tokens", where, _USUAL_LENGTH.get(method))
+    sampling = config.get("rejection_sample_method")
+    if sampling not in (None, "standard", "block"):
+        raise ConfigError(
+            f"{where} has rejection_sample_method {sampling!r}, which is not lossless; "
+            "use standard or block"
+        )
+    rule = "token" if sampling == "standard" else sampling
+    return ForeignDraft(_spec(method, config, length, where), length, rule)
 
 
 def _whole(values: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
     value = values.get(key, default)
-    if isinstance(value, str) and value.isdecimal() and len(value) < 20:
-        value = int(value)
     if not is_whole(value) or value < 1:
         has = f"lacks {key}" if value is None else f"has {shown(value)} for {key}"
         raise ConfigError(f"{where} {has}; it must be a whole number above 0")
@@ -108,23 +105,7 @@ def _head_config(model: str) -> Mapping[str, Any]:
     return json_object(user_path(model) / "config.json")
 
 
-# -- vLLM --------------------------------------------------------------------------------------
-
-
-def _vllm(values: Mapping[str, Any], where: str) -> ForeignDraft:
-    method = _vllm_method(values)
-    length = _whole(values, "num_speculative_tokens", where, _USUAL_LENGTH.get(method))
-    sampling = values.get("rejection_sample_method")
-    if sampling not in (None, "standard", "block"):
-        raise ConfigError(
-            f"{where} has rejection_sample_method {sampling!r}, which is not lossless; "
-            "use standard or block"
-        )
-    rule = "token" if sampling == "standard" else sampling
-    return ForeignDraft(_vllm_spec(method, values, length, where), length, rule)
-
-
-def _vllm_method(values: Mapping[str, Any]) -> str:
+def _method(values: Mapping[str, Any]) -> str:
     """The method, or what vLLM infers from the model if none is named."""
     method, model = values.get("method"), str(values.get("model", ""))
     if method:
@@ -136,7 +117,7 @@ def _vllm_method(values: Mapping[str, Any]) -> str:
     return next(named, "draft_model").replace("peagle", "eagle3")
 
 
-def _vllm_spec(method: str, values: Mapping[str, Any], length: int, where: str) -> str:
+def _spec(method: str, values: Mapping[str, Any], length: int, where: str) -> str:
     if method in _WITH_MODEL:
         model = _model(values, "model", where)
         alone = method == "draft_model" and "pard_token" in _head_config(model)
@@ -159,50 +140,3 @@ def _vllm_spec(method: str, values: Mapping[str, Any], length: int, where: str) 
             + ("" if kept else ",global=off")
         )
     raise ConfigError(f"{where} has vLLM's method {method!r}; {_GENERIC}")
-
-
-# -- SGLang ------------------------------------------------------------------------------------
-
-
-def _sglang(values: Mapping[str, Any], where: str) -> ForeignDraft:
-    for key in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-        if str(values.get(key, 1.0)) not in ("1", "1.0", "None"):
-            raise ConfigError(
-                f"{where} has {key} {values[key]}, which is not lossless; leave it at 1.0"
-            )
-    algorithm = str(values["speculative_algorithm"]).upper()
-    nodes = max(1, _whole(values, "speculative_num_draft_tokens", where, 9) - 1)  # minus the root
-    if algorithm == "NGRAM":
-        return ForeignDraft(f"ngram:length={nodes}", nodes, None)
-    if algorithm not in _ALGORITHMS:
-        raise ConfigError(
-            f"{where} has SGLang's algorithm {algorithm}; "
-            f"paceline can read {', '.join(_ALGORITHMS)} and NGRAM"
-        )
-    kind, model = _ALGORITHMS[algorithm], _model(values, "speculative_draft_model_path", where)
-    rule = "block" if values.get("speculative_use_block_verification") else None
-    if algorithm in ("DFLASH", "DSPARK"):
-        roots = {"num_draft_tokens": 1, "dflash_block_size": 1, "dspark_block_size": 0}
-        given = {f"speculative_{key}": root for key, root in roots.items()}
-        lengths = [_whole(values, key, where) - given[key] for key in given if key in values]
-        length = max(1, *lengths) if lengths else None  # None: the head's block
-        return ForeignDraft(f"{kind}:{model}", length, rule)
-    width = _whole(values, "speculative_eagle_topk", where, 1)
-    shape = "nodes=0" if width == 1 else f"nodes={nodes},width={width}"
-    if kind == "eagle" and width > 1:
-        kind = "eagle2"  # our kind with dynamic trees
-    elif kind == "eagle3":
-        shape += _inputs(model)
-    if values.get("speculative_use_rejection_sampling"):
-        rule = "token"
-    steps = _whole(values, "speculative_num_steps", where)
-    return ForeignDraft(f"{kind}:{model},{shape}", steps, rule)
-
-
-def _inputs(model: str) -> str:
-    """The option ``feature_layers``: layers numbered by inputs, one more than SGLang's outputs."""
-    nested = _head_config(model).get("eagle_config")
-    ids = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
-    if not isinstance(ids, list) or not all(map(is_whole, ids)):
-        return ""
-    return ",feature_layers=" + "x".join(str(number + 1) for number in ids)

@@ -43,8 +43,10 @@ def check_layers(
         llm = LLM(target, draft="none", **options)
         if llm.target.ranks is not None or llm.target.state_bytes:
             return []
+        # Features of other layers must not be taken for those of a common prefix.
+        how: dict[str, Any] = {"prefix_sharing": False, "max_batch_size": _TOKENS // _STRIDE}
         drafters: list[Any] = [
-            llm.with_draft(spec, prefix_sharing=False).engine.drafter for spec in heads
+            llm.with_draft(spec, draft_length=1, **how).engine.drafter for spec in heads
         ]
     pairs = [pair for pair in zip(heads, drafters, strict=True) if len(pair[1].features) > 1]
     texts = _texts(llm) if pairs else []
