@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM, Completion, Grammar, SamplingParams
-from paceline.draft.vocabulary import Match, Retokeniser, TokenTexts, shared_ids
+from paceline.draft.vocabulary import TokenTexts
 from support.encoding_tokenizers import MAKERS, UNUSUAL, write_model, write_translation
 
 # With more rows of logits than tokens, as heads often have: 49,216 and 128,064.
@@ -267,30 +267,7 @@ def test_grammars_with_drafts(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 def test_a_draft_of_another_kind(kind: Kind) -> None:
-    for way in ("intersection", "string") if kind.name in TRANSLATED else ("intersection",):
-        llm = kind.llm.with_draft(f"model:{kind.other},vocab={way}", draft_length=4)
-        assert llm.draft_vocabulary is not None
-        accepted = same_tokens(kind, llm, "greedy", "torn")
-        assert accepted > 0 or way == "string"
-        llm.close()
-
-
-@pytest.mark.parametrize("other", MAKERS)
-@pytest.mark.parametrize("name", MAKERS)
-def test_text_is_carried_into_another_vocabulary(name: str, other: str) -> None:
-    ours, theirs = texts(name), texts(other)
-    pairs = shared_ids(ours, theirs)
-    for text in (TEXT, ODD):
-        carried = Retokeniser(Match("string", ours, theirs, pairs, 1.0))
-        ids = ours.encode(text)
-        for end in range(1, len(ids) + 1):
-            carried.extend(ids[end - 1 : end])
-        skipped = [token for token in carried.context() if token not in theirs.special]
-        # A blank in front of the first word is the tokenizers' own.
-        assert theirs.bytes_of(skipped).decode().lstrip(" ") == text
-    carried = Retokeniser(Match("string", ours, theirs, pairs, 1.0))
-    carried.extend(ours.encode("The quick brown"))
-    drafted = theirs.encode_after("The quick brown", " fox jumps 🙂 over")
-    wanted = ours.encode_after("The quick brown", " fox jumps 🙂 over")
-    assert drafted is not None and wanted is not None
-    assert carried.proposal(drafted) == wanted[: len(carried.proposal(drafted))] != []
+    llm = kind.llm.with_draft(f"model:{kind.other}", draft_length=4)
+    assert llm.draft_vocabulary is not None
+    assert same_tokens(kind, llm, "greedy", "torn") > 0
+    llm.close()

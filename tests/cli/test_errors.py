@@ -86,21 +86,6 @@ def test_unsupported_architecture(tmp_path: Path) -> None:
     assert_one_line(paceline("generate", "hi", "--model", str(tmp_path)), "bloom")
 
 
-def test_draft_with_a_vocabulary_that_cannot_be_translated(
-    tiny_pair: TinyPair, tmp_path: Path
-) -> None:
-    """Its tokenizer makes everything lower-case: there is no text to go by."""
-    from tokenizers import Tokenizer, normalizers
-
-    folder = shutil.copytree(tiny_pair.foreign, tmp_path / "draft")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    spec = f"model:{folder},vocab=string"
-    result = paceline("generate", "hi", "--model", tiny_pair.target, "--draft", spec)
-    assert_one_line(result, "vocabulary", "id ", "give text back", "same family")
-
-
 def test_unknown_draft(tiny_pair: TinyPair) -> None:
     result = paceline("generate", "hi", "--model", tiny_pair.target, "--draft", "ngram:biggest=4")
     assert_one_line(result, "biggest")

@@ -154,7 +154,6 @@ def test_an_option_by_its_former_name(
         ("model:x,branching=2x0", "branching='2x0' is not like 2x2x1"),
         ("eagle:x,feature_layers=two", "feature_layers='two' is not like 2x16x29"),
         ("quantized:int3", "quantize is 'int3'; use one of int8, int4"),
-        ("model:x,vocab=words", "vocab is 'words'; use one of auto, intersection, string"),
         ("dspark:x,stop=nan", "stop=nan is not a number"),
         ("dspark:x,stop=inf", "stop=inf is not a number"),
         ("datastore:x,min=17", "min is 17; it must be at least 5 and at most 16"),

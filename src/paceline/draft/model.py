@@ -11,18 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan, Slice, Span
-from paceline.core.params import SamplingParams
-from paceline.core.sequence import PerSequence
 from paceline.core.stages import info
-from paceline.core.transfer import to_device
-from paceline.core.tree import TokenTree, children_of, paths_of
+from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
 from paceline.draft.heads.checkpoint import MASK_OPTIONS, refuse_head
 from paceline.draft.spec import (
@@ -41,11 +37,10 @@ from paceline.draft.trees.levels import (
     OnePassDrafter,
 )
 from paceline.draft.trees.policy import Policy
-from paceline.draft.trees.shape import Shape, merge
+from paceline.draft.trees.shape import Shape
 from paceline.draft.vocabulary import (
     Intersection,
     Match,
-    Retokeniser,
     SharedVocabulary,
     match_vocabularies,
 )
@@ -64,8 +59,8 @@ _MIN_LEVEL_PROB = 0.3
 
 @dataclass(frozen=True)
 class DraftModel(TreeSpec):
-    """A model by folder, built-in or hub name. ``vocab``: how a vocabulary other than the target's
-    is translated: "intersection", "string", or "auto", which decides by what the two share.
+    """A model by folder, built-in or hub name. If its vocabulary is not the target's, it drafts the
+    tokens that both have.
     ``quantize``: "int8" or "int4" instead of the setting for all drafts. ``parallel``: a model that
     was trained for it (its config names a ``pard_token``) drafts all its tokens in one pass."""
 
@@ -83,7 +78,6 @@ class DraftModel(TreeSpec):
 
     path: str = option(needs="a model")
     _: KW_ONLY
-    vocab: str = option("auto", choices=("auto", "intersection", "string"))
     quantize: str | None = option(None, choices=tuple(BITS))
     parallel: bool = True
 
@@ -108,8 +102,6 @@ class DraftModel(TreeSpec):
             settings = self.growth_settings(context, cache, _MIN_LEVEL_PROB if self.nodes else 0.0)
             device = context.target.device
             widths = loading.target.vocab_size, model.vocab_size
-            if match is not None and match.method == "string":
-                return StringDrafter(match, model, settings, device)
             vocabulary = SharedVocabulary(*widths)
             if match is not None:
                 vocabulary = Intersection(match, widths, model.device)
@@ -117,11 +109,6 @@ class DraftModel(TreeSpec):
                 return ModelDrafter(model, settings, vocabulary, device)
             return ParallelDrafter(mask, model, settings, vocabulary, device)
 
-        if match is not None and match.method == "string" and model.state_bytes:
-            raise self.refuse(
-                "its recurrent layers cannot go back to where a text is tokenised otherwise; "
-                "take a draft with the target's vocabulary"
-            )
         cached = bytes_per_token(model.cache_shapes, model.dtype)
         return PreparedDraft(build, cached, state_bytes=model.state_bytes)
 
@@ -150,7 +137,7 @@ class DraftModel(TreeSpec):
         has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
         has_tokenizer = has_tokenizer or not folder.is_dir() or bool(gguf_file(str(folder)))
         draft_tokenizer = load_tokenizer(self.path) if has_tokenizer else tokenizer
-        return draft, match_vocabularies(target, draft, tokenizer, draft_tokenizer, self.vocab)
+        return draft, match_vocabularies(target, draft, tokenizer, draft_tokenizer)
 
 
 @dataclass(frozen=True)
@@ -294,64 +281,3 @@ class ParallelDrafter(OnePassDrafter, ModelDrafter):
     """Drafts all its tokens in one pass with a model that was trained for it."""
 
     _keeps_rows = False  # rows of masks
-
-
-class StringDrafter(ModelDrafter):
-    """Translates trees by their text: each path is tokenised for the target, and common prefixes
-    are merged. The draft's cache keeps the settled tokens; the last word and drafts run again.
-
-    The drafts are the draft model's likeliest tokens, for sampled requests, too: without common ids
-    there is no q, so ``Draw`` is POINT. Texts are on the host, which takes one more synchronisation
-    per draft."""
-
-    prefers_seeds = False  # it never samples
-    _follows_grammar = False
-    _keeps_rows = False  # of tokens that may be written otherwise
-
-    def __init__(
-        self, match: Match, model: CausalModel, settings: GrowthSettings, deliver_to: torch.device
-    ) -> None:
-        ids = SharedVocabulary(model.vocab_size, model.vocab_size)  # trees have the draft's ids
-        ids.description = f"string-level match, shared tokens {100 * match.share:.0f} % of text"
-        super().__init__(model, settings, ids, deliver_to)
-        self.cache.shares = False  # the end of a text may change; shared blocks must not
-        self._match = match
-        self._texts: PerSequence[Retokeniser] = PerSequence()
-
-    def propose(self, plan: Plan) -> list[TokenTree]:
-        for item in plan.slices:
-            self._texts.get_or_make(item.seq, lambda _: Retokeniser(self._match))
-        drafts = super().propose(Plan(tuple(map(_as_greedy, plan.slices))))
-        parts = [draft.tokens for draft in drafts if len(draft)]
-        values = iter(torch.cat(parts).tolist() if parts else ())
-        pairs = zip(plan.slices, drafts, strict=True)
-        return [self._translated(item, d, list(islice(values, len(d)))) for item, d in pairs]
-
-    def _translated(self, item: Slice, draft: TokenTree, tokens: Sequence[int]) -> TokenTree:
-        text, length = self._texts[item.seq.seq_id], item.draft_length
-        self._calibrations.forget(item.seq.seq_id)  # the verdict is on other nodes
-        if not tokens or text.waits:
-            return self._empty
-        pairs = zip(paths_of(draft.parents), children_of(draft.parents), strict=True)
-        leaves = ([tokens[node] for node in path] for path, below in pairs if not below)
-        proposals = (text.proposal(leaf)[:length] for leaf in leaves)
-        merged, parents = merge(proposals, self.max_nodes(length))
-        return TokenTree(to_device(merged, draft.tokens.device), parents)
-
-    def _append(self, seq_id: int, tokens: Sequence[int]) -> None:
-        if tokens:
-            text, rows = self._texts[seq_id], self._rows[seq_id]
-            rows.cached = min(rows.cached, len(text.settled))
-            text.extend(tokens)
-            rows.keys[:] = text.context()
-            rows.translated += len(tokens)
-
-    def forget(self, seq_id: int) -> None:
-        self._texts.pop(seq_id, None)
-        super().forget(seq_id)
-
-
-def _as_greedy(item: Slice) -> Slice:
-    """The slice as one of a greedy request without penalties or grammar."""
-    seq = replace(item.seq, params=SamplingParams(), constraint=None)
-    return replace(item, seq=seq)

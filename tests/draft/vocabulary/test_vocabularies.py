@@ -1,4 +1,4 @@
-"""Drafts in another vocabulary: common tokens, retokenised text, and refusals."""
+"""Drafts in another vocabulary: common tokens, and refusals."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from embedded_target import train_tokenizer
-from paceline import ConfigError, VocabularyMismatchError
+from paceline import VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.draft.vocabulary import (
     SAMPLE,
     Intersection,
     Match,
-    Retokeniser,
     SharedVocabulary,
     TokenTexts,
     shared_ids,
@@ -139,10 +138,7 @@ SPECS = {
     "intersection": ("model:{near}", "token-level intersection"),
     "intersection, tree": ("tree:{near},branching=3x2", "token-level intersection"),
     "intersection, dynamic": ("tree:{near},nodes=8,width=3", "token-level intersection"),
-    "intersection, little shared": ("model:{far},vocab=intersection", "token-level intersection"),
-    "string": ("model:{near},vocab=string", "string-level match"),
-    "string, tree": ("tree:{near},nodes=8,width=3,vocab=string", "string-level match"),
-    "string, little shared": ("model:{far}", "string-level match"),
+    "intersection, little shared": ("model:{far}", "token-level intersection"),
 }
 
 
@@ -182,38 +178,12 @@ def test_same_tokens_as_plain_decoding(
     llm.close()
 
 
-@pytest.mark.parametrize("spec", ["model:{near}", "model:{near},vocab=string"])
-def test_preemption_and_small_chunks_change_nothing(
-    folders: dict[str, str], plain: LLM, spec: str
-) -> None:
+def test_preemption_and_small_chunks_change_nothing(folders: dict[str, str], plain: LLM) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     expected = [c.token_ids for c in plain.generate(PROMPTS, params)]
-    tight = cramped(folders["target"], spec.format(**folders), blocks=8)
+    tight = cramped(folders["target"], f"model:{folders['near']}", blocks=8)
     assert [c.token_ids for c in tight.generate(PROMPTS, params)] == expected
     assert tight.engine.scheduler.preemptions > 0
-
-
-def test_a_text_without_borders_is_read_again_and_again(
-    folders: dict[str, str], plain: LLM
-) -> None:
-    """Its end may still change in one request and not in the other that begins alike."""
-    long = "no-borders-at-all-" * 9
-    prompts: list[str | list[int]] = [long + "fox the dog the fox", long, long + "d"]
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    expected = [c.token_ids for c in plain.generate(prompts, params)]
-    llm = LLM(
-        folders["target"],
-        f"model:{folders['near']},vocab=string",
-        dtype="float32",
-        draft_length=3,
-        max_batch_size=1,
-    )
-    done = []
-    for event in llm.stream(prompts, params):
-        check_cache(llm.engine.drafter.cache)  # a shared block must not be rolled back
-        if event.completion is not None:
-            done.append(event.completion.token_ids)
-    assert done == expected
 
 
 def test_unseeded_intersection_follows_the_distribution(folders: dict[str, str]) -> None:
@@ -238,7 +208,7 @@ def texts() -> dict[str, TokenTexts]:
 
 def intersection(ours: TokenTexts, theirs: TokenTexts) -> Intersection:
     widths = len(ours.tokenizer), len(theirs.tokenizer) + 3  # padded logits
-    match = Match("intersection", ours, theirs, shared_ids(ours, theirs), 1.0)
+    match = Match(ours, theirs, shared_ids(ours, theirs), 1.0)
     return Intersection(match, widths, torch.device("cpu"))
 
 
@@ -305,113 +275,20 @@ def test_a_shared_vocabulary_is_left_alone() -> None:
     assert same.logits(torch.zeros(2, 8)).shape == (2, 5)
 
 
-TEXTS = [
-    "Once upon a time, there was a little dog.",
-    "def add(a, b):\n    return a + b\n\n\nprint(add(2, 3))",
-    "Früh am Morgen 你好 🦊 fox",
-    "no-borders-at-all-" * 30,
-    " the  end ",
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("name", ["near", "far", "blank"])
-def test_text_is_carried_over_token_by_token(
-    texts: dict[str, TokenTexts], name: str, text: str
-) -> None:
-    """However it arrives, the draft reads the same text, and what has settled stays."""
-    ours, theirs = texts["ours"], texts[name]
-    tokens = ours.tokenizer.encode(text)
-    begin = b"" if name == "blank" else b"<|endoftext|>"
-    step = Retokeniser(Match("string", ours, theirs, shared_ids(ours, theirs), 1.0))
-    step.extend(tokens[:1])
-    settled: list[int] = []
-    for end in range(2, len(tokens) + 1):
-        step.extend(tokens[end - 1 : end])
-        assert step.settled[: len(settled)] == settled
-        settled = list(step.settled)
-        if not step.waits:
-            read = theirs.bytes_of(step.context()).removeprefix(begin).decode()
-            assert read.removeprefix(" ") == ours.bytes_of(tokens[1:end]).decode().removeprefix(" ")
-    assert name == "blank" or len(step.context()) - len(step.settled) < 256
-
-
-def test_special_tokens_keep_their_role(texts: dict[str, TokenTexts]) -> None:
-    ours, near = texts["ours"], texts["near"]
-    text = Retokeniser(Match("string", ours, near, shared_ids(ours, near), 1.0))
-    chat = ours.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "The fox"}], add_generation_prompt=True, return_dict=False
-    )
-    text.extend(chat)
-    assert near.bytes_of(text.context()) == b"<|endoftext|><|user|>The fox<|end|><|assistant|>"
-    assert sum(index in near.special for index in text.context()) == 4
-    drafted = [*near.encode("Yes"), near.tokenizer.eos_token_id, *near.encode(" more")]
-    assert text.proposal(drafted) == [*ours.encode("Yes"), ours.tokenizer.eos_token_id]
-
-
-def test_proposals_are_the_targets_own_tokens(texts: dict[str, TokenTexts]) -> None:
-    ours, far = texts["ours"], texts["far"]
-    text = Retokeniser(Match("string", ours, far, shared_ids(ours, far), 1.0))
-    text.extend(ours.encode("The quick brown"))
-    expected = ours.encode("The quick brown fox jumps")[len(ours.encode("The quick brown")) :]
-    assert text.proposal(far.encode(" fox jumps")) == expected
-    euro = far.encode("€")
-    assert len(euro) == 3
-    assert text.proposal([*far.encode(" fox"), *euro[:2]]) == ours.encode(" fox")
-    assert text.proposal(euro[1:]) == []
-
-
-def test_half_a_character_is_waited_for(texts: dict[str, TokenTexts]) -> None:
-    ours, far = texts["ours"], texts["far"]
-    text = Retokeniser(Match("string", ours, far, shared_ids(ours, far), 1.0))
-
-    def read() -> str:
-        return far.bytes_of(text.context()).decode().removeprefix("<|endoftext|>")
-
-    tokens = ours.encode("a 你")
-    text.extend(tokens[:-1])
-    assert text.waits and read() == "a "
-    text.extend(tokens[-1:])
-    assert not text.waits and read() == "a 你"
-    text.extend([tokens[-1], *ours.encode("b")])  # a stray byte
-    assert read() == "a 你\ufffdb"
-
-
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_that_loses_text_is_refused(folders: dict[str, str]) -> None:
+def test_a_vocabulary_without_a_common_token_is_refused(folders: dict[str, str]) -> None:
     with pytest.raises(VocabularyMismatchError, match=r"id \d+: target '.+', draft") as caught:
         LLM(folders["target"], folders["words"], dtype="float32")
     message = str(caught.value)
-    assert "does not give text back" in message and "same family" in message
+    assert "no token of a text" in message and "same family" in message
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    ("option", "error"),
-    [
-        ("vocab=string", VocabularyMismatchError),
-        ("vocab=intersection", VocabularyMismatchError),
-        ("vocab=same", ConfigError),
-    ],
-)
-def test_a_wish_that_cannot_be_met_is_refused(
-    folders: dict[str, str], option: str, error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        LLM(folders["target"], f"model:{folders['words']},{option}", dtype="float32")
-
-
-def test_the_choice_can_be_overruled(folders: dict[str, str]) -> None:
+def test_how_a_vocabulary_is_translated_can_be_read(folders: dict[str, str]) -> None:
     def vocabulary(spec: str) -> str | None:
         return LLM(folders["target"], spec.format(**folders), dtype="float32").draft_vocabulary
 
     assert vocabulary("model:{target}") is None
     assert vocabulary("hybrid:ngram+model:{near}") == vocabulary("model:{near}") is not None
-    assert vocabulary("model:{target},vocab=intersection") == (
-        "token-level intersection, 100 % of text"
-    )
-    assert vocabulary("model:{target},vocab=string") == (
-        "string-level match, shared tokens 100 % of text"
-    )

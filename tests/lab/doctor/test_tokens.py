@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 import torch
 
-from paceline.errors import ConfigError
 from paceline.lab.doctor import Severity, examine
 from support.doctor_folders import Copy, Folder, codes, only
 from support.tiny_models import TinyPair
@@ -28,22 +26,13 @@ def test_swapped_tokens_are_reported(copy: Copy) -> None:
     finding = only(examine(TARGET, str(folder)), "vocabulary-differs")
     assert (finding.severity, finding.about) == (Severity.WARNING, "pair")
     assert "2 of 4096" in finding.text and "id 4094" in finding.text
-    assert "tokens that both have" in finding.text
+    assert "only these are drafted" in finding.text
 
 
 def test_another_vocabulary(tiny_pair: TinyPair) -> None:
     findings = examine(tiny_pair.target, tiny_pair.foreign)
     assert {"vocabulary-differs", "vocabulary-refused"} & codes(findings, "pair")
     assert "vocabulary-same" not in {item.code for item in findings}
-
-
-def test_string_translation_may_be_forced(copy: Copy) -> None:
-    finding = only(
-        examine(TARGET, f"model:{copy('tiny-draft')},vocab=string"), "vocabulary-differs"
-    )
-    assert "nothing, but the option vocab is set" in finding.text and "re-tokenised" in finding.text
-    with pytest.raises(ConfigError, match="vocab is 'words'"):
-        examine(TARGET, "model:paceline/tiny-draft,vocab=words")
 
 
 def test_a_draft_with_fewer_rows_than_the_target(copy: Copy) -> None:

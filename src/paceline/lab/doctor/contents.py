@@ -146,10 +146,6 @@ def _table(model: Model, end: str) -> torch.Tensor | None:
 
 
 _ROLES = ("bos_token", "eos_token", "pad_token")
-_TRANSLATIONS = {
-    "intersection": "only tokens that both have are drafted",
-    "string": "drafts are re-tokenised as text",
-}
 # Turn markers of chat templates: <|im_start|>, <start_of_turn>, <s>, and DeepSeek's wide bars.
 _MARKER = re.compile(
     r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>\s]{1,40}\uff5c>|<\w{1,24}_of_\w{1,24}>|</?s>"
@@ -228,13 +224,13 @@ def _named(tokenizer: PreTrainedTokenizerFast, ids: set[int]) -> str:
     return ", ".join(name(index) for index in sorted(ids))
 
 
-def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Finding]:
-    """Compare two tokenizers as the engine does. ``method``: the draft spec's ``vocab`` option."""
+def compare(target: Model, draft: Model) -> Iterator[Finding]:
+    """Compare two tokenizers as the engine does."""
     tokenizer, other = target.tokenizer, draft.tokenizer or target.tokenizer
     if tokenizer is None or other is None:
         return
     try:
-        match = match_vocabularies(target, draft, tokenizer, other, method)
+        match = match_vocabularies(target, draft, tokenizer, other)
     except VocabularyMismatchError as error:
         yield refusal("vocabulary-refused", error)
         return
@@ -244,9 +240,7 @@ def compare(target: Model, draft: Model, method: str = "auto") -> Iterator[Findi
             rows = f"{target.vocab_size:,} against the draft's {draft.vocab_size:,}"
             yield finding("vocabulary-padded", f"rows of logits differ: {rows}", about="pair")
     else:
-        what, how = differences(tokenizer, other), _TRANSLATIONS[match.method]
-        what = what or "nothing, but the option vocab is set"
-        yield finding("vocabulary-differs", parts=what, share=match.share, how=how)
+        yield finding("vocabulary-differs", parts=differences(tokenizer, other), share=match.share)
     if draft.tokenizer is None:
         return
     pipeline, other_pipeline = _pipeline(tokenizer), _pipeline(other)

@@ -166,7 +166,7 @@ def _check_draft(spec: DraftSpec, target: Model, setting: Setting) -> _Checked:
     model, findings = _check_model(files, "draft", setting)
     yield from findings
     if model is not None:
-        yield from contents.compare(target, model, spec.vocab)
+        yield from contents.compare(target, model)
         yield from _compare_shapes(target, model)
         yield Needs.of_model(model, setting, setting.dtype)
 

@@ -223,9 +223,6 @@ def note_missing_features(export: Export) -> None:
         if export.rule == "coupled":
             cost = "seeded text depends on drafts and batch; greedy text is the same"
         export.approximate(f"rule {export.rule!r}", f"rule {dialect.rules[0]!r}", cost)
-    if isinstance(export.draft, DraftModel) and export.draft.vocab == "string":
-        what = "a draft with another tokenizer, translated as text"
-        export.approximate(what, "token ids", "the engine may refuse it")
 
 
 def outputs_of(inputs: Sequence[int]) -> list[int]:
