@@ -59,7 +59,7 @@ def pair_or_stand_in(text: str, pair: TinyPair) -> str:
 
 
 # What needs a running server, tuned settings or a file made before is run by tests of its own.
-_ELSEWHERE = ("openai", "tuned.toml", "seen.suffix", "-int8", "--tensor-parallel", "adapters/")
+_ELSEWHERE = ("openai", "tuned.toml", "-int8", "--tensor-parallel", "adapters/")
 
 
 def stands_alone(text: str) -> bool:

@@ -18,7 +18,7 @@ def counting(tokens: list[int]) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor((tokens[-1] + 1) % VOCAB), VOCAB).float()
 
 
-@pytest.mark.parametrize("drafter", [NGramDrafter("cpu"), SuffixDrafter("cpu", VOCAB)])
+@pytest.mark.parametrize("drafter", [NGramDrafter("cpu"), SuffixDrafter("cpu")])
 def test_empty_trees_are_one_object(drafter: Drafter) -> None:
     seqs = [request([1, 2, 3], n) for n in range(3)]
     trees = drafter.propose(Plan(tuple(Slice(seq, 1, 0) for seq in seqs)))

@@ -20,7 +20,7 @@ VOCAB, LONG = 500, 8 * MAX_INDEXED_PER_STEP
 DRAFTERS: list[Callable[[], IndexedDrafter]] = [
     lambda: NGramDrafter("cpu"),
     lambda: NGramDrafter("cpu", NGram(source="prompt")),
-    lambda: SuffixDrafter("cpu", VOCAB),
+    lambda: SuffixDrafter("cpu"),
 ]
 
 

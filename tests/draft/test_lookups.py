@@ -41,7 +41,7 @@ def drafting(seq_id: int) -> Slice:
     "made",
     [
         lambda: NGramDrafter("cpu"),
-        lambda: SuffixDrafter("cpu", VOCAB),
+        lambda: SuffixDrafter("cpu"),
         lambda: RecyclingDrafter("cpu", VOCAB),
         lambda: LookaheadDrafter("cpu"),
         lambda: Predictions("cpu"),

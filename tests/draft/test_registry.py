@@ -105,7 +105,6 @@ def test_a_spec_in_python_is_the_same_as_its_text() -> None:
         (Eagle3("path", nodes=16), "eagle3:path,nodes=16"),
         (Eagle3("path", feature_layers=(2, 16, 29)), "eagle3:path,feature_layers=2x16x29"),
         (DraftModel("org/name", branching=(2, 2)), "model:org/name,branching=2x2"),
-        (Suffix("seen.suffix", shared=True), "suffix:seen.suffix"),
         (QuantizedDraft("int8"), "quantized:int8"),
         (Suffix(shared=False), "suffix:global=off"),
         (Hybrid(NGram(), Eagle3("a+b")), "hybrid:ngram+eagle3:a+b"),
@@ -163,7 +162,6 @@ def test_an_option_by_its_former_name(
         ("suffix:global=off,nodes=0", "nodes is 0"),
         ("suffix:factor=much", "not a number"),
         ("suffix:depth=3", "no option depth"),
-        ("suffix:seen.suffix,global=off", "switched off"),
     ],
 )
 def test_specs_that_make_no_sense(text: str, words: str) -> None:

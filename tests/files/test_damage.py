@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 
@@ -12,11 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from paceline import LLM, DataError, ModelLoadError, PacelineError
+from paceline import LLM, ModelLoadError, PacelineError
 from paceline.draft.heads.checkpoint import read_checkpoint, write_checkpoint
 from paceline.draft.heads.eagle_head import load_eagle
 from paceline.draft.spec import TargetShape
-from paceline.draft.suffix import Suffix, SuffixDrafter
 from paceline.lab.doctor import examine
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.tensorfile import SUMS, add_checksums, as_bytes, read_table, verify
@@ -263,34 +261,3 @@ def test_a_value_of_a_heads_config(
 
 def test_what_a_file_says_adds_no_line_to_a_message() -> None:
     assert str(ModelLoadError("no key 'a\nb\u2028c'")) == "no key 'a b c'"
-
-
-# -- suffix memories -------------------------------------------------------------------------------
-
-
-def test_any_damage_to_a_suffix_memory(tmp_path: Path) -> None:
-    file = tmp_path / "memory"
-    drafter = SuffixDrafter("cpu", 50)
-    chooser = random.Random(5)
-    for _ in range(20):
-        drafter.remember([chooser.randrange(50) for _ in range(30)])
-    drafter.save(file)
-    texts = [list(text) for text in drafter.memory().texts()]
-    for content in damages(file.read_bytes(), 7, 30, 300):
-        file.write_bytes(content)
-        fresh = SuffixDrafter("cpu", 50)
-        try:
-            fresh.load(file)
-        except (DataError, PacelineError) as error:
-            assert str(file) in str(error) and "\n" not in str(error)
-        else:
-            assert [list(text) for text in fresh.memory().texts()] == texts
-
-
-def test_memories_of_earlier_versions_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "memory"
-    head = {"format": "paceline-suffix", "version": 1, "vocab_size": 50, "tokens": 2}
-    file.write_bytes(json.dumps(head).encode() + b"\n\x01\0\0\0\xff\xff\xff\xff")
-    with pytest.raises(DataError, match="not a saved suffix tree") as refused:
-        SuffixDrafter("cpu", 50, Suffix(str(file)))
-    assert str(file) in str(refused.value)

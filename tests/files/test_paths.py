@@ -38,12 +38,6 @@ def test_a_path_that_cannot_be_is_refused_in_one_line(reader: str, path: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_a_suffix_memory_that_cannot_be_there_yet() -> None:
-    for path in ("~nobody-of-this-name/x", "./a\0b", "./" + "x" * 5000):
-        llm = LLM("paceline/tiny", f"suffix:{path}")
-        llm.close()
-
-
 def test_homes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/x")
     assert user_path("~/a") == Path("/home/x/a")

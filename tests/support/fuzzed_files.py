@@ -25,7 +25,6 @@ from paceline.draft.heads.eagle_head import load_eagle
 from paceline.draft.heads.medusa_head import load_medusa
 from paceline.draft.heads.mtp import load_mtp
 from paceline.draft.spec import TargetShape
-from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocabulary import match_vocabularies
 from paceline.drafters import parse_draft
 from paceline.errors import ConfigError
@@ -209,20 +208,6 @@ def adapter(root: Path) -> Made:
     return Made(sorted(folder.iterdir()), lambda: read_adapter("a", str(folder), model))
 
 
-def suffix_memory(root: Path) -> Made:
-    drafter = SuffixDrafter("cpu", VOCAB)
-    for start in range(9):
-        drafter.remember([*range(start, 40)])
-    drafter.save(root / "memory")
-
-    def read() -> Any:
-        again = SuffixDrafter("cpu", VOCAB)
-        again.load(root / "memory")
-        return [list(text) for text in again.memory().texts()]
-
-    return Made([root / "memory"], read, (root / "memory",))
-
-
 def datastore(root: Path) -> Made:
     words = {f"w{number}": number for number in range(VOCAB)}
     kind = type("Words", (), {"get_vocab": lambda _: words, "__len__": lambda _: VOCAB})
@@ -381,6 +366,6 @@ def held_out(root: Path) -> Made:
 
 
 READERS = (gguf_header, gguf_model, checkpoint, shards, model_folder, tokenizer, vocabularies)
-READERS += (eagle, medusa, public_medusa, block, dflash, mtp, adapter, suffix_memory, datastore)
+READERS += (eagle, medusa, public_medusa, block, dflash, mtp, adapter, datastore)
 READERS += (tuned, server_settings, api_keys, foreign_settings, receipt, training_data, prompts)
 READERS += (features, held_out, kept_copy)

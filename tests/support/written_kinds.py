@@ -10,11 +10,9 @@ from typing import Any, cast
 
 import torch
 
-from paceline.core.batch import Commit
 from paceline.draft.heads.block_head import BlockConfig, BlockHead, save_block
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, save_eagle
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
-from paceline.draft.suffix import SuffixDrafter
 from paceline.lab.report.document import Report, Text
 from paceline.lab.report.render import write
 from paceline.settings import tuned
@@ -40,13 +38,6 @@ def report(folder: Path, number: int, name: str) -> None:
     made = Report(f"Speed {number}")
     made.add("Part", Text("x" * 100))
     write(made, folder / name)
-
-
-def suffix(folder: Path, number: int) -> None:
-    drafter = SuffixDrafter("cpu", 50)
-    drafter._texts[0] = [1, 2, *range(3, 30)], drafter.memory()
-    drafter.observe([Commit(0, (number,), finish_reason="stop")], cast(Any, None))
-    drafter.save(folder / "memory")
 
 
 def eagle(folder: Path, number: int) -> None:
@@ -133,7 +124,6 @@ KINDS = {
     "tuned settings": Kind(tuned_settings),
     "html report": Kind(lambda folder, number: report(folder, number, "r.html")),
     "markdown report": Kind(lambda folder, number: report(folder, number, "r.md")),
-    "suffix memory": Kind(suffix),
     "eagle head": Kind(eagle),
     "block drafter": Kind(block),
     "medusa heads": Kind(medusa),

@@ -5,37 +5,29 @@ Oliaro, Jia, Campos and Qiao 2024 (SuffixDecoding, arXiv 2411.04975); Snowflake'
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from paceline.core.adapter import Adapter, PerAdapter
 from paceline.core.batch import Commit, ModelOutput, Slice
 from paceline.core.sequence import SequenceView
-from paceline.draft.spec import DraftInfo, DraftSpec, LoadContext, PreparedDraft, Target, option
+from paceline.draft.spec import DraftSpec, LoadContext, PreparedDraft, option
 from paceline.draft.text_index import IndexedDrafter, TextIndex, open_index
-from paceline.errors import ConfigError, DataError, ModelLoadError, VocabularyMismatchError
-from paceline.files import replace_files
 from paceline.kernels.lookup import Draft, Ids, Lookup
-from paceline.model.tensorfile import as_bytes, load_tensors, read_table, verify
 
-_TEXTS, _SIZE = "suffix_texts", "vocab_size"  # tensors of a saved memory
 _SPARE = 2  # default nodes of a tree beyond one per level: alternatives are rarely worth more
 _LENGTHS = (1, 2, 4, 8, 16, 32)  # n-grams in the index, from which longer matches are found
 _CONTEXT = 16  # prompt tokens stored in front of an output, so that its first token can match
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Suffix(DraftSpec):
-    """Options of suffix decoding. ``file``: earlier outputs, loaded if it exists. ``max_depth``:
-    longest match, in tokens. A match of m tokens allows ``factor * m + offset`` nodes, at most
-    ``nodes`` (None: draft length + 2), none less likely than ``min_prob``. ``max_tokens``: size of
-    the global tree of outputs; ``shared`` False (in specs ``global=off``) or 0 switches it off."""
+    """Options of suffix decoding. ``max_depth``: longest match, in tokens. A match of m tokens
+    allows ``factor * m + offset`` nodes, at most ``nodes`` (None: draft length + 2), none less
+    likely than ``min_prob``. ``max_tokens``: size of the global tree of outputs; ``shared`` False
+    (in specs ``global=off``) or 0 switches it off."""
 
     kind = "suffix"
     default_draft_length = 8
@@ -44,8 +36,6 @@ class Suffix(DraftSpec):
     tune_tries = "always"
     examples = ("suffix",)
 
-    file: str | None = None
-    _: KW_ONLY
     max_depth: int = option(64, least=1)
     factor: float = option(1.0, least=0, below=1e6)
     offset: float = option(4.0, least=0, below=1e6)
@@ -58,8 +48,6 @@ class Suffix(DraftSpec):
         super().__post_init__()
         if self.factor + self.offset < 1:
             raise self.refuse("factor + offset is below 1; it would hardly ever draft")
-        if self.file is not None and not self.capacity:
-            raise self.refuse("a file holds the global tree, which is switched off")
 
     @property
     def capacity(self) -> int:
@@ -67,38 +55,27 @@ class Suffix(DraftSpec):
         return self.max_tokens if self.shared else 0
 
     def prepare(self, loading: LoadContext) -> PreparedDraft:
-        drafter = SuffixDrafter(loading.target.device, loading.target.vocab_size, self)
+        drafter = SuffixDrafter(loading.target.device, self)
         return PreparedDraft(lambda context: drafter)
-
-    def examine(self, target: Target, read: Any = None) -> DraftInfo:
-        SuffixDrafter("cpu", target.vocab_size, self)  # reads the file
-        return super().examine(target)
 
 
 class SuffixDrafter(IndexedDrafter):
     """Looks up the last tokens of each text in the text itself and in a memory of earlier outputs,
     and proposes the draft with more expected accepted tokens.
 
-    Every LoRA adapter has its own memory; only the one for requests without adapter is saved. The
-    output of a finished request enters the memory with the last tokens of its prompt, the output of
-    a cancelled request does not. Beyond ``max_tokens`` the oldest outputs are dropped.
+    Every LoRA adapter has its own memory. The output of a finished request enters the memory with
+    the last tokens of its prompt, the output of a cancelled request does not. Beyond ``max_tokens``
+    the oldest outputs are dropped.
     """
 
     name = "suffix"
 
-    def __init__(
-        self, device: torch.device | str, vocab_size: int, spec: Suffix | None = None
-    ) -> None:
-        """Loads the spec's file if it exists; ``save`` writes it. Raises what ``load`` raises."""
+    def __init__(self, device: torch.device | str, spec: Suffix | None = None) -> None:
         super().__init__(device)
         self.options = spec or Suffix()
-        self._vocab_size = vocab_size
-        self._file = None if self.options.file is None else Path(self.options.file)
         # Of each sequence: the end of its prompt and its output, and the memory they will enter.
         self._texts: dict[int, tuple[list[int], TextIndex]] = {}
         self.clear()
-        if self._file is not None and os.path.exists(self._file):
-            self.load(self._file)
 
     def memory(self, adapter: Adapter | None = None) -> TextIndex:
         """The earlier outputs of an adapter's requests."""
@@ -159,54 +136,3 @@ class SuffixDrafter(IndexedDrafter):
     def forget(self, seq_id: int) -> None:
         super().forget(seq_id)
         self._texts.pop(seq_id, None)
-
-    # -- the memory on disk ---------------------------------------------------------------------
-
-    def save(self, path: str | Path | None = None) -> Path:
-        """Write the memory, by default to the spec's file: safetensors with ``vocab_size`` and the
-        texts as int32 ids, oldest first, -1 after each. ConfigError without path, WriteError."""
-        target = self._file if path is None else Path(path)
-        if target is None:
-            raise ConfigError("suffix: nowhere to save; give save a path or use suffix:FILE")
-        ids = [token for text in self.memory().texts() for token in (*text, -1)]
-        tensors = {_TEXTS: torch.tensor(ids, dtype=torch.int32)}
-        content, _ = as_bytes({**tensors, _SIZE: torch.tensor(self._vocab_size)})
-        replace_files({target: content}, "the suffix tree", _is_tree)
-        return target
-
-    def load(self, path: str | Path) -> None:
-        """Add the texts of a saved memory. Raises DataError for other or damaged files,
-        VocabularyMismatchError."""
-        for text in _read(Path(path), self._vocab_size):
-            self.remember(text)
-
-
-def _is_tree(file: Path) -> bool:
-    return {_TEXTS, _SIZE} <= read_table(file).entries.keys()
-
-
-def _read(path: Path, vocab_size: int) -> list[list[int]]:
-    """The texts of a saved memory, oldest first."""
-    try:
-        if not (_is_tree(path) and verify(path)):
-            raise DataError(f"{path} is not a saved suffix tree; name another file or move it away")
-        tensors = load_tensors(path)
-    except OSError as error:
-        raise DataError(f"cannot read the suffix tree {path}: {error.strerror}") from None
-    except ModelLoadError as error:
-        raise DataError(f"{path} is not a saved suffix tree, or a damaged one: {error}") from None
-    texts, size = tensors[_TEXTS], tensors[_SIZE]
-    kinds = [(tensor.dtype, tensor.dim()) for tensor in (texts, size)]
-    sound = kinds == [(torch.int32, 1), (torch.int64, 0)]
-    if sound and size != vocab_size:
-        raise VocabularyMismatchError(
-            f"{path} is a suffix tree of a model with {size} tokens, this one has {vocab_size}; "
-            "use one file per model"
-        )
-    if sound and len(texts):
-        sound = bool(-1 == texts[-1] <= texts.min() <= texts.max() < size)
-    if not sound:
-        raise DataError(f"{path} is a damaged suffix tree: it holds no such tokens; move it away")
-    stream = texts.numpy()
-    ends = np.flatnonzero(stream < 0)
-    return [text[:-1].tolist() for text in np.split(stream, ends[:-1] + 1)] if len(ends) else []
