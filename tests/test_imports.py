@@ -196,10 +196,11 @@ PUBLIC_ONLY: dict[str, set[str]] = {
     # Which models there are, which one was tuned, and forwards measured alone.
     "lab/tune": {"model/names", "model/measure"},
     "lab/profiling": {"model/loading", "model/measure", "model/paged/cache", "model/precision"},
-    "lab/doctor": {  # what loading checkpoints asks of them, and a batch for a few layers
+    "lab/doctor": {  # what loading checkpoints asks of them, batches for a few layers and heads
         "core/batch",
         "core/costs",
         "core/memory",
+        "core/sequence",
         "draft/auto",
         "draft/foreign",
         "draft/heads/checkpoint",

@@ -66,22 +66,22 @@ def _texts(llm: LLM) -> list[list[int]]:
 
 def _verdict(target: Any, spec: Any, drafter: Any, texts: list[list[int]]) -> Finding:
     """What the texts show of a drafter, whose spec is ``spec``."""
-    own = tuple(drafter.features)
-    shifted = {shift: tuple(layer + shift for layer in own) for shift in (0, -1, 1)}
+    usual = tuple(drafter.features)
+    shifted = {shift: tuple(layer + shift for layer in usual) for shift in (0, -1, 1)}
     layers = {s: n for s, n in shifted.items() if min(n) >= 0 and max(n) <= target.num_layers}
     chances: dict[int, list[float]] = {shift: [] for shift in layers}
     for text in texts:
         out = _forward(target, text, sorted({n for numbers in layers.values() for n in numbers}))
         for shift, drafter.features in layers.items():
             chances[shift] += _chances(drafter, text, out)
-    usual = chances.pop(0)
+    unshifted = chances.pop(0)
     gains, errors = dict[int, float](), dict[int, float]()  # the latter in standard errors
     for shift, values in chances.items():
-        each = [value - before for value, before in zip(values, usual, strict=True)]
-        gains[shift] = fmean(each)
-        errors[shift] = gains[shift] / max(stdev(each) / len(each) ** 0.5, 1e-9)
+        changes = [value - before for value, before in zip(values, unshifted, strict=True)]
+        gains[shift] = fmean(changes)
+        errors[shift] = gains[shift] / max(stdev(changes) / len(changes) ** 0.5, 1e-9)
     best = max(gains, key=gains.__getitem__)
-    found: dict[str, Any] = {"positions": len(usual), "layers": [*own]}
+    found: dict[str, Any] = {"positions": len(unshifted), "layers": [*usual]}
     found |= {"others": [*layers[best]], "gain": abs(gains[best])}
     if errors[best] > _CERTAIN:
         cure = f"Use --draft {replace(spec, feature_layers=layers[best])}."
