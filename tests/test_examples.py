@@ -1,5 +1,5 @@
 """The examples run as a user runs them, and say what Paceline says. my_drafter.py as a package:
-tests/draft/test_outside_package.py; examples/hub: tests/integrations."""
+tests/draft/test_outside_package.py."""
 
 from __future__ import annotations
 

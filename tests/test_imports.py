@@ -39,7 +39,6 @@ LAYERS = (
     {"draft/auto"},
     {"request"},
     {"async_llm", "llm", "build", "drafters", "settings/tuned"},
-    {"integrations"},
     {"lab/report"},
     {"lab"},
     {"server", "distributed"},

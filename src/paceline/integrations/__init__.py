@@ -1,1 +1,0 @@
-"""Paceline inside other libraries: each module belongs to the library that it is named after."""
