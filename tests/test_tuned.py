@@ -74,15 +74,6 @@ def test_round_trip(settings: TunedSettings, path: Path) -> None:
     assert max(map(len, text.splitlines())) < 400
 
 
-def test_a_file_is_known_by_its_beginning(path: Path) -> None:
-    assert tuned.is_tuned(path)
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace("# Tuned settings by", "# A profile made by", 1))  # 0.1.0
-    assert tuned.is_tuned(path)
-    path.write_text(text[2:])
-    assert not tuned.is_tuned(path)
-
-
 Damage = Callable[[str], str]
 
 

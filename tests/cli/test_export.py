@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.files.ownership import MANIFEST
 from support.command_lines import paceline
 
 PAIR = ["--model", "paceline/tiny", "--draft", "ngram:candidates=1", "--draft-length", "4"]
@@ -30,7 +29,6 @@ def test_what_is_approximated_is_said(tmp_path: Path) -> None:
     _, said = run("--to", "openvino", *PAIR, "--out", str(tmp_path / "there"))
     assert "approximated: 1 candidates from both: one match; " in said
     assert {file.name for file in (tmp_path / "there").iterdir()} == {
-        MANIFEST,
         "run.sh",
         "export.json",
         "openvino_generate.py",

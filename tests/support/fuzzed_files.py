@@ -28,8 +28,6 @@ from paceline.draft.spec import TargetShape
 from paceline.draft.vocabulary import match_vocabularies
 from paceline.drafters import parse_draft
 from paceline.errors import ConfigError
-from paceline.files import replace_in
-from paceline.files.ownership import MANIFEST
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.replay import replay
 from paceline.model.backends.base import trial_logits
@@ -361,8 +359,8 @@ def held_out(root: Path) -> Made:
     read()  # writes the file, without texts
     text = {"source": "a", "prompt": 2, "token_ids": [1, 2, 3]}
     content = json.dumps(json.loads(file.read_text()) | {"texts": [text] * 2})
-    replace_in(root, {file.name: content.encode()}, "the texts")
-    return Made([file, root / MANIFEST], read)
+    file.write_text(content)
+    return Made([file], read)
 
 
 READERS = (gguf_header, gguf_model, checkpoint, shards, model_folder, tokenizer, vocabularies)

@@ -103,7 +103,7 @@ def tuned_settings(folder: Path, number: int) -> None:
 
 def token_stream(folder: Path, number: int) -> None:
     tensors = {"ids": torch.full((99,), number, dtype=torch.uint16)}
-    store_cached(folder / "tokens" / "t.safetensors", folder / "tokens", "the stream", tensors)
+    store_cached(folder / "tokens" / "t.safetensors", "the stream", tensors)
 
 
 def card(folder: Path, number: int) -> None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.options import ModelOptions, TargetName, expand, load_llm
 from paceline.cli.output import NOT_ENOUGH, ReportOptions, RunOptions, measuring
 from paceline.core.stages import info, stage
-from paceline.errors import ConfigError, debugging
-from paceline.files import check_writable
+from paceline.errors import debugging
+from paceline.files import check_new
 from paceline.lab.bench import BenchOptions, PromptOptions
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
 from paceline.model.names import DEFAULT_DRAFT, default_drafts
 from paceline.settings import EngineSettings, LoadSettings, changed, setting, under
-from paceline.settings.tuned import is_tuned
 
 if TYPE_CHECKING:
     from paceline.lab.bench.prompts import BenchPrompt
@@ -156,20 +154,13 @@ class TargetOptions(LoadSettings, TargetName):
 
 @dataclass(frozen=True)
 class TuneRun(RunOptions):
-    """The time budget and the output file. Raises ConfigError if the file cannot be written."""
+    """The time budget and the output file. Raises WriteError if there is a file."""
 
     out: str = setting("tuned.toml", "File to write the settings to. Use it with --config.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        path, out = Path(self.out), self.out
-        if path.is_dir():
-            raise ConfigError(f"--out {out} is a folder; name a file in it, as in tuned.toml")
-        if path.exists() and not self.force:
-            raise ConfigError(
-                f"{out} exists already; give --force to overwrite it, or another --out"
-            )
-        check_writable(path, "the tuned settings", is_tuned)
+        check_new(self.out, "the tuned settings", self.force)
 
 
 @expand
@@ -228,6 +219,7 @@ def profile(
 
     if trace is not None:
         check_path(trace)
+        check_new(trace, "the trace", output.force)
     prompts = source.load()
     engine = replace(engine, max_batch_size=max(_MIN_BATCH, concurrency))
     draft = engine.resolved_draft

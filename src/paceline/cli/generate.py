@@ -23,7 +23,7 @@ from paceline.core.keywords import did_you_mean
 from paceline.core.params import EMPTY_PROMPT
 from paceline.core.stages import info
 from paceline.errors import ConfigError, PacelineError, PromptError
-from paceline.files import replace_text
+from paceline.files import write_files
 from paceline.request.options import SamplingOptions
 from paceline.settings import AdapterSettings, entries, explicit, setting, under
 
@@ -235,7 +235,7 @@ class _Session:
         if Path(file).exists() and file not in self.saved:
             raise ConfigError(f"{file} exists already; name another file")
         text = json.dumps(self.messages, indent=2, ensure_ascii=False)
-        replace_text(file, f"{text}\n", "the conversation", None)
+        write_files({Path(file): f"{text}\n".encode()}, "the conversation")
         self.saved.add(file)
         info(f"wrote {file}")
 

@@ -14,6 +14,7 @@ from paceline.cli.options import ModelOptions, expand, load_llm
 from paceline.cli.output import Interruption, JsonOptions, ReportOptions, WriteOptions, print_json
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
+from paceline.files import check_new
 from paceline.lab.report.document import Column, record_of, table_of
 from paceline.model.names import EMBEDDED, PULLABLE, Pullable, model_folder, pulled
 from paceline.settings import AdapterSettings, LoadSettings, changed, entries, explicit, setting
@@ -29,7 +30,7 @@ _LISTED = (
 
 @expand
 def pull(
-    output: WriteOptions,
+    output: JsonOptions,
     name: str | None = setting(None, "Name of a model, such as smollm2.", flags=("NAME",)),
     show_list: bool = setting(
         False, "List the models that can be pulled, and exit.", flags=("--list",)
@@ -132,7 +133,7 @@ def quantize(
     output: WriteOptions,
     model: str = setting(MISSING, "Folder, GGUF file, built-in or hub name.", flags=("MODEL",)),
     to: str = setting(MISSING, "w4a16 is the 4-bit layout of vLLM.", metavar="int8|int4|w4a16"),
-    out: Path = setting(MISSING, "Folder to write. Replaced if Paceline wrote everything in it."),
+    out: Path = setting(MISSING, "Folder to write."),
     calibrate: Path | None = setting(
         None,
         "JSONL of calibration text for GPTQ. Without it weights are rounded to nearest.",
@@ -159,7 +160,7 @@ def quantize(
     from paceline.model.quantised.convert import scheme_named
 
     scheme = scheme_named(to, group_size, lm_head)
-    output.show(*run(model, out, scheme, calibrate, tokens, evaluate, seed))
+    output.show(*run(model, out, scheme, calibrate, tokens, evaluate, seed, output.force))
 
 
 @expand
@@ -180,6 +181,8 @@ def export(
     """
     from paceline.lab.export import export as run
 
+    if out is not None:
+        check_new(out, "the export", output.force, folder=True)
     names = ("draft_length", "rule", "max_batch_size", "config")
     settings = {name: getattr(engine, name) for name in names}
     exported = run(to, engine.model, engine.resolved_draft, **settings, out=out)

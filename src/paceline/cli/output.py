@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.core.stages import info, stage
-from paceline.files.ownership import force
+from paceline.files import check_new
 from paceline.lab.budget import Budget
 from paceline.lab.report.document import Report, Table
 from paceline.lab.report.render import check_path, print_report, print_table, write
@@ -52,12 +52,7 @@ class JsonOptions:
 class WriteOptions(JsonOptions):
     """Options of a command that writes files."""
 
-    force: bool = _output(
-        False, "Also overwrite files that Paceline did not write; they are named first."
-    )
-
-    def __post_init__(self) -> None:
-        force(info if self.force else None)
+    force: bool = _output(False, "Replace the output if it exists already.")
 
 
 def prompt_text(completion: Completion, tokenizer: Any) -> str:
@@ -186,14 +181,15 @@ NOT_ENOUGH = 3  # exit status: no error, but the time budget was too small for a
 
 @dataclass(frozen=True)
 class ReportOptions(WriteOptions):
-    """Options of a command that writes a report. Raises ConfigError for an invalid file name."""
+    """Options of a command that writes a report. Raises ConfigError for an invalid file name,
+    WriteError if there is a file."""
 
     report: str | None = _output(None, "Also write a report to this .html or .md file.")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.report is not None:
             check_path(self.report)
+            check_new(self.report, "the report", self.force)
 
     def emit(self, record: dict[str, Any], report: Report, details: bool = True) -> None:
         """Print the report, or the record as JSON, and write the report's file if there is one."""

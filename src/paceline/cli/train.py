@@ -27,7 +27,7 @@ from paceline.cli.output import WriteOptions, print_json
 from paceline.core.libraries import set_threads
 from paceline.core.stages import info, stage
 from paceline.errors import DataError
-from paceline.files import LongRecord
+from paceline.files import LongRecord, check_new
 from paceline.settings import EngineSettings, LoadSettings, changed, setting
 from paceline.train import configs
 from paceline.train.configs import AnswerConfig, PromptSelection, TrainConfig
@@ -113,8 +113,6 @@ def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:
     from paceline.train.acceptance import total
 
     first, last = trainer.step, trainer.config.steps
-    if trainer.note:
-        info(f"note: {trainer.note}")
     if first:
         info(f"resuming at step {first} of {last}")
     acceptance = ""
@@ -165,6 +163,9 @@ def train(config: TrainConfig, running: RunningOptions, program: str = "paceline
 
     module, _, name = config.trainer.partition(":")
     trainer_class = getattr(import_module(module), name)
+    if not (running.out / "checkpoint.pt").exists():
+        result = running.out / trainer_class.result
+        check_new(result, f"the {trainer_class.noun}", running.force, folder=True)
     trainer: Trainer = trainer_class(config, running.out, running.device, running.compiled)
     folder = train_to_end(trainer, running)
     with stage("writing the model card"):
@@ -245,6 +246,7 @@ def build(
     from paceline.lab.bench.prompts import read_records
     from paceline.model.tokenizer import load_tokenizer
 
+    check_new(out, "the datastore", output.force)
     tokenizer = load_tokenizer(target.model)
     texts: list[np.ndarray] = []
     for file in files:

@@ -43,7 +43,7 @@ from paceline.draft.base import (
 )
 from paceline.draft.spec import DraftInfo, DraftSpec, LoadContext, PreparedDraft, Target, option
 from paceline.errors import DataError, ModelLoadError, VocabularyMismatchError
-from paceline.files import replace_files, user_path
+from paceline.files import user_path, write_files
 from paceline.model.tensorfile import as_bytes, read_table, verify
 from paceline.model.tokenizer import Tokenizer
 
@@ -254,9 +254,7 @@ def write_datastore(
         "order": order.astype(np.int32),
     }
     content, _ = as_bytes({key: torch.from_numpy(value) for key, value in values.items()})
-    replace_files(
-        {path: content}, "the datastore", lambda file: "about" in read_table(file).entries
-    )
+    write_files({path: content}, "the datastore")
     return len(tokens), len(order)
 
 

@@ -208,7 +208,7 @@ def _build(compiler: str, folder: Path, machine: str, optional: Set[str] = froze
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = [file for built in pool.map(build, units) for file in built]
-        with atomic_folder(folder, "the native kernels", damaged=True) as partial:
+        with atomic_folder(folder, "the native kernels") as partial:
             _run([compiler, *_LINKED, *objects, "-o", str(partial / _LIBRARY)])
     seconds = time.perf_counter() - began
     info(f"built the native kernels with {compiler} in {seconds:.0f} s; kept in {folder}")

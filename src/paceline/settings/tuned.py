@@ -23,7 +23,7 @@ from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
 from paceline.core.costs import CostCurve, TargetCosts
 from paceline.errors import ConfigError
-from paceline.files import read_toml, replace_text, write_errors
+from paceline.files import read_toml, write_files
 
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel
@@ -113,12 +113,6 @@ _HEADER = (
     "# They serve this model only; on another machine the costs are measured anew.\n"
     "# Times are in seconds. What you give by hand wins over what stands here.\n\n"
 )
-
-
-def is_tuned(file: Path) -> bool:
-    """Whether ``paceline tune`` wrote a file, which the user may have edited since."""
-    beginnings = _HEADER.partition(".")[0], "# A profile made by `paceline tune`"  # before 0.2.0
-    return file.read_text(encoding="utf-8").startswith(beginnings)
 
 
 class MachineIdentity(_Table, frozen=True):
@@ -264,15 +258,13 @@ class TunedSettings(_Table, frozen=True):
             raise _refused(path, f": {error}".replace("$.", "")) from None
 
     def write(self, path: str | Path) -> None:
-        """Write the file, replacing only a file of tuned settings. Raises WriteError."""
+        """Write the file. Raises WriteError."""
         import tomli_w
 
         # tomli-w gives every number of an array a line of its own.
         text = tomli_w.dumps(_plain(to_builtins(self)))
         text = _HEADER + _NUMBERS.sub(lambda array: f"[{' '.join(array[1].split())}]", text)
-        with write_errors(f"the {_WHAT}", path):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text, f"the {_WHAT}", is_tuned)
+        write_files({Path(path): text.encode("utf-8")}, f"the {_WHAT}")
 
     def settings(self, follows: bool) -> dict[str, Any]:
         """Fields of EngineOptions. The draft length is included only if the engine ``follows`` the

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.sequence import Sums
 from paceline.core.stages import stage
-from paceline.files import replace_in
-from paceline.files.ownership import digest_of, read_manifest
+from paceline.files import write_files
 from paceline.train.configs import PromptSelection, TrainConfig
 from paceline.train.prompts import load_file_prompts
 from paceline.train.records import Source
@@ -119,9 +119,9 @@ def load_held_out_texts(
     names = [source.name for source in sources]
     key: dict[str, Any] = {"files": names, "count": count, "max_tokens": max_tokens}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged
-        saved, digest = json.loads(cache.read_text(encoding="utf-8")), digest_of(cache)
-        if saved["key"] == key and read_manifest(cache.parent).get(cache.name, digest) == digest:
-            return [HeldOutText(**text) for text in saved["texts"]]
+        saved = json.loads(cache.read_text(encoding="utf-8"))
+        if saved["key"] == key:
+            return msgspec.convert(saved["texts"], list[HeldOutText])
     texts: list[HeldOutText] = []
     room = max_context(target, _MAX_PROMPT + max_tokens) - max_tokens if sources else 0
     selection = PromptSelection(
@@ -138,7 +138,7 @@ def load_held_out_texts(
             if len(ids) > 1:  # otherwise there is nothing to draft
                 texts.append(HeldOutText(source.name, len(prompt), [*prompt, *ids]))
     content = json.dumps({"key": key, "texts": [asdict(text) for text in texts]})
-    replace_in(cache.parent, {cache.name: content.encode()}, "the held-out texts", damaged=True)
+    write_files({cache: content.encode()}, "the held-out texts")
     return texts
 
 

@@ -1,6 +1,4 @@
-"""Checkpoints of a training run: one file with checksums, which is replaced atomically.
-
-The previous checkpoint is kept as well until the run has ended."""
+"""The checkpoint of a training run: one file with checksums, which is replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,14 +13,8 @@ from filelock import FileLock, Timeout
 
 from paceline.errors import ConfigError
 from paceline.files import atomic_write, write_errors
-from paceline.files.ownership import clear_killed
 
 _KEYS = {"kind", "config", "optimizers", "step", "history"}
-
-
-def previous(file: Path) -> Path:
-    """The path of the previous checkpoint: run/checkpoint.previous.pt."""
-    return file.with_name(f"{file.stem}.previous{file.suffix}")
 
 
 @contextmanager
@@ -44,42 +36,21 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def write_state(file: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint; the old one becomes the previous one. Raises WriteError."""
-    what = "the checkpoint"
-    with write_errors(what, file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    clear_killed(file)
-    with atomic_write(file, what, None, previous=previous(file)) as sink:
+    """Replace a checkpoint atomically. Raises WriteError."""
+    with atomic_write(file, "the checkpoint") as sink:
         torch.save(state, sink)
 
 
-def read_state(file: Path) -> tuple[dict[str, Any] | None, str]:
-    """The last undamaged checkpoint on the CPU, or None if there are no files; and a note if it is
-    the previous one. Raises ConfigError if all files are damaged."""
-    damage = ""
-    for path in (file, previous(file)):
-        if path.is_file():
-            state, reason = _read(path)
-            if state is not None:
-                missing = damage or f"there is no {file}"
-                note = f"{missing}; continuing from the previous checkpoint {path.name}"
-                return state, note if path != file else ""
-            damage = damage or f"{path} is damaged ({reason})"
-    if damage:
-        raise ConfigError(f"{damage}; delete it to start from the beginning")
-    return None, ""
-
-
-def _read(file: Path) -> tuple[dict[str, Any] | None, str]:
-    """The state in a file, or why it has none."""
+def read_state(file: Path) -> dict[str, Any] | None:
+    """A checkpoint on the CPU; None if there is none. Raises ConfigError if it is damaged."""
+    if not file.is_file():
+        return None
     try:
         with ZipFile(file) as archive:
-            record = archive.testzip()  # torch.load does not verify the checksums
+            damaged = archive.testzip()  # torch.load does not verify the checksums
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:  # a damaged pickle may raise any exception
-        return None, "it cannot be read"
-    if record is not None:
-        return None, f"{record} does not match its checksum"
-    if not isinstance(state, dict) or set(state) != _KEYS:
-        return None, "it is not a checkpoint of a run"
-    return state, ""
+        damaged, state = "its content", None
+    if damaged is None and isinstance(state, dict) and set(state) == _KEYS:
+        return state
+    raise ConfigError(f"{file} is damaged, or no checkpoint of a run; delete it to start again")

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.core.stages import stage, warn
 from paceline.errors import DataError, ModelLoadError
-from paceline.files import write_cached
+from paceline.files import atomic_write
 from paceline.model.tensorfile import as_bytes, load_tensors, verify
 from paceline.train.chat import ChatWriter, conversation_from_record
 from paceline.train.records import FORMS, RecordError, Records, Source, checked_text
@@ -197,7 +197,7 @@ def load_token_stream(
     stream = encode_stream(source.path, tokenizer, exclude_licenses, loss_on)
     arrays = {"ids": stream.ids, "loss_mask": stream.loss_mask, "starts": stream.starts}
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    store_cached(file, folder, "the token stream", tensors)
+    store_cached(file, "the token stream", tensors)
     return stream
 
 
@@ -209,9 +209,9 @@ def load_cached(file: Path) -> dict[str, torch.Tensor] | None:
     return None
 
 
-def store_cached(file: Path, folder: Path, what: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Write tensors that can be computed again into a cache folder. Raises WriteError."""
-    with write_cached(file, folder, what) as sink:
+def store_cached(file: Path, what: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors that can be computed again. Raises WriteError."""
+    with atomic_write(file, what, durable=False) as sink:
         sink.write(as_bytes(tensors)[0])
 
 

@@ -127,7 +127,7 @@ class FeatureCache:
         scales = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-12).to(values.dtype)
         kept = {"codes": (groups / scales).round_().clamp_(-127, 127).to(torch.int8)}
         kept["scales"] = scales
-        store_cached(file, self.folder, "the cached features", kept)
+        store_cached(file, "the cached features", kept)
         return _decoded(**kept)
 
 

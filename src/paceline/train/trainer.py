@@ -20,10 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, DataError
-from paceline.files import check_writable, render_template, replace_in
+from paceline.files import render_template, write_files
 from paceline.model.loading import load_module, resolve_device, resolve_dtype
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText, load_held_out_texts, total
-from paceline.train.checkpoint import lock_folder, previous, read_state, write_state
+from paceline.train.checkpoint import lock_folder, read_state, write_state
 from paceline.train.configs import TrainConfig
 from paceline.train.data import Documents, Windows, load_token_stream
 from paceline.train.optimizer import MasterOptimizer
@@ -84,7 +84,6 @@ class Trainer(ABC):
         self.history: list[dict[str, Any]] = []
         saved = self._read_checkpoint()
         self.folder = out / self.result
-        check_writable(self.folder, f"the {self.noun}")  # fails before the training
         self.prepare()
         self.optimizer = MasterOptimizer(self.learner, config, self.adamw_names)
         if saved is not None:
@@ -157,7 +156,7 @@ class Trainer(ABC):
         return torch.compile(module, dynamic=True) if self.compiled else module
 
     def _read_checkpoint(self) -> dict[str, Any] | None:
-        saved, self.note = read_state(self.checkpoint)
+        saved = read_state(self.checkpoint)
         if saved is None:
             return None
         old, new = saved["config"], asdict(self.config)
@@ -231,7 +230,6 @@ class Trainer(ABC):
                     saved = time.monotonic()
             self.save_checkpoint()
             self.write_result()
-            previous(self.checkpoint).unlink(missing_ok=True)
             return self.folder
 
     @torch.no_grad()
@@ -282,5 +280,6 @@ def write_card(trainer: Trainer, command: str) -> Path:
     tables = {"data": data, "losses": losses, "tasks": tasks}
     template = Path(__file__).with_name("card.md")
     text = render_template(template, trainer=trainer, config=config, command=command, **tables)
-    replace_in(trainer.folder, {"README.md": text.encode("utf-8")}, "the model card")
-    return trainer.folder / "README.md"
+    card: Path = trainer.folder / "README.md"
+    write_files({card: text.encode("utf-8")}, "the model card")
+    return card

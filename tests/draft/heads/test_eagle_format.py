@@ -16,7 +16,6 @@ from paceline.draft.heads.checkpoint import write_checkpoint
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead, load_eagle, save_eagle
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.files.ownership import MANIFEST
 from paceline.llm import LLM
 from support.engine_models import write_pair
 from support.random_heads import eagle_config, write_eagle
@@ -69,7 +68,6 @@ def test_round_trip(config: EagleConfig, dtype: torch.dtype, tmp_path: Path) -> 
     save_eagle(head, tmp_path)
     assert_equal_heads(load_eagle(str(tmp_path), TARGET), head)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        MANIFEST,
         "config.json",
         "model.safetensors",
     ]

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, WriteError
-from paceline.files.ownership import MANIFEST
 from support.full_disk import full_disk
 
 WIDTH, VOCAB, DEPTH = 8, 20, 4
@@ -89,7 +88,6 @@ def test_a_full_disk_leaves_the_former_heads(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {
         "medusa_lm_head.safetensors",
         "config.json",
-        MANIFEST,
     }
     assert torch.equal(logits(load_medusa(str(tmp_path), TARGET)), logits(heads))
 

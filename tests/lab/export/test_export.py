@@ -16,7 +16,6 @@ from paceline.draft.heads.eagle_head import load_eagle
 from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.errors import ConfigError, WriteError
-from paceline.files.ownership import MANIFEST
 from paceline.lab.export import DIALECTS, export
 from paceline.lab.export.speculation import LAYERS, Export, outputs_of, shape_of
 from paceline.model.names import resolve
@@ -139,7 +138,7 @@ def test_medusa_heads_are_written_to_the_file_that_vllm_reads(tmp_path: Path) ->
     save_medusa(heads, tmp_path / "own")
     made = exported("vllm", f"medusa:{tmp_path / 'own'}", tmp_path / "out")
     files = {file.name for file in (tmp_path / "out" / "head").iterdir()}
-    assert files == {MANIFEST, "config.json", "model.safetensors"}
+    assert files == {"config.json", "model.safetensors"}
     assert made.config["num_speculative_tokens"] == 3  # although four were requested
     again = load_medusa(str(tmp_path / "out" / "head"), TINY).state_dict()
     assert all(torch.equal(again[name], value) for name, value in heads.state_dict().items())

@@ -21,7 +21,7 @@ from paceline.core.params import is_whole
 from paceline.draft.heads.network import SIZES, HeadShape
 from paceline.draft.spec import Target
 from paceline.errors import ModelLoadError
-from paceline.files import replace_in
+from paceline.files import write_files
 from paceline.model.loading import read_options
 from paceline.model.names import first_line, model_path
 from paceline.model.tensorfile import (
@@ -268,11 +268,12 @@ def read_checkpoint(source: str | Checkpoint, files: Sequence[str], noun: str) -
 def write_checkpoint(
     folder: Path, file: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]
 ) -> None:
-    """Write ``file`` (safetensors with checksums) and config.json, or neither: WriteError."""
+    """Write ``file`` (safetensors with checksums) and config.json. Raises WriteError."""
     weights, sums = as_bytes(tensors)
     marked = {**config, _FINGERPRINT: fingerprint(sums)}
     text = json.dumps(marked, indent=2) + "\n"
-    replace_in(folder, {file: weights, "config.json": text.encode()}, "the checkpoint")
+    contents = {folder / file: weights, folder / "config.json": text.encode()}
+    write_files(contents, "the checkpoint")
 
 
 def weights_kind(names: Iterable[str]) -> tuple[str, str]:

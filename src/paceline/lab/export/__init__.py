@@ -9,7 +9,7 @@ from paceline.core.keywords import forgiving
 from paceline.draft.auto import made_for
 from paceline.drafters import Auto, NGram, NoDraft, parse_draft
 from paceline.errors import ConfigError, WriteError
-from paceline.files import replace_in
+from paceline.files import write_files
 from paceline.lab.export.dialects import DIALECTS as DIALECTS
 from paceline.lab.export.speculation import Export, note_missing_features
 from paceline.settings.tuned import TunedSettings
@@ -80,4 +80,4 @@ def _write(made: Export, folder: Path) -> None:
     lines += ["set -e", *made.steps, f"exec {made.command_line}", ""]
     record = json.dumps(made.record(), indent=2) + "\n"
     texts = {**made.files, "run.sh": "\n".join(lines), "export.json": record}
-    replace_in(folder, {name: text.encode() for name, text in texts.items()}, "the export")
+    write_files({folder / name: text.encode() for name, text in texts.items()}, "the export")

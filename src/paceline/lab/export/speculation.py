@@ -20,7 +20,7 @@ from paceline.draft.heads.medusa_head import load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.drafters import DFlash, DraftModel, DraftSpec, DSpark, Eagle, Medusa, TreeSpec
 from paceline.errors import ConfigError
-from paceline.files import replace_in, user_path
+from paceline.files import user_path, write_files
 from paceline.model.loading import read_config
 from paceline.model.names import resolve
 
@@ -141,7 +141,7 @@ class Export:
                 inputs = config.pop(LAYERS)
                 config["eagle_config"] = {LAYERS: outputs_of(inputs), "use_aux_hidden_state": True}
                 text = json.dumps(config, indent=2) + "\n"
-                replace_in(folder, {"config.json": text.encode()}, "the config of the head")
+                write_files({folder / "config.json": text.encode()}, "the config of the head")
 
         return self._write_head(save)
 

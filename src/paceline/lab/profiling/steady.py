@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.core.params import SamplingParams
 from paceline.engine.driver import Drive, DrivenStep, StepTotals, sequence
 from paceline.errors import ConfigError
-from paceline.files import check_writable, write_errors
+from paceline.files import write_errors
 from paceline.llm import LLM
 
 WARM_UP = 12  # steps after which kernels are chosen and an adaptive draft length has settled
@@ -109,16 +108,9 @@ PREFIX = "paceline: "  # of the ranges in the trace
 
 
 def check_path(path: str | Path) -> None:
-    """Raises ConfigError before measuring: another suffix, or a file that is no trace of ours."""
+    """Raises ConfigError for a suffix of another format."""
     if not str(path).endswith((".json", ".json.gz")):
         raise ConfigError(f"trace {str(path)!r}: end its name in .json or .json.gz")
-    check_writable(path, "the trace", is_trace)
-
-
-def is_trace(file: Path) -> bool:
-    """Whether ``write_trace`` wrote a file: it contains the ranges named after our phases."""
-    content = file.read_bytes()
-    return f'"{PREFIX}'.encode() in (gzip.decompress(content) if file.suffix == ".gz" else content)
 
 
 def write_trace(llm: LLM, prompts: Sequence[list[int]], steps: int, path: str | Path) -> None:

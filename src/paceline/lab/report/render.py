@@ -13,8 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
 from paceline.errors import ConfigError
-from paceline.files import check_writable, render_template, replace_files, write_errors
-from paceline.files.ownership import is_signed, signed
+from paceline.files import render_template, write_files
 from paceline.lab.report.document import Report, Table, is_number, show
 
 _SHORT = 24  # a column whose cells have at most this many characters is not wrapped
@@ -22,10 +21,9 @@ _GAP = 2  # characters between columns
 
 
 def check_path(path: str | Path) -> None:
-    """Raises ConfigError before measuring: another suffix, or a file that is no report of ours."""
+    """Raises ConfigError for a suffix of another format."""
     if Path(path).suffix not in (".md", ".html"):
         raise ConfigError(f"report {str(path)!r}: end its name in .md or .html")
-    check_writable(path, "the report", is_signed)
 
 
 def write(report: Report, path: str | Path) -> None:
@@ -35,9 +33,7 @@ def write(report: Report, path: str | Path) -> None:
     template = Path(__file__).with_name(f"report{path.suffix}")
     functions = {"as_table": as_table, "is_number": is_number, "show": show}
     text = render_template(template, report=report, **functions)
-    with write_errors("the report", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    replace_files({path: signed(text).encode("utf-8")}, "the report", is_signed)
+    write_files({path: text.encode("utf-8")}, "the report")
 
 
 def print_report(report: Report, console: Console, details: bool = True) -> None:

@@ -185,7 +185,7 @@ def write(file: Path, matrices: Sequence[PackedMatrix]) -> None:
         forms = [packed.form._asdict() for packed in matrices if packed.form is not None]
         with (
             stage(f"keeping it in {file.parent}"),
-            atomic_write(file, "the quantised copy", _is_ours, durable=False) as stream,
+            atomic_write(file, "the quantised copy", durable=False) as stream,
         ):
             header = json.dumps(forms).encode() + b"\n"
             stream.write(_MAGIC + _checksum(header) + b" " + header)
@@ -211,13 +211,8 @@ def _max_bytes() -> int:
 
 def _evict(folder: Path, limit: int) -> None:
     """Delete the least recently used files until the others take at most ``limit`` bytes."""
-    ours = [file for file in folder.glob("*.forms") if _is_ours(file)]
-    for file in sorted(ours, key=lambda file: file.stat().st_mtime_ns, reverse=True):
+    files = folder.glob("*.forms")
+    for file in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
         limit -= file.stat().st_size
         if limit < 0:
             file.unlink(missing_ok=True)
-
-
-def _is_ours(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(len(_OURS)) == _OURS
