@@ -37,7 +37,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import ModelLoadError, PacelineError
-from paceline.files import atomic_folder, cache_folder
+from paceline.files import atomic_folder, cache_folder, check_new
 from paceline.model.names import resolve as named
 
 FORMAT = 4  # part of the fingerprint: raise it when the files written here change
@@ -236,6 +236,8 @@ def write_once(
     folder = Path(out).expanduser() if out else cache_folder() / "inflated" / name
     marker = folder / MARKER
     if not (marker.is_file() and marker.read_text() == mark):
+        if out and not marker.is_file():
+            check_new(folder, "the inflated checkpoint", folder=True)
         with atomic_folder(folder, "the inflated checkpoint") as aside:
             write(aside)
             (aside / MARKER).write_text(mark)
