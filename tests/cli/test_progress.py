@@ -58,8 +58,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_pipe_gets_whole_lines_without_bars(clock: Clock) -> None:
     console = pipe()
-    with showing(console), stage("reading a [very] long name.jsonl, over forty characters"):
-        info("kept [this]")
+    with showing(console):
+        clock.now += 1
+        with stage("reading a [very] long name.jsonl, over forty characters"):
+            info("kept [this]")
     text = shown(console)
     assert text.splitlines() == [
         "reading a [very] long name.jsonl, over forty characters ...",
@@ -71,6 +73,8 @@ def test_stages_of_a_moment_have_no_line(clock: Clock) -> None:
     console = pipe()
     with showing(console):
         with stage("first"):
+            clock.now += 1
+        with stage("second"):
             clock.now += 0.5
         for number in range(3):
             with stage(f"short {number}"):
@@ -78,7 +82,7 @@ def test_stages_of_a_moment_have_no_line(clock: Clock) -> None:
         clock.now += 0.5
         with stage("building"):
             pass
-    assert shown(console).splitlines() == ["first ...", "building ..."]
+    assert shown(console).splitlines() == ["second ...", "building ..."]
 
 
 def test_what_advances_has_a_line_in_twenty_seconds(clock: Clock) -> None:
@@ -89,8 +93,8 @@ def test_what_advances_has_a_line_in_twenty_seconds(clock: Clock) -> None:
                 clock.now += 1
             training.advance(1, f"loss {step}")
     lines = shown(console).splitlines()
-    assert lines[0] == "training: 1 of 100 steps, loss 1"
-    assert lines[1] == "training: 21 of 100 steps, loss 21" and len(lines) == 5
+    assert lines[0] == "training: 20 of 100 steps, loss 20"
+    assert lines[1] == "training: 40 of 100 steps, loss 40" and len(lines) == 5
 
 
 @pytest.mark.parametrize("make", [pipe, terminal])
@@ -100,7 +104,7 @@ def test_an_error_inside_ends_the_stage_and_passes(make) -> None:
         with pytest.raises(ValueError), stage("inner"):
             raise ValueError
         raise KeyError("lost")
-    assert not is_heard() and "outer" in shown(console)
+    assert not is_heard()
 
 
 def test_a_reader_that_goes_away_ends_no_work(capfd: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +116,8 @@ def test_a_reader_that_goes_away_ends_no_work(capfd: pytest.CaptureFixture[str])
             raise BrokenPipeError
 
     gone = Gone()
-    with showing(Console(file=gone, force_terminal=False)), stage("loading"):
+    with showing(Console(file=gone, force_terminal=False)):
+        info("a line")
         print("the result")
     assert gone.tries
     assert capfd.readouterr() == ("the result\n", "")
@@ -145,21 +150,27 @@ def test_what_is_printed_meanwhile_goes_where_it_should(capsys: pytest.CaptureFi
     assert "the result" not in shown(console)
 
 
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "dumb")
     console = terminal()
-    with showing(console), stage("loading"):
-        pass
+    with showing(console):
+        clock.now += 1
+        with stage("loading"):
+            pass
     assert shown(console) == "loading ...\n"
 
 
-def test_a_call_from_python_has_bars_if_it_asks_for_them() -> None:
+def test_a_call_from_python_has_bars_if_it_asks_for_them(clock: Clock) -> None:
     for asked in (True, False):
         with bars(asked), stage("decoding", 2, "answers"):
             assert is_heard() == asked
     console = pipe()
-    with showing(console), bars(True), stage("decoding"):  # a command shows them
-        pass
+    with showing(console):
+        clock.now += 1
+        with bars(True), stage("decoding"):  # the command shows them
+            pass
     assert shown(console) == "decoding ...\n"
 
 
@@ -202,8 +213,9 @@ def test_with_a_budget_its_seconds_are_counted(clock: Clock) -> None:
 # -- a command ------------------------------------------------------------------------------------
 
 
-def test_a_piped_command_says_what_it_waits_for() -> None:
+def test_a_piped_command_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.request.progress._BEGIN_SECONDS", 0.0)
     done = paceline("generate", "Once", "--draft", "none", "--max-tokens", "2")
     assert done.exit_code == 0, done.stderr
-    assert done.stderr.startswith("starting ...\n")
-    assert "starting" not in done.stdout
+    assert "loading paceline/tiny ...\n" in done.stderr
+    assert "loading" not in done.stdout

@@ -103,11 +103,11 @@ class _Bars(Listener):
 
 class _Lines(Listener):
     """Prints a line for a stage of unknown amount when it begins, and for any other as it advances,
-    but few in a short time."""
+    but few in a short time and none in the first second."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._last = -_ADVANCE_SECONDS  # time of the last line
+        self._last = monotonic()  # time of the last line
 
     def begin(self, what: str, total: float | None, unit: str) -> Stage:
         opened = OpenStage(what, total, unit, lambda stage: self._show(stage, _ADVANCE_SECONDS))
