@@ -97,18 +97,11 @@ def test_every_section_is_used() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "[limits]\nmax_queu = 1",
-            "unknown key [limits] max_queu; did you mean [limits] max_queue?",
-        ),
-        (
-            "[server]\nmax_queue = 1",
-            "unknown key [server] max_queue; did you mean [limits] max_queue?",
-        ),
-        ("[server]\nmax_queu = 1", "did you mean [limits] max_queue?"),
+        ("[limits]\nmax_queu = 1", "[limits] max_queu: unknown key; the keys are max_queue, "),
+        ("[server]\nmax_queue = 1", "[server] max_queue: unknown key; the keys are host, port, "),
         ("[security]\nxyzzy = 1", "the keys are api_key_file, cors_origin, lora_updates"),
-        ("[limit]\nmax_queue = 1", "limit; did you mean [limits]?"),
-        ("port = 1", "unknown key port; did you mean [server] port?"),
+        ("[limit]\nmax_queue = 1", "unknown section limit; the sections are model, engine, "),
+        ("port = 1", "unknown section port; the sections are"),
         ("nonsense = 1", "the sections are model, engine, server, limits, security"),
         ('[limits]\nmax_queue = "5"', "[limits] max_queue is '5'; it must be a whole number"),
         ("[limits]\nmax_queue = true", "it must be a whole number"),

@@ -91,11 +91,10 @@ def test_policy_and_headers(server: Running) -> None:
     with urllib.request.urlopen(server.url, timeout=10) as answer:
         policy = answer.headers["Content-Security-Policy"]
         text = answer.read().decode()
-    assert "default-src 'none'" in policy and "unsafe" not in policy
-    assert policy.count("sha256-") == 2
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
     outside = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?(?:https?:)?//""", text)
     assert not outside
-    assert " style=" not in text and " onclick=" not in text  # the policy would refuse them
+    assert "innerHTML" not in text  # a model's text never becomes a part of the page
 
 
 def test_the_reference_is_served_offline(server: Running) -> None:

@@ -44,7 +44,7 @@ def serve(
             raise ConfigError(f"{both}; leave out one of them")
     file = by_kind.pop("file", None)
     settings = configure(given | by_kind, file, select_model)
-    from paceline.server.security import Keys, exposure_warning, key_file_warning
+    from paceline.server.security import Keys, exposure_warning
 
     api_keys = Keys.load(settings.api_key_file)
     if print_config:
@@ -54,10 +54,8 @@ def serve(
     from paceline.server.run import bind, run, set_up_logging
 
     with bind(settings.host, settings.port) as listener:  # fails early if the port is taken
-        notes = [exposure_warning(settings.host, api_keys)]
-        if settings.api_key_file is not None:
-            notes.append(key_file_warning(settings.api_key_file))
-        for warning in filter(None, notes):
+        warning = exposure_warning(settings.host, api_keys)
+        if warning is not None:
             info(f"warning: {warning}")
         with _open(settings) as service:
             for note in service.facts.notes:

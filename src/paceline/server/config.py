@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -156,51 +155,33 @@ def read_file(path: str | Path) -> dict[str, Any]:
     values = {}
     for section, content in read_toml(path, "config file").items():
         if section not in SECTIONS or not isinstance(content, dict):
-            raise ConfigError(f"{path}: {_unknown_key('', section)}")
+            sections = ", ".join(SECTIONS)
+            raise ConfigError(f"{path}: unknown section {section}; the sections are {sections}")
         known = {entry.name: entry for entry in keys() if entry.section == section}
         for name, value in content.items():
             where = f"{path}: [{section}] {name}"
             if name not in known:  # perhaps another engine's name for one of the keys
                 ours = our_name(name, known)
                 if ours not in known:
-                    problem = f"[{section}] {name}: {ours}" if ours else _unknown_key(section, name)
-                    raise ConfigError(f"{path}: {problem}")
+                    advice = ours or f"unknown key; the keys are {', '.join(known)}"
+                    raise ConfigError(f"{where}: {advice}")
                 announce(f"{path}: [{section}]", name, ours, ours in content or ours in values)
                 name = ours
             values[name] = known[name].read(value, where)
     return values
 
 
-def _unknown_key(section: str, name: str) -> str:
-    """The message for an unknown key or ("") section, with the most similar one."""
-    candidates = {entry.name: f"[{entry.section}] {entry.name}" for entry in keys()}
-    if not section:
-        candidates |= {other: f"[{other}]" for other in SECTIONS}
-    names = [entry.name for entry in keys() if entry.section == section]
-    advice = (
-        f"the keys are {', '.join(names)}" if section else f"the sections are {', '.join(SECTIONS)}"
-    )
-    if similar := get_close_matches(name, candidates, 1):
-        advice = f"did you mean {candidates[similar[0]]}?"
-    return f"unknown key {f'[{section}] {name}' if section else name}; {advice}"
-
-
 def to_toml(config: ServeConfig) -> str:
-    """The text of a configuration file with these settings; unset ones are comments."""
+    """The text of a configuration file with these settings, without those that are unset."""
     import tomli_w
 
-    values = asdict(config)
-    lines = []
-    for section in SECTIONS:
-        lines.append(f"[{section}]")
-        for entry in keys():
-            if entry.section != section:
-                continue
-            value = values[entry.name]
-            if value is None or (value == () and entry.shown is not None):
-                lines.append(f"# {entry.name}: {entry.shown}")
-            else:
-                shown = list(value) if isinstance(value, tuple) else value
-                lines.append(tomli_w.dumps({entry.name: shown}).strip())
-        lines.append("")
-    return "\n".join(lines)
+    values = {name: value for name, value in asdict(config).items() if value not in (None, ())}
+    tables = {
+        section: {
+            entry.name: values[entry.name]
+            for entry in keys()
+            if entry.section == section and entry.name in values
+        }
+        for section in SECTIONS
+    }
+    return tomli_w.dumps(tables)
