@@ -66,13 +66,13 @@ for ((shard = 0; shard < writing_shards; shard++)); do
     > "$out/prompts-sampled-$shard.jsonl"
 done
 
-# 2. Answers of the target, some with a follow-up question.
+# 2. Answers of the target.
 answer() { # shard, greedy or sampled, then options of `paceline train sample`
   local shard=$1 how=$2
   shift 2
   paceline train sample --model "$model" --data "$out/prompts-$how-$shard.jsonl" \
     --out "$out/written-$how-$shard.jsonl" --max-tokens "${TOKENS:-256}" --max-prompt-len 640 \
-    --follow-ups 0.15 --max-batch-size 48 --dtype bfloat16 --kv-cache-memory 2GB --seed "$shard" "$@"
+    --max-batch-size 48 --dtype bfloat16 --kv-cache-memory 2GB --seed "$shard" "$@"
 }
 threads=()
 [ "$shards" -gt 1 ] && threads=(--threads 1)

@@ -128,9 +128,7 @@ def test_it_says_what_it_does(
 
 def test_a_draft_learns_from_the_answers(tiny_pair: TinyPair, prompts: str, tmp_path: Path) -> None:
     answers, out = tmp_path / "answers.jsonl", tmp_path / "draft"
-    result = paceline(
-        *arguments(tiny_pair, prompts, answers, "--max-tokens=40", "--follow-ups=0.5")
-    )
+    result = paceline(*arguments(tiny_pair, prompts, answers, "--max-tokens=40"))
     assert result.exit_code == 0, result.output
     sizes = ["--hidden-size=16", "--layers=1", "--heads=1", "--kv-heads=1", "--ffn-size=32"]
     schedule = ["--seq-len=32", "--batch-tokens=64", "--micro-tokens=64", "--steps=3", "--warmup=1"]

@@ -14,7 +14,7 @@ from embedded_target import train_tokenizer
 from paceline import DataError, SamplingParams
 from paceline.train.configs import PromptSelection
 from paceline.train.data import encode_stream
-from paceline.train.prompts import FOLLOW_UPS, AnswerWriter, NumberedPrompt, load_prompts
+from paceline.train.prompts import AnswerWriter, NumberedPrompt, load_prompts
 from paceline.train.records import Source
 from support.tiny_models import SENTENCES
 
@@ -52,11 +52,9 @@ def question(text: str) -> dict[str, Any]:
     return {"messages": [message], "license": "MIT", "source": "us"}
 
 
-def write(
-    jobs: list[NumberedPrompt], llm: Any, kept: tuple[str, ...] = (), max_prompt: int = 99
-) -> list[dict[str, Any]]:
+def write(jobs: list[NumberedPrompt], llm: Any, kept: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     lines: list[str] = []
-    writer = AnswerWriter(llm, SamplingParams(temperature=0.5), max_prompt, lines.append)
+    writer = AnswerWriter(llm, SamplingParams(temperature=0.5), lines.append)
     writer.write(jobs, 2, kept)
     return [json.loads(line) for line in lines]
 
@@ -100,41 +98,20 @@ def test_so_many_prompts_and_none_that_are_too_long(tmp_path: Path) -> None:
         load_prompts(prompts(tmp_path), TOKENIZER, PromptSelection())
 
 
-def test_questions_of_several_turns_are_asked_to_the_end(tmp_path: Path) -> None:
-    sources = prompts(tmp_path, {"question_id": 1, "turns": ["One?", "Two?", "Three?"]})
-    records = write(load_prompts(sources, TOKENIZER, PromptSelection()), Echo())
-    assert [record["turn"] for record in records] == [1, 2, 3]
-    assert records[2]["text"].startswith(records[1]["text"] + "<|user|>Three?<|end|>")
-    cut = write(load_prompts(sources, TOKENIZER, PromptSelection()), Echo(finish="length"))
-    assert len(cut) == 1  # an answer without an end is not asked about
-    long = write(load_prompts(sources, TOKENIZER, PromptSelection()), Echo(), max_prompt=20)
-    assert len(long) == 1
-
-
-def test_a_share_of_the_answers_is_asked_about(tmp_path: Path) -> None:
-    sources = prompts(tmp_path, *(question(f"What is {n}?") for n in range(100)))
-    jobs = load_prompts(sources, TOKENIZER, PromptSelection(follow_ups=0.3))
-    later = [job.conversation.next_questions for job in jobs if job.conversation is not None]
-    asked = [questions[0] for questions in later if questions]
-    assert 15 <= len(asked) <= 45
-    assert set(asked) <= set(FOLLOW_UPS)
-    records = write(jobs, Echo(), max_prompt=200)
-    assert sum(record["turn"] == 2 for record in records) == len(asked)
-
-
-@pytest.mark.parametrize("cut", range(7))
+@pytest.mark.parametrize("cut", range(4))
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, cut: int) -> None:
-    """After any number of records: what remains is written, also further questions."""
-    sources = prompts(
-        tmp_path, question("One?"), {"question_id": 1, "turns": ["A?", "B?", "C?"]}, question("Z?")
+    """After any number of records: what remains is written."""
+    asked = {"question_id": 1, "turns": ["A?", "B?"]}  # the first question is
+    jobs = load_prompts(
+        prompts(tmp_path, question("One?"), asked, question("Z?")), TOKENIZER, PromptSelection()
     )
-    jobs = load_prompts(sources, TOKENIZER, PromptSelection())
     whole = write(jobs, Echo())
+    assert len(whole) == 3 and not any("B?" in record["text"] for record in whole)
     kept = tuple(json.dumps(record) for record in whole[:cut])
     rest = write(jobs, Echo(), kept)
 
-    def keys(records: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
-        return sorted((r["job"], r["turn"], r["text"]) for r in records)
+    def keys(records: list[dict[str, Any]]) -> list[tuple[int, str]]:
+        return sorted((r["job"], r["text"]) for r in records)
 
     assert keys(whole[:cut] + rest) == keys(whole)
 
@@ -142,7 +119,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, cut: int) -> None:
 def test_answers_that_fail_are_no_records(tmp_path: Path) -> None:
     jobs = load_prompts(prompts(tmp_path, question("One?")), TOKENIZER, PromptSelection())
     llm: Any = Echo(finish="error")
-    writer = AnswerWriter(llm, SamplingParams(), 99, lambda line: pytest.fail(line))
+    writer = AnswerWriter(llm, SamplingParams(), lambda line: pytest.fail(line))
     writer.write(jobs, 2)
     assert writer.failed == 1
 

@@ -296,7 +296,6 @@ def test_prompts_of_conversations() -> None:
     )
     assert spec_bench is not None
     assert spec_bench.messages == conversation("Write.")
-    assert spec_bench.next_questions == ("Rewrite.", "Again.")
     assert conversation_from_record({"text": "A story."}) is None
     alone = conversation_from_record({"messages": [{"role": "system", "content": "Be brief."}]})
     assert alone is not None and not alone.answer_positions

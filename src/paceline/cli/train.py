@@ -78,7 +78,7 @@ def sample(
         llm = load_llm(engine, model, None, max_batch_size=max_batch_size, seed=seed)
         longest = min(prompts.max_prompt_len, llm.max_model_len - 1)
         chosen = load_prompts(sources, llm.tokenizer, replace(prompts, max_prompt_len=longest))
-        writer = AnswerWriter(llm, params, longest, lines.add)
+        writer = AnswerWriter(llm, params, lines.add)
         writer.write(chosen, max_batch_size, lines.kept())
         failed = f" ({writer.failed} answers failed)" if writer.failed else ""
         info(f"{lines.lines:,} records in {out}{failed}")

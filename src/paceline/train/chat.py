@@ -34,12 +34,11 @@ _END_OF_REASONING = "</think>"
 @dataclass(frozen=True)
 class Conversation:
     """Messages in the format of chat templates. ``excluded_turns`` are the indices of messages that
-    are not trained on, ``next_questions`` are asked once the last message has been answered."""
+    are not trained on."""
 
     messages: ChatMessages
     tools: list[Any] | None = None
     excluded_turns: frozenset[int] = frozenset()
-    next_questions: tuple[str, ...] = ()
 
     @property
     def answers(self) -> list[int]:
@@ -86,10 +85,9 @@ def conversation_from_record(record: dict[str, Any]) -> Conversation | None:
 
 
 def _conversation_of_texts(record: dict[str, Any], texts: list[str]) -> Conversation:
-    """The conversation of alternating texts of user and assistant, or of questions alone."""
-    if len(texts) == 1 or any(name in record for name in _QUESTIONS_ONLY):
-        first, *others = texts
-        return Conversation([{"role": "user", "content": first}], next_questions=tuple(others))
+    """The conversation of alternating texts of user and assistant, or the first of questions."""
+    if any(name in record for name in _QUESTIONS_ONLY):
+        texts = texts[:1]
     roles = ("user", "assistant")
     return Conversation([{"role": roles[k % 2], "content": text} for k, text in enumerate(texts)])
 

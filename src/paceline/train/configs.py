@@ -273,13 +273,6 @@ class PromptSelection:
         96, "Longest beginning of a text that is used as a prompt, in tokens.", low=12
     )
     max_prompt_len: int = _prompts(640, "Longest conversation, in tokens.", low=1)
-    follow_ups: float = _prompts(
-        0.0,
-        "Share of the conversations that get a follow-up question. Conversations with several "
-        "user turns are always asked all of them.",
-        low=0,
-        high=1,
-    )
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from paceline.core.params import SamplingParams
 from paceline.core.stages import stage
 from paceline.errors import DataError
-from paceline.train.chat import ChatWriter, Conversation, conversation_from_record
+from paceline.train.chat import ChatWriter, conversation_from_record
 from paceline.train.configs import PromptSelection
 from paceline.train.records import RecordError, Records, Source, checked_text
 
-# Questions about an answer, for conversations that have no further question of their own.
-FOLLOW_UPS = Path(__file__).with_name("follow_ups.txt").read_text(encoding="utf-8").splitlines()
 _DEFAULT_TEXTS = 1000  # number of text prefixes if no number of prompts is given
 _MIN_PREFIX = 12  # tokens
 _BATCHES_PER_GROUP = 16  # the prompts of this many batches are answered in the order of length
@@ -32,14 +28,12 @@ _BATCHES_PER_GROUP = 16  # the prompts of this many batches are answered in the 
 
 @dataclass(frozen=True)
 class NumberedPrompt:
-    """The token ids of a prompt, and its conversation if any, whose ``turn`` counts from 1."""
+    """The token ids of a prompt, and what is known of its origin."""
 
     token_ids: list[int]
     source: str
     license: str
-    conversation: Conversation | None = None
     number: int = 0
-    turn: int = 1
 
 
 def load_prompts(
@@ -120,12 +114,7 @@ class _PromptMaker:
                 break
         else:
             raise RecordError(f"it has {len(ids)} tokens, more than --max-prompt-len")
-        questions = conversation.next_questions
-        if not questions and self.rng.random() < self.selection.follow_ups:
-            questions = (FOLLOW_UPS[int(self.rng.integers(len(FOLLOW_UPS)))],)
-        messages = conversation.messages[:turn]
-        conversation = replace(conversation, messages=messages, next_questions=questions)
-        return NumberedPrompt(ids, source, licence, conversation)
+        return NumberedPrompt(ids, source, licence)
 
     def _text_prefix(self, record: dict[str, Any]) -> list[int]:
         prompt, text = record.get("prompt"), record.get("text")
@@ -146,44 +135,30 @@ class _PromptMaker:
 class AnswerWriter:
     """Has an ``LLM`` answer prompts, and passes each ``Completion`` as a JSON line to ``add``."""
 
-    def __init__(
-        self, llm: Any, params: SamplingParams, max_prompt: int, add: Callable[[str], None]
-    ) -> None:
-        self._llm, self._params, self._max_prompt, self._add = llm, params, max_prompt, add
-        self._writer = ChatWriter(llm.tokenizer)
+    def __init__(self, llm: Any, params: SamplingParams, add: Callable[[str], None]) -> None:
+        self._llm, self._params, self._add = llm, params, add
         self.failed = 0  # answers that ended with an error
 
     def write(
         self, prompts: Sequence[NumberedPrompt], batch: int, kept: Iterable[str] = ()
     ) -> None:
         """Answer the prompts in groups of several batches, sorted by length, except those of an
-        earlier run's lines (``kept``). A conversation's next question goes to the next group."""
-        pending: dict[int, NumberedPrompt | None] = {prompt.number: prompt for prompt in prompts}
-        for record in map(json.loads, kept):  # of conversations, the next prompt is left
-            last = pending.get(record["job"])
-            if last is not None and last.turn == record["turn"]:
-                answer = record["ids"][record["prompt"] :]
-                pending[last.number] = self._next(last, answer, record["finish"])
-        waiting = [prompt for prompt in pending.values() if prompt is not None]
-        tokens, total, start = 0, len(waiting), time.monotonic()
+        earlier run's lines (``kept``)."""
+        done = {json.loads(line)["job"] for line in kept}
+        waiting = [prompt for prompt in prompts if prompt.number not in done]
+        tokens, start = 0, time.monotonic()
         size = _BATCHES_PER_GROUP * batch
-        with stage("writing answers", total, "records") as progress:
-            while waiting:
-                group, waiting = waiting[:size], waiting[size:]
+        with stage("writing answers", len(waiting), "records") as progress:
+            for first in range(0, len(waiting), size):
+                group = waiting[first : first + size]
                 group.sort(key=lambda prompt: len(prompt.token_ids))
                 for event in self._llm.stream([prompt.token_ids for prompt in group], self._params):
-                    prompt, answer = group[event.request], event.completion
-                    if answer is None:
+                    if event.completion is None:
                         continue
-                    self._write_record(prompt, answer)
-                    tokens += len(answer.token_ids)
+                    self._write_record(group[event.request], event.completion)
+                    tokens += len(event.completion.token_ids)
                     speed = tokens / max(1e-9, time.monotonic() - start)
                     progress.advance(1, f"{tokens:,} tokens, {speed:,.0f} tokens/s")
-                    following = self._next(prompt, answer.token_ids, answer.finish_reason)
-                    if following is not None:
-                        total += 1
-                        progress.resize(total)
-                        waiting.insert(0, following)
 
     def _write_record(self, prompt: NumberedPrompt, answer: Any) -> None:
         if answer.finish_reason == "error" or not answer.token_ids:
@@ -192,7 +167,6 @@ class AnswerWriter:
         ids = [*prompt.token_ids, *answer.token_ids]
         record = {
             "job": prompt.number,
-            "turn": prompt.turn,
             "source": prompt.source,
             "license": prompt.license,
             "prompt": len(prompt.token_ids),
@@ -201,24 +175,3 @@ class AnswerWriter:
             "finish": answer.finish_reason,
         }
         self._add(json.dumps({k: v for k, v in record.items() if v != ""}, ensure_ascii=False))
-
-    def _next(
-        self, prompt: NumberedPrompt, answer: Sequence[int], finish: str
-    ) -> NumberedPrompt | None:
-        """The next prompt of a conversation: None if it has no further question, the answer was
-        cut off, or the prompt would be too long."""
-        conversation = prompt.conversation
-        if finish != "stop" or conversation is None or not conversation.next_questions:
-            return None
-        text = self._llm.tokenizer.decode(list(answer), skip_special_tokens=True)
-        question, *later = conversation.next_questions
-        turns = {"role": "assistant", "content": text}, {"role": "user", "content": question}
-        conversation = replace(
-            conversation, messages=[*conversation.messages, *turns], next_questions=tuple(later)
-        )
-        with suppress(RecordError):
-            ids = self._writer.prompt_ids(conversation, len(conversation.messages))
-            if len(ids) <= self._max_prompt:
-                turn = prompt.turn + 1
-                return replace(prompt, token_ids=ids, conversation=conversation, turn=turn)
-        return None
