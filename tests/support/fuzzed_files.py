@@ -31,7 +31,7 @@ from paceline.errors import ConfigError
 from paceline.lab.bench.prompts import load_prompts
 from paceline.lab.replay import replay
 from paceline.model.backends.base import trial_logits
-from paceline.model.copies import forget_copy, quantised_copy
+from paceline.model.copies import _COPIES, quantised_copy
 from paceline.model.gguf import read_gguf
 from paceline.model.loading import read_config
 from paceline.model.lora import read_adapter
@@ -338,7 +338,7 @@ def kept_copy(root: Path) -> Made:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PACELINE_CACHE", str(root / "cache"))
             trial_logits(quantised_copy(model, "int4"))
-            forget_copy(model, "int4")
+            del _COPIES[model]
 
     read()
     files = list((root / "cache").rglob("*.forms"))

@@ -27,7 +27,6 @@ from paceline.errors import ModelLoadError, PacelineError
 from paceline.files import user_path
 from paceline.kernels.compile import are_kernels_here
 from paceline.model.backends.base import REFERENCE
-from paceline.model.copies import forget_copy, quantised_copy
 from paceline.model.loading import read_options
 from paceline.model.names import MADE_FOR, has_assets, is_path, resolve
 from paceline.model.precision import matrix_sizes, rounded_bytes, usual_bits
@@ -112,11 +111,7 @@ class Auto(DraftSpec):
     examples = ("auto",)
 
     def prepare(self, loading: LoadContext) -> PreparedDraft:
-        circumstances = Circumstances.of(loading.target)
-        composed, members = _prepared(compose(circumstances), loading)
-        refused = _why_torch_runs_copy(loading.target, composed)
-        if refused:
-            composed, members = _prepared(compose(replace(circumstances, refused=refused)), loading)
+        composed, members = _prepared(compose(Circumstances.of(loading.target)), loading)
         drafts, notes = (str(composed.spec),), (composed.line(),)
         return replace(joined(members, HybridDrafter), drafts=drafts, notes=notes)
 
@@ -133,18 +128,6 @@ def _prepared(
         except PacelineError as error:  # the user did not ask for this drafter
             failed[member] = str(error)
     return composed.without(failed), prepared
-
-
-def _why_torch_runs_copy(target: CausalModel, composed: Composition) -> str:
-    """Why torch, not the kernels, runs the 4-bit copy of an offloaded target; "" if the kernels run
-    it or it is not taken. This is known only once the copy is made."""
-    if target.offload is None or all(member != QuantizedDraft() for member, _ in composed.taken):
-        return ""
-    quantised = quantised_copy(target, QuantizedDraft().quantize)
-    if quantised.backend.runs_quantised:
-        return ""
-    forget_copy(target, QuantizedDraft().quantize)
-    return quantised.backend_refusal or "they do not run it"
 
 
 def compose(target: Circumstances) -> Composition:

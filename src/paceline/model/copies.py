@@ -48,11 +48,6 @@ def quantised_copy(model: CausalModel, precision: str) -> CausalModel:
     return copies[precision]
 
 
-def forget_copy(model: CausalModel, precision: str) -> None:
-    """Drop the copy made by ``quantised_copy``."""
-    _COPIES.get(model, {}).pop(precision, None)
-
-
 def _backend_copy(model: CausalModel, precision: str) -> CausalModel | None:
     """A copy that the backend quantises in its own layout; None if it does not."""
     quantised = model.backend.quantised(model, precision)

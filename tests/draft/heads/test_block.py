@@ -20,13 +20,11 @@ from paceline.draft.heads.block_head import (
     BlockHead,
     load_block,
     save_block,
-    usual_layers,
 )
 from paceline.draft.spec import DraftContext, PreparedDraft, TargetShape
 from paceline.draft.trees.levels import GrowthSettings
 from paceline.draft.trees.policy import Policy
 from paceline.engine.driver import Drive
-from paceline.lab.doctor import examine
 from paceline.model.probe import ATTENTION
 from paceline.model.target import CausalModel
 from support.cache_invariants import check_cache
@@ -250,13 +248,3 @@ def test_a_markov_head_with_a_state_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"markov_head_type": "rnn"}))
     with pytest.raises(ModelLoadError, match="type 'rnn' is not supported; vanilla and gated are"):
         load_block(str(tmp_path), TARGET, "dspark")
-
-
-def test_doctor_sees_layers_that_are_one_off(tmp_path: Path) -> None:
-    shape = {"hidden_size": 256, "vocab_size": 4096, "target_layers": 12}
-    usual = usual_layers(12, 3)
-    assert usual == (2, 6, 10)
-    save_block(random_block(**shape, feature_layers=tuple(n + 1 for n in usual)), tmp_path)
-    found = {item.code: item for item in examine("paceline/tiny", f"dflash:{tmp_path}")}
-    assert "head-fits" in found
-    assert f"dflash:{tmp_path},feature_layers=2x6x10" in str(found["head-layers-shifted"])

@@ -20,21 +20,6 @@ REDUCED = {"head-vocabulary-reduced"}  # 3,072 of 4,096 tokens, as it should be
 AUX = "eagle_aux_hidden_state_layer_ids"
 
 
-@pytest.mark.parametrize("ids", [[1, 5, 8], [3, 7, 10]])
-def test_layers_one_off(copy: Copy, ids: list[int]) -> None:
-    folder = copy("tiny-eagle3").config(**{AUX: ids})
-    finding = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-shifted")
-    assert finding.severity is Severity.WARNING
-    assert str(ids) in finding.text
-    assert f"eagle3:{folder},feature_layers=2x6x9" in finding.cure
-    assert codes(examine(TARGET, f"eagle3:{folder},feature_layers=2x6x9")) == REDUCED
-
-
-def test_layers_under_eagle_config(copy: Copy) -> None:
-    folder = copy("tiny-eagle3").config(**{AUX: None, "eagle_config": {AUX: [1, 5, 8]}})
-    assert "head-layers-shifted" in codes(examine(TARGET, f"eagle3:{folder}"))
-
-
 @pytest.mark.parametrize(
     ("config", "options", "found", "cure"),
     [

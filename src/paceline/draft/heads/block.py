@@ -28,7 +28,7 @@ from paceline.core.batch import Span
 from paceline.core.transfer import to_device
 from paceline.core.tree import is_chain
 from paceline.draft.base import Drafter
-from paceline.draft.heads.block_head import load_block, usual_layers
+from paceline.draft.heads.block_head import load_block
 from paceline.draft.heads.features import FeatureDrafter, HeadSpec, feature_drafter
 from paceline.draft.spec import DraftContext, DraftInfo, LoadContext, PreparedDraft, Target, option
 from paceline.draft.trees.grow import GrowingTree, Logits
@@ -64,9 +64,7 @@ class BlockSpec(HeadSpec):
             f"{self.kind} of {size / 1e6:.1f}M parameters in {config.layers} layers, drafts "
             f"{config.drafts} tokens, reads inputs of layers {list(config.feature_layers)}"
         )
-        usual = usual_layers(target.num_layers, len(config.feature_layers))
-        notes = self.shifted_layers_note(config.feature_layers, usual)
-        return self.examination(text, config, size, target, notes)
+        return self.examination(text, config, size, target)
 
 
 @dataclass(frozen=True)

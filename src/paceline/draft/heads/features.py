@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -72,15 +72,6 @@ class HeadSpec(TreeSpec):
         features = len(config.feature_layers) * target.hidden_size
         cached = 2 * config.layers * config.kv_heads * config.head_dim
         return DraftInfo(tuple(notes), size, cached, features)
-
-    def shifted_layers_note(self, ids: tuple[int, ...], usual: tuple[int, ...]) -> list[Note]:
-        """Doctor's note if the config's feature layers are off by one from the usual ones."""
-        shifted = [tuple(n + shift for n in usual) for shift in (-1, 1)]
-        if self.feature_layers is not None or ids not in shifted:
-            return []
-        text = f"layers {list(ids)}, one off from the usual {list(usual)}"
-        cure = f"Try --draft {replace(self, feature_layers=usual)} and compare with paceline bench."
-        return [("head-layers-shifted", text, cure)]
 
 
 class FeatureRow(NamedTuple):
