@@ -17,7 +17,6 @@ from paceline.drafters import Eagle3, Medusa
 from paceline.lab.doctor import examine
 from paceline.lab.export import export
 from paceline.llm import LLM
-from paceline.model.target import CausalModel
 from paceline.server.wire import Facts
 from support.asking import ask
 from support.random_heads import write_eagle
@@ -242,27 +241,6 @@ def test_elsewhere_the_head_takes_the_place_of_the_own_form(
     llm = LLM(str(folder), **how, **OPTIONS)
     assert llm.drafts == (f"hybrid:suffix+ngram+eagle3:{folder}/eagle3",)
     assert "not quantized:int4: it takes the native kernels" in llm.setup_notes[-1]
-
-
-@pytest.mark.usefixtures("large_heads")
-def test_an_offloaded_target_whose_form_the_kernels_do_not_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This is known only once the 4-bit copy is made."""
-    monkeypatch.setattr(auto, "_MIN_BYTES", 0)
-    how: dict[str, Any] = {"offload": "disk", "weights_memory": 0}
-    taken = LLM(str(folder), **how, **OPTIONS)
-    if "quantized:int4" not in taken.drafts[0]:
-        pytest.skip("no kernels here")
-    monkeypatch.setattr(CausalModel, "use_requested_backend", refusing)
-    llm = LLM(str(folder), **how, **OPTIONS)
-    assert llm.drafts == (f"hybrid:suffix+ngram+eagle3:{folder}/eagle3",)
-    assert "not quantized:int4: it takes the native kernels (no such layer)" in llm.setup_notes[-1]
-
-
-def refusing(model: CausalModel) -> CausalModel:
-    model.backend_refusal = "no such layer"
-    return model
 
 
 @pytest.mark.usefixtures("large_heads")
