@@ -91,7 +91,7 @@ def held_out(folder: Path, number: int) -> None:
 def tuned_settings(folder: Path, number: int) -> None:
     made = TunedSettings(
         tuned.VERSION,
-        ModelIdentity("m", "llama", 1, 8, 20, 99, "x", (0.5,)),
+        ModelIdentity("m", "x"),
         tuned.DraftChoice("ngram", "auto", 5),
         tuned.EngineChoice(number, "block"),
         tuned.Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, (), ()),

@@ -4,8 +4,7 @@ machine.
 ``LLM(model, config="tuned.toml")`` takes the drafter, its draft length, the batch size and the
 acceptance rule from it and, on the machine it was made on, the measured costs as well. Everything
 is checked on reading, so that a damaged or foreign file gives one clear error. Two models count as
-the same if their sizes, their configuration and a few logits agree, whatever their paths and the
-memory layout of their weights."""
+the same if their configurations agree, whatever their paths."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from math import dist, hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,81 +26,21 @@ from paceline.files import read_toml, write_files
 if TYPE_CHECKING:
     from paceline.model.target import CausalModel
 
-_ROWS = 16  # tokens of the probe
-_TOLERANCE = 0.1  # relative difference of logits that another dtype or kernel may cause
-_SIZES = {"architecture": "architecture", "layers": "number of layers"}
-_SIZES |= {"hidden_size": "hidden size", "vocab_size": "vocabulary size"}
 _IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
-class _Table(Struct, frozen=True, forbid_unknown_fields=True):
-    """Base class of the file's tables; unknown fields are errors."""
-
-
-class ModelIdentity(_Table, frozen=True):
-    """What identifies a model: sizes, a digest of its configuration, and logits of a probe."""
+class ModelIdentity(Struct, frozen=True):
+    """A model's name and a digest of its configuration, which identifies it."""
 
     name: str
-    architecture: str
-    layers: int
-    hidden_size: int
-    vocab_size: int
-    parameters: int
     config: str
-    logits: tuple[float, ...]
 
     @classmethod
     def of(cls, target: CausalModel) -> ModelIdentity:
         config = target.hf.config.to_dict()
         kept = {key: value for key, value in config.items() if key not in _IGNORED}
         digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
-        return cls(
-            name=target.name,
-            architecture=str(target.hf.config.model_type),
-            layers=target.num_layers,
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            parameters=count_parameters(target),
-            config=digest.hexdigest()[:16],
-            logits=_probe(target),
-        )
-
-    def difference(self, other: ModelIdentity) -> str | None:
-        """How ``other`` differs; None if it does not. Weights are compared by their logits."""
-        for key, what in _SIZES.items():
-            if getattr(self, key) != getattr(other, key):
-                return f"its {what} is {getattr(other, key)}, not {getattr(self, key)}"
-        if self.config != other.config:
-            return "its configuration is another one"
-        mine, others = self.logits, other.logits
-        if len(mine) != len(others) or dist(mine, others) > _TOLERANCE * hypot(*mine):
-            return "its weights are others"
-        return None
-
-
-def count_parameters(target: CausalModel) -> int:
-    """Parameters of a model of this configuration (packed weights cannot be counted)."""
-    import torch
-
-    with torch.device("meta"):
-        skeleton = type(target.hf)(target.hf.config)
-    return sum(parameter.numel() for parameter in skeleton.parameters())
-
-
-def _probe(target: CausalModel) -> tuple[float, ...]:
-    """Logits of tokens spread over the vocabulary, after a few fixed tokens, to four digits."""
-    import torch
-
-    from paceline.core.batch import Batch, Span
-
-    rows = range(_ROWS)
-    ids = [(row * 7919 + 1) % target.vocab_size for row in rows]
-    cache = target.new_cache(1, _ROWS)
-    with torch.inference_mode():
-        batch = Batch(ids, rows, rows, (Span(0, 0, 0, _ROWS),), ((0,),))
-        last = target(batch, cache).logits[-1].float()
-    picked = last[:: max(1, target.vocab_size // _ROWS)][:_ROWS]
-    return tuple(float(f"{value:.4g}") for value in picked.tolist())
+        return cls(target.name, digest.hexdigest()[:16])
 
 
 VERSION = 1
@@ -115,7 +53,7 @@ _HEADER = (
 )
 
 
-class MachineIdentity(_Table, frozen=True):
+class MachineIdentity(Struct, frozen=True):
     """The machine on which costs were measured, the software, and the date."""
 
     processor: str
@@ -167,7 +105,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-class DraftChoice(_Table, frozen=True):
+class DraftChoice(Struct, frozen=True):
     """The draft; "none" is plain decoding. ``length``: levels, or "auto" up to ``max_length``."""
 
     spec: str
@@ -175,15 +113,15 @@ class DraftChoice(_Table, frozen=True):
     max_length: Annotated[int, Meta(ge=1)]
 
 
-class EngineChoice(_Table, frozen=True):
+class EngineChoice(Struct, frozen=True):
     """The other settings of the engine."""
 
     max_batch_size: Annotated[int, Meta(ge=1)]
     rule: str
 
 
-class Measured(_Table, frozen=True, omit_defaults=True):
-    """The measurements behind the choice. The last two fields come from files before 0.2.0."""
+class Measured(Struct, frozen=True):
+    """The measurements behind the choice."""
 
     concurrency: int
     temperature: float
@@ -195,18 +133,16 @@ class Measured(_Table, frozen=True, omit_defaults=True):
     tokens_per_step: float
     acceptance: tuple[float, ...]
     why: tuple[str, ...]
-    predicted_speedup: float = 0.0
-    break_even_batch: int = 0
 
 
-class PassCosts(_Table, frozen=True):
+class PassCosts(Struct, frozen=True):
     """Seconds of one pass of a drafter, by number of sequences."""
 
     batches: tuple[int, ...]
     seconds: tuple[float, ...]
 
 
-class KnownCosts(_Table, frozen=True):
+class KnownCosts(Struct, frozen=True):
     """Measured costs: of target steps by batch size, and of drafters' passes by drafter."""
 
     batches: tuple[int, ...]
@@ -234,7 +170,7 @@ class KnownCosts(_Table, frozen=True):
         return TargetCosts(self.batches[:count], tuple(curves))
 
 
-class TunedSettings(_Table, frozen=True):
+class TunedSettings(Struct, frozen=True):
     """The content of a file. Lists are tuples, so that the object is immutable."""
 
     version: int
@@ -277,11 +213,10 @@ class TunedSettings(_Table, frozen=True):
 
     def check_model(self, target: CausalModel, path: str | Path) -> None:
         """Raise ConfigError if the settings were made for another model than ``target``."""
-        difference = self.model.difference(ModelIdentity.of(target))
-        if difference is not None:
+        if self.model.config != ModelIdentity.of(target).config:
             raise ConfigError(
-                f"{_WHAT} {path} were made for {self.model.name}, not for {target.name}: "
-                f"{difference}; load that model, or run paceline tune --model {target.name}"
+                f"{_WHAT} {path} were made for {self.model.name}, not for {target.name}, whose "
+                "configuration differs; load that model, or run paceline tune for this one"
             )
 
     def costs_here(self, target: CausalModel, path: str | Path) -> tuple[KnownCosts | None, str]:
