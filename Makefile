@@ -229,7 +229,6 @@ dist-check: dist  ## the same, this machine's wheel run alone, offline, without 
 	$(PYTHON) -m venv build/venv
 	build/venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt "$(TORCH)" build/dist/*linux*_$$(uname -m).whl
 	cd build && $(FRESH)/paceline --version | grep 'from the wheel'
-	cd build && $(FRESH)/paceline pull --list
 	cd build && $(FRESH)/paceline generate "Once upon a time" --max-tokens 20
 	cd build && $(FRESH)/paceline chat "What is 12 + 30?" --max-tokens 20 --draft hybrid:suffix+ngram
 	cd build && $(FRESH)/paceline demo --json --max-tokens 16

@@ -275,8 +275,3 @@ def test_ctrl_c_during_generation(tiny_pair: TinyPair) -> None:
     assert code == 130
     assert errors.splitlines()[-1] == "interrupted"
     assert all(line.startswith(("starting", "loading")) for line in errors.splitlines()[:-1])
-
-
-def test_an_option_before_its_command_is_told_where_it_goes() -> None:
-    result = paceline("--max-tokens", "5", "chat", "hi", COLUMNS="200")
-    assert result.exit_code == 2 and "after its name" in result.stderr

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,13 +39,6 @@ def test_switches_show_no_type() -> None:
     assert "<bool>" not in paceline("generate", "--help").stdout
     assert "<bool>" not in paceline("--help").stdout
     assert "<bool>" not in paceline("train", "--help").stdout
-
-
-def test_a_narrow_terminal_cuts_no_words() -> None:
-    command = [sys.executable, "-m", "paceline", "chat", "--help"]
-    narrow = dict(os.environ, COLUMNS="40")
-    printed = subprocess.run(command, env=narrow, capture_output=True, text=True, check=True).stdout
-    assert "--temperature" in printed and "\N{HORIZONTAL ELLIPSIS}" not in printed
 
 
 def test_the_makefiles_commands_exist() -> None:

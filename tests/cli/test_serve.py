@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -261,12 +260,3 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     # A flag can also take back what a file says.
     again = run("--config", str(path), "--no-log-prompts", "--print-config")
     assert "log_prompts = false" in again.stdout
-
-
-def test_ctrl_c_is_not_lost_where_a_library_swallows_it() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), serve.interruptible(), suppress(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-    with serve.interruptible():
-        pass

@@ -138,29 +138,3 @@ def test_commands_take_it(arguments: tuple[str, ...], real_pulled: Path) -> None
         assert json.loads(result.stdout)["model"] == REAL
     if arguments[0] == "serve":
         assert 'model = "paceline/smollm2"' in result.stdout
-
-
-def test_a_pull_is_offered_at_a_terminal(
-    nothing_pulled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Asked, and only there; the answer no leaves it at the error's advice."""
-    from paceline.cli import options
-
-    fetched: list[str] = []
-    monkeypatch.setattr("paceline.pull.pull", lambda name: fetched.append(name))
-    asked: list[str] = []
-
-    def confirm(question: str, **_: object) -> bool:
-        asked.append(question)
-        return len(asked) > 1
-
-    monkeypatch.setattr(options.typer, "confirm", confirm)
-    assert ModelOptions(model=REAL).model == REAL and not asked  # no terminal
-    for stream in ("stdin", "stderr"):
-        monkeypatch.setattr(getattr(options.sys, stream), "isatty", lambda: True, raising=False)
-    ModelOptions(model=REAL)
-    assert len(asked) == 1 and not fetched and "93 MB to download" in asked[0]
-    ModelOptions(model=REAL)
-    assert fetched == ["smollm2"]
-    ModelOptions(model="paceline/tiny")
-    assert len(asked) == 2

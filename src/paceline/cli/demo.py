@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     from paceline import LLM
     from paceline.engine.driver import Drive
     from paceline.lab.bench.prompts import BenchPrompt
-    from paceline.lab.certify.decoding import Difference
 
 _ABOUT_REAL_MODEL = (
     "SmolLM2-135M-Instruct is a real model that downloads within a minute. Its weights were "
     "dequantised from a 4-bit file, so drafts of its 4-bit copy are accepted more often than with "
     "most other models."
+)
+_DIFFERENT = (
+    "The texts differ. With the reference backend, rounding may decide between tokens that are "
+    "almost equally likely; paceline certify tells whether it did."
 )
 _TURN = 0.05  # seconds
 
@@ -50,7 +53,6 @@ def measure(
     """Decode a prompt with both LLMs in turns, with bars on the console and, if ``shown``, the text
     of ``fast``. Raises PacelineError if a request fails."""
     from paceline.engine.driver import Drive, StepTotals, sequence
-    from paceline.lab.certify.decoding import explain
 
     llms, ids = (plain, fast), prompt.encode(plain)
     drives = [Drive(llm.engine, [sequence(ids, params, llm.end_tokens)]) for llm in llms]
@@ -72,12 +74,12 @@ def measure(
     if not console.is_terminal:  # on a terminal, Live ends the last line
         console.line()
     plain_tokens, fast_tokens = (drive.seqs[0].tokens[len(ids) :] for drive in drives)
-    difference = explain(plain.target, ids, plain_tokens, fast_tokens, SamplingParams())
+    identical = plain_tokens == fast_tokens
     plain_sums, fast_sums = (StepTotals.of(drive.steps) for drive in drives)
-    measured = Measurement(prompt.name, plain_sums, fast_sums, drives[1].counts, difference)
+    measured = Measurement(prompt.name, plain_sums, fast_sums, drives[1].counts, identical)
     console.print(Text(measured.in_words, style="dim"))
-    if difference is not None:
-        console.print(_describe_difference(plain, difference, plain_tokens, fast_tokens))
+    if not identical:
+        console.print(_DIFFERENT)
     return measured
 
 
@@ -96,23 +98,6 @@ def _bars(plain: Drive, fast: Drive) -> rich_tables.Table:
             Text(speedup, style="bold"),
         )
     return bars
-
-
-def _describe_difference(
-    llm: LLM, difference: Difference, plain: list[int], fast: list[int]
-) -> Text:
-    """Where two greedy outputs diverge, and why."""
-    at, decode = difference.at, llm.tokenizer.decode
-    reason = (
-        f"a tie: their logits differ by {difference.gap:.3g}, and one rounding step is "
-        f"{difference.step:.3g}"
-        if difference.is_tie
-        else "rounding does not explain the difference: please report it as a bug"
-    )
-    return Text(
-        f"Token {at} differs after {decode(plain[max(0, at - 8) : at])!r}: plain "
-        f"{decode(plain[at : at + 4])!r}, speculative {decode(fast[at : at + 4])!r}; {reason}"
-    )
 
 
 @expand

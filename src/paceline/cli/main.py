@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from importlib import metadata
-from shutil import get_terminal_size
 from typing import Annotated, Any
 
 import typer
@@ -25,8 +24,6 @@ from paceline.cli.train import datastore
 from paceline.errors import debugging, error_line
 from paceline.kernels.compile import are_kernels_here, origin
 
-_MIN_TABLE_COLUMNS = 60
-
 
 def _fail(message: str, code: int) -> typer.Exit:
     """Print a message on stderr, in one line; returns the exit to raise."""
@@ -36,14 +33,6 @@ def _fail(message: str, code: int) -> typer.Exit:
 
 class CommandGroup(SwitchesWithoutType, TyperGroup):
     """Commands that fail with one line on stderr; exit code 1, wrong usage 2, Ctrl-C 130."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            if getattr(error, "option_name", None):
-                error.message += "; write the options of a command after its name"  # type: ignore[attr-defined]
-            raise
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -66,8 +55,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Rich's tables of options need a wide terminal; without Rich, Click wraps text to any width.
-    rich_markup_mode="rich" if get_terminal_size().columns >= _MIN_TABLE_COLUMNS else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -8,46 +8,27 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from paceline.cli.options import ModelOptions, expand, load_llm
 from paceline.cli.output import Interruption, JsonOptions, ReportOptions, WriteOptions, print_json
 from paceline.core.stages import info, stage
 from paceline.errors import PacelineError
 from paceline.files import check_new
 from paceline.lab.report.document import Column, record_of, table_of
-from paceline.model.names import EMBEDDED, PULLABLE, Pullable, model_folder, pulled
+from paceline.model.names import EMBEDDED, model_folder
 from paceline.settings import AdapterSettings, LoadSettings, changed, entries, explicit, setting
-
-_LISTED = (
-    *map(Column, ("name", "what", "source", "location", "licence")),
-    Column("download_bytes", path="download"),
-    Column("disk_bytes", path="on_disk"),
-    Column("sha256", path="weights_sha256"),
-    Column("folder", path="", stored=pulled),
-)
 
 
 @expand
 def pull(
     output: JsonOptions,
-    name: str | None = setting(None, "Name of a model, such as smollm2.", flags=("NAME",)),
-    show_list: bool = setting(
-        False, "List the models that can be pulled, and exit.", flags=("--list",)
-    ),
+    name: str = setting(MISSING, "Name of the model: smollm2.", flags=("NAME",)),
 ) -> None:
     """Download a built-in model into the cache folder.
 
-    It does nothing if the model is there already. No other command downloads it without asking;
-    models of the hub (OWNER/NAME) are downloaded on first use. The download is checked by its
-    SHA-256. The folder is $PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
+    It does nothing if the model is there already. Models of the hub (OWNER/NAME) are downloaded on
+    first use. The download is checked by its SHA-256. The folder is $PACELINE_CACHE, else
+    $XDG_CACHE_HOME/paceline, else ~/.cache/paceline.
     """
-    if show_list:
-        models = PULLABLE.values()
-        output.show({"models": [record_of(m, _LISTED) for m in models]}, *map(_describe, models))
-        return
-    if name is None:
-        raise typer.BadParameter("name a model, as in `paceline pull smollm2`; --list shows all")
     from paceline.pull import pull as fetch
 
     entry, fetched = fetch(name)
@@ -61,15 +42,6 @@ def pull(
         f"{entry.full_name} is {state}: {entry.what} ({entry.licence})",
         f"  {folder}\n  SHA-256 of the weights {sha256}",
         f"Try: paceline chat --model {entry.full_name}",
-    )
-
-
-def _describe(entry: Pullable) -> str:
-    return (
-        f"{entry.name}: {entry.what} ({entry.licence})\n"
-        f"  {entry.sizes}; {'already pulled' if pulled(entry) else 'not pulled yet'}\n"
-        f"  {entry.source}: {entry.location}\n"
-        f"  SHA-256 of the weights: {entry.weights_sha256}"
     )
 
 

@@ -19,14 +19,12 @@ from paceline.core.keywords import our_name
 from paceline.core.libraries import quiet_libraries, set_threads
 from paceline.core.stages import info, stage
 from paceline.draft.foreign import foreign_of
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError
 from paceline.model.names import (
     DEFAULT_DRAFT,
     DEFAULT_MODEL,
     MODEL_HELP,
-    NotPulledError,
     default_model,
-    resolve,
 )
 from paceline.request.progress import showing
 from paceline.settings import (
@@ -255,25 +253,10 @@ def _value(entry: TableEntry, given: Any) -> Any:
 
 
 def select_model(given: str) -> str:
-    """The model that the user named, or the default with a note that says which it is. At a
-    terminal, a built-in model that is not there yet is pulled if the user agrees."""
+    """The model that the user named, or the default with a note that says which it is."""
     model, note = (given, None) if given else default_model()
     if note is not None:
         info(note)
-    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return model  # nobody can be asked; loading the model raises an error with advice
-    try:
-        resolve(model)
-    except NotPulledError as error:
-        entry = error.entry
-        named = f"{entry.full_name} ({entry.what}, {entry.licence})"
-        question = f"{named} is not here yet: {entry.sizes}, from the {entry.source}. Pull it now?"
-        if typer.confirm(question, default=True, err=True):
-            from paceline.pull import pull
-
-            pull(entry.name)
-    except PacelineError:
-        pass  # loading the model raises it again
     return model
 
 

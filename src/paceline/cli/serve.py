@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,30 +80,10 @@ def _open(settings: ServeConfig) -> Iterator[Service]:
 
     with closing(EngineProcess(settings)) as process:
         with stage(f"loading {settings.model}"):
-            try:
-                with interruptible():  # while the engine process loads
-                    tokenizer = load_tokenizer_alone(settings)
+            try:  # while the engine process loads
+                tokenizer = load_tokenizer_alone(settings)
             except PacelineError:
                 process.wait_until_loaded()  # the engine's error about the model comes first
                 raise
             process.wait_until_loaded()
         yield Service(process, tokenizer, settings)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C in the block raises KeyboardInterrupt, at its end if something in it, such as a bare
-    ``except`` while a library is imported, swallows that."""
-    came: list[int] = []
-
-    def interrupt(number: int, _: object) -> None:
-        came.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt

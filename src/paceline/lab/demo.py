@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from paceline.draft.suffix import SuffixDrafter
     from paceline.engine.driver import StepTotals
     from paceline.lab.bench.prompts import BenchPrompt
-    from paceline.lab.certify.decoding import Difference
     from paceline.llm import LLM
 
 PROMPTS = Path(__file__).with_name("demo_prompts")  # for a real model, and for the built-in toy
@@ -45,7 +44,7 @@ class Measurement:
     plain: StepTotals
     fast: StepTotals
     counts: DraftCounts  # of ``fast``
-    difference: Difference | None  # the first difference of the texts, None if they are identical
+    identical: bool  # whether the texts are
 
     @property
     def speedup(self) -> float:
@@ -68,20 +67,16 @@ class Measurement:
 
 
 def total(measurements: Sequence[Measurement]) -> Measurement:
-    """The sum over all prompts, with the worst of their differences: a bug rather than a tie."""
-    differences = [m.difference for m in measurements if m.difference is not None]
-    worst = min(differences, key=lambda difference: difference.is_tie, default=None)
+    """The sum over all prompts."""
+    identical = all(item.identical for item in measurements)
     plain, fast, counts = zip(*((m.plain, m.fast, m.counts) for m in measurements), strict=True)
-    return Measurement("total", reduce(add, plain), reduce(add, fast), reduce(add, counts), worst)
+    return Measurement(
+        "total", reduce(add, plain), reduce(add, fast), reduce(add, counts), identical
+    )
 
 
 def _acceptance(counts: DraftCounts) -> str:
     return NONE_TRIED if counts.acceptance_rate is None else share(counts.acceptance_rate)
-
-
-def _identical(measured: Measurement) -> str:
-    difference = measured.difference
-    return "yes" if difference is None else "tie" if difference.is_tie else "NO"
 
 
 _rate = "{:.0f}".format
@@ -95,8 +90,7 @@ _FIGURES = (
     Column("mean_accepted_length", "accepted\nlength", shown=number),
     Column("drafters", path="counts.by_drafter"),
     Column("not_drafted", path="counts.not_drafted"),
-    Column("identical", "identical", "", _identical, lambda m: m.difference is None),
-    Column("difference", stored=lambda d: d and {**asdict(d), "is_tie": d.is_tie}),
+    Column("identical", "identical", shown=lambda same: "yes" if same else "NO"),
 )
 
 

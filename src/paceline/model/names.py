@@ -46,11 +46,6 @@ class Pullable:
     def full_name(self) -> str:
         return f"{PREFIX}{self.name}"
 
-    @property
-    def sizes(self) -> str:
-        """Both sizes as text."""
-        return f"{megabytes(self.download)} to download, {megabytes(self.on_disk)} on the disk"
-
 
 SMOLLM2 = Pullable(
     name="smollm2",
@@ -114,21 +109,9 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-class NotPulledError(ModelLoadError):
-    """A known model has not been fetched by ``paceline pull`` yet."""
-
-    def __init__(self, entry: Pullable) -> None:
-        super().__init__(
-            f"{entry.full_name} has not been fetched yet; run `paceline pull {entry.name}` once "
-            f"({entry.sizes})"
-        )
-        self.entry = entry
-
-
 def resolve(name: str) -> str:
     """The folder of a built-in or pulled model; other names and paths are returned unchanged.
-    Raises NotPulledError for a model that ``paceline pull`` can fetch, ModelLoadError for an
-    unknown name of ours."""
+    Raises ModelLoadError for a model that has not been pulled yet, or an unknown name of ours."""
     if len(name) > _LONGEST_NAME or "\0" in name:
         raise ModelLoadError(f"{shown(name)} is no name of a model, nor a path")
     if not name.startswith(PREFIX) or Path(name).is_dir():
@@ -137,7 +120,10 @@ def resolve(name: str) -> str:
     if entry is not None:
         folder = pulled(entry)
         if folder is None:
-            raise NotPulledError(entry)
+            raise ModelLoadError(
+                f"{name} has not been fetched yet; run `paceline pull {entry.name}` once "
+                f"({megabytes(entry.download)} to download, {megabytes(entry.on_disk)} on the disk)"
+            )
         return str(folder)
     if not has_assets(name):
         known = _our_names()
