@@ -29,7 +29,7 @@ def broken(tmp_path: Path) -> str:
 def test_the_embedded_pair() -> None:
     result = run("--draft", "paceline/tiny-draft")
     assert result.exit_code == 0, result.output
-    for words in ("0 errors,", "In order", "all 110 tensors", "4,096 ids mean the same"):
+    for words in ("In order", "all 110 tensors", "4,096 ids mean the same"):
         assert words in result.stdout
     record = json.loads(run("--json").stdout)  # with the default draft
     assert "draft-auto" in {item["code"] for item in record["findings"]}
@@ -52,8 +52,7 @@ def test_an_error_is_exit_code_one(broken: str, tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "1 error," in result.stdout
     text = report.read_text()
-    assert "| error | draft | the files lack lm_head.weight" in text
-    assert "tie_word_embeddings" in text
+    assert "lacks the weight lm_head.weight" in text
 
 
 def test_logits_that_differ_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from paceline import LLM, PacelineError
 from paceline.draft.foreign import foreign_of
 from paceline.drafters import parse_draft
 from paceline.files import cache_folder, user_path
-from paceline.model.lora import adapter_size
 from paceline.model.tokenizer import load_tokenizer
 
 READERS: dict[str, Callable[[str], Any]] = {
@@ -24,7 +23,6 @@ READERS: dict[str, Callable[[str], Any]] = {
     "head": lambda path: LLM("paceline/tiny", f"eagle3:{path}"),
     "datastore": lambda path: LLM("paceline/tiny", f"datastore:{path}"),
     "adapter": lambda path: LLM("paceline/tiny", "none", lora={"a": path}),
-    "adapter's size": lambda path: adapter_size("a", path),
     "configuration": lambda path: foreign_of(f"@{path}"),
     "tuned settings": lambda path: LLM("paceline/tiny", config=path),
 }

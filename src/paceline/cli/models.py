@@ -15,7 +15,7 @@ from paceline.errors import PacelineError
 from paceline.files import check_new
 from paceline.lab.report.document import Column, record_of, table_of
 from paceline.model.names import EMBEDDED, model_folder
-from paceline.settings import AdapterSettings, LoadSettings, changed, entries, explicit, setting
+from paceline.settings import LoadSettings, changed, entries, explicit, setting
 
 
 @expand
@@ -68,7 +68,7 @@ def recommend(
 
 
 @expand
-def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOptions) -> int:
+def doctor(engine: ModelOptions, output: ReportOptions) -> int:
     """Check a model and its draft; report problems and remedies.
 
     Compares the logits of a few layers with transformers', and measures which layers a head reads.
@@ -81,13 +81,11 @@ def doctor(engine: ModelOptions, adapters: AdapterSettings, output: ReportOption
         from paceline.lab.doctor.findings import by_severity, record, report_of
 
         settings = explicit(vars(engine), "LLM")
-        findings = examine(engine.model, draft, lora=adapters.adapters, **settings)
+        findings = examine(engine.model, draft, **settings)
     errors = {item.about for item in findings if item.severity is Severity.ERROR}
     with Interruption() as interrupted:
         if "target" not in errors:
-            findings.append(
-                check_logits(engine.model, device=engine.device, backend=engine.backend)
-            )
+            findings.append(check_logits(engine.model, device=engine.device))
         whole = engine.offload is None and engine.tensor_parallel == 1
         if draft is not None and whole and all(f.severity is not Severity.ERROR for f in findings):
             loads = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -365,16 +365,20 @@ def _load_weights(
             f"the weights of {name} cannot be read: {first_line(error)}; finish the download, or "
             "copy the model again"
         ) from None
-    asks = "config.json asks for; the two files do not belong together"
-    if options:
-        asks = "architecture asks for; take another GGUF file of the model"
+    check_loaded(name, info)
+    return module
+
+
+def check_loaded(name: str, info: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError if weights are missing or have other shapes, by the ``info`` that
+    transformers gives."""
     for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has other shapes for")):
         if bad := sorted(str(item[0] if isinstance(item, tuple) else item) for item in info[key]):
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise ModelLoadError(
-                f"the checkpoint {name} {what} the weight {bad[0]}{more}, which its {asks}"
+                f"the checkpoint {name} {what} the weight {bad[0]}{more}, which its configuration "
+                "asks for; give files that belong together"
             )
-    return module
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from paceline.core.adapter import Adapter
 from paceline.errors import ConfigError, ModelLoadError
 from paceline.files import user_path
 from paceline.model.target import CausalModel
-from paceline.model.tensorfile import check_finite, load_tensors, read_table
+from paceline.model.tensorfile import check_finite, load_tensors
 from paceline.model.text_part import plain_name
 
 MAX_RANK = 64
@@ -96,15 +96,6 @@ def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:
     adapter = Adapter(name, str(path), pairs)
     model.backend.check_adapter(adapter)
     return adapter
-
-
-def adapter_size(name: str, folder: str) -> tuple[int, int]:
-    """An adapter's weights and highest rank, by its header. Raises ModelLoadError, ConfigError."""
-    path = user_path(folder)
-    _read_config(f"the adapter {name}", path)
-    shapes = {key: entry.shape for key, entry in read_table(path / _WEIGHTS).entries.items()}
-    ranks = (shape[0] for key, shape in shapes.items() if key.endswith("lora_A.weight"))
-    return sum(map(math.prod, shapes.values())), max(ranks, default=0)
 
 
 def _read_config(where: str, path: Path) -> Mapping[str, Any]:

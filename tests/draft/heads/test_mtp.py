@@ -121,7 +121,6 @@ def test_a_checkpoint_drafts_for_itself(tmp_path: Path, kind: str, layout: str) 
     assert "mtp" in loaded.drafts[0] and "mtp (part of the checkpoint)" in loaded.setup_notes[-1]
     codes = {item.code: item.text for item in examine(folder, "mtp")}
     assert "mtp-layer" in codes and "an MTP layer of" in codes["head-fits"]
-    assert "tensors-extra" not in codes
 
 
 def test_auto_takes_it_where_the_checkpoint_has_it() -> None:

@@ -67,7 +67,7 @@ def test_a_hub_model_that_is_not_downloaded(copy: Copy, monkeypatch: pytest.Monk
     assert codes(findings, "target") == {"weights-remote"}
     assert "all 20 tensors" in only(findings, "weights-complete").text
     headers.pop("model.norm.weight")
-    assert "model.norm.weight" in only(examine("someone/draft"), "tensors-missing").text
+    assert "model.norm.weight" in only(examine("someone/draft"), "tensors-refused").text
     on_the_hub(monkeypatch, folder.path, False, None)
     assert codes(examine("someone/draft"), "target") == {"weights-remote"}
 

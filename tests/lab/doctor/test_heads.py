@@ -98,43 +98,10 @@ def test_a_weight_that_is_missing(copy: Copy) -> None:
     assert "mlp.up_proj" in only(examine(TARGET, f"eagle3:{folder}"), "head-refused").text
 
 
-def test_short_positions_and_scaling(copy: Copy) -> None:
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    folder = copy("tiny-eagle3").config(max_position_embeddings=256, rope_scaling=scaling)
-    finding = only(examine(TARGET, f"eagle3:{folder}"), "head-context-short")
-    assert "256" in finding.text and "1,024" in finding.text
-
-
-def test_untrained_heads(copy: Copy) -> None:
-    def fresh(tensors: dict[str, torch.Tensor]) -> None:
-        torch.manual_seed(0)
-        for key, value in tensors.items():
-            if value.ndim == 2:
-                bound = value.shape[1] ** -0.5
-                tensors[key] = value.float().uniform_(-bound, bound).to(value.dtype)
-            elif value.is_floating_point():
-                tensors[key] = torch.ones_like(value)
-
-    def zero(tensors: dict[str, torch.Tensor]) -> None:
-        for value in tensors.values():
-            value.zero_()
-
-    for name, spec, change in (
-        ("tiny-eagle3", "eagle3", fresh),
-        ("tiny-eagle", "eagle", fresh),
-        ("tiny-medusa", "medusa", zero),
-    ):
-        folder = copy(name).tensors(change)
-        assert codes(examine(TARGET, f"{spec}:{folder}")) >= {"weights-untrained"}
-
-
 def test_the_speculators_layout(tmp_path: Path) -> None:
     head = load_eagle("paceline/tiny-eagle3", TargetShape(256, 4096, 12))
     save_eagle(head, tmp_path, "speculators", "someone/tiny")
     assert codes(examine(TARGET, f"eagle3:{tmp_path}")) == REDUCED
-    save_eagle(head, tmp_path, "speculators", "someone/other")
-    finding = only(examine(TARGET, f"eagle3:{tmp_path}"), "head-base-differs")
-    assert (finding.severity, "someone/other" in finding.text) == (Severity.NOTE, True)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +123,7 @@ def test_a_draft_of_another_kind(spec: str, cure: str) -> None:
 
 
 def test_medusa(copy: Copy) -> None:
-    folder = copy("tiny-medusa").config(paceline_accuracy=None)
-    finding = only(examine(TARGET, f"medusa:{folder}"), "medusa-accuracy-unknown")
-    assert finding.severity is Severity.NOTE
+    folder = copy("tiny-medusa")
     for options, word in (
         ({"medusa_num_heads": 5}, "5 heads"),
         ({"medusa_num_heads": 4, "vocab_size": 4000, "truncated_vocab_size": 4000}, "4000"),

@@ -10,7 +10,6 @@ from paceline.lab.doctor import Severity, examine, machine
 from paceline.lab.doctor.machine import (
     Needs,
     Setting,
-    check_dtype,
     check_memory,
     free_memory,
     size,
@@ -44,12 +43,6 @@ def test_dtypes(
     assert codes(findings, "machine") == ({code} if code else set())
     if code:
         assert only(findings, code).severity is Severity.WARNING
-
-
-def test_large_weights_on_a_cpu() -> None:
-    (suits, absent) = check_dtype(Setting(EngineOptions(), CPU, torch.bfloat16), 14 << 30)
-    assert (suits.code, absent.code) == ("dtype-suits", "gpu-absent")
-    assert "14.0 GiB" in absent.text
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, free: int, given: int | None = None) -> tuple[str, str]:

@@ -56,56 +56,15 @@ def rows(folder: Folder, count: int) -> Folder:
     return folder.config(vocab_size=count).tensors(change)
 
 
-def test_padding_rows_are_only_a_note(copy: Copy) -> None:
-    folder = rows(copy("tiny-draft"), 4160)
-    findings = examine(TARGET, str(folder))
-    padded = [item for item in findings if item.code == "vocabulary-padded"]
-    assert {item.about for item in padded} == {"draft", "pair"}
-    assert {item.severity for item in padded} == {Severity.NOTE}
-    assert any("4096 to 4159" in item.text for item in padded)
+def test_padding_rows_are_in_order(copy: Copy) -> None:
+    findings = examine(TARGET, str(rows(copy("tiny-draft"), 4160)))
     assert only(findings, "vocabulary-same").severity is Severity.OK
+    assert not codes(findings, "draft", "pair")
 
 
-def test_different_order_of_merges(copy: Copy) -> None:
-    def change(said: Any) -> None:
-        merges = said["model"]["merges"]
-        merges[7], merges[8] = merges[8], merges[7]
-
-    finding = only(
-        examine(TARGET, str(copy("tiny-draft").tokenizer(change))), "segmentation-differs"
-    )
-    assert finding.severity is Severity.WARNING
-    assert "merges" in finding.text
-
-
-def test_different_pre_tokenizer(copy: Copy) -> None:
-    folder = copy("tiny-draft").tokenizer(
-        lambda said: said.update(pre_tokenizer={"type": "Whitespace"})
-    )
-    assert "pre-tokenizer" in only(examine(TARGET, str(folder)), "segmentation-differs").text
-
-
-def test_special_tokens(copy: Copy) -> None:
-    folder = copy("tiny-draft").json("tokenizer_config.json", eos_token="<|im_end|>")
-    finding = only(examine(TARGET, str(folder)), "special-tokens-differ")
-    assert finding.severity is Severity.WARNING
-    assert "eos_token '<|endoftext|>' against '<|im_end|>'" in finding.text
-    assert "bos_token" not in finding.text
-
-
-def test_different_padding_token_is_a_note(copy: Copy) -> None:
-    folder = copy("tiny-draft").json("tokenizer_config.json", pad_token="<|im_end|>")
-    assert only(examine(TARGET, str(folder)), "special-tokens-differ").severity is Severity.NOTE
-
-
-def test_chat_templates(copy: Copy) -> None:
+def test_no_chat_template(copy: Copy) -> None:
     folder = copy("tiny-draft")
-    template = folder.path / "chat_template.jinja"
-    template.write_text("{{ messages[0].content }}")
-    assert "another" in only(examine(TARGET, str(folder)), "chat-template-differs").text
-    template.unlink()
-    finding = only(examine(TARGET, str(folder)), "chat-template-differs")
-    assert (finding.severity, finding.text[-4:]) == (Severity.WARNING, "none")
+    (folder.path / "chat_template.jinja").unlink()
     assert "chat-template-absent" in codes(examine(str(folder)), "target")
 
 

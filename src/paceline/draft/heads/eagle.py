@@ -97,9 +97,6 @@ class Eagle(HeadSpec):
         notes: list[Note] = []
         if self.feature_layers is None and self.version == 3 and not stated_layers(read.config):
             notes.append(("head-layers-assumed", f"layers {list(usual)} are taken", None))
-        if config.max_positions < target.max_positions:
-            text_short = f"the head has {config.max_positions:,} positions, the target "
-            notes.append(("head-context-short", f"{text_short}{target.max_positions:,}", None))
         return self.examination(text, config, size, target, notes)
 
 

@@ -98,9 +98,6 @@ class Medusa(DraftSpec):
         notes: list[Note] = [("head-fits", f"Medusa: {text}, with {shared}", None)]
         if config.draft_vocab_size is not None:
             notes += reduced(config.draft_vocab_size, target)
-        if not config.accuracy:
-            text = "config.json does not say how often each head is right"
-            notes.append(("medusa-accuracy-unknown", text, None))
         return DraftInfo(tuple(notes), size)
 
 

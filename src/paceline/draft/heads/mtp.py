@@ -122,11 +122,11 @@ def mtp_weights(model: str, layers: int) -> Iterator[MtpWeight]:
 def mtp_names(keys: Iterable[str], layers: int) -> dict[str, str]:
     """Key -> name in a model of one layer, for the tensors of the first MTP layer. Empty without a
     projection of features and embeddings: then these are layers that the config leaves out."""
-    names = {key: name for key in keys if (name := mtp_name(key, layers)) is not None}
+    names = {key: name for key in keys if (name := _mtp_name(key, layers)) is not None}
     return names if "eh_proj.weight" in names.values() else {}
 
 
-def mtp_name(key: str, layers: int) -> str | None:
+def _mtp_name(key: str, layers: int) -> str | None:
     """A tensor's name in a model of one layer; None if it is not part of an MTP layer."""
     match, outside = _LAYER.fullmatch(key), _OUTSIDE_LAYER.fullmatch(key)
     if match is not None:

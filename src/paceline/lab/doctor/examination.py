@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import starmap
 from typing import Any
@@ -10,14 +10,13 @@ from typing import Any
 from paceline.build import EngineOptions
 from paceline.core.memory import free_memory
 from paceline.draft.auto import Circumstances, Composition, compose
-from paceline.draft.heads.checkpoint import SPECULATORS, Checkpoint, weights_kind
+from paceline.draft.heads.checkpoint import Checkpoint, weights_kind
 from paceline.draft.heads.mtp import mtp_names
 from paceline.drafters import Auto, DraftModel, DraftSpec, parse_draft
 from paceline.errors import ModelLoadError
 from paceline.lab.doctor import contents, machine
 from paceline.lab.doctor.findings import (
     ERROR,
-    NOTE,
     Finding,
     by_severity,
     finding,
@@ -25,17 +24,12 @@ from paceline.lab.doctor.findings import (
     refusal,
 )
 from paceline.lab.doctor.machine import Needs, Setting
-from paceline.lab.doctor.models import Model, ModelFiles, describe, millions, read_files
+from paceline.lab.doctor.models import Model, ModelFiles, describe, read_files
 from paceline.model.loading import recurrent_layers
-from paceline.model.lora import adapter_size
 from paceline.model.offload import plan_offload
 from paceline.model.quantised.weights import BITS
 from paceline.parallel.processes import check_shareable
 
-# How many times smaller than the target a draft should be: below the first is a warning, below the
-# second a note.
-_MIN_RATIO, _GOOD_RATIO = 4, 10
-_MAX_DEPTH, _GOOD_DEPTH = 1 / 2, 1 / 4  # of a draft, as a share of the target's layers
 # Vocabulary tables of a head. They are small, and their values are checked.
 _TABLES = ("d2t", "t2d", "token_map")
 
@@ -43,17 +37,13 @@ _Checked = Iterator[Finding | Needs]  # findings about a draft, and the memory t
 
 
 def examine(
-    target: str,
-    draft: str | Sequence[str] | None = None,
-    *,
-    lora: Mapping[str, str] | None = None,
-    **settings: Any,
+    target: str, draft: str | Sequence[str] | None = None, **settings: Any
 ) -> list[Finding]:
     """Check a target and its drafts without loading them; the worst findings come first.
 
-    ``lora``: folders of adapters by name. ``settings``: engine options, as keywords of ``LLM``.
-    Downloads the small files of a hub model that is not on this machine. Raises ModelLoadError (no
-    such folder, no config.json) and ConfigError (unknown option of a draft, unusable device)."""
+    ``settings``: engine options, as keywords of ``LLM``. Downloads the small files of a hub model
+    that is not on this machine. Raises ModelLoadError (no such folder, no config.json) and
+    ConfigError (unknown option of a draft, unusable device)."""
     texts = [draft] if draft is None or isinstance(draft, str) else draft
     specs = [spec for text in texts for spec in parse_draft(text).members()]
     options = EngineOptions(**settings)
@@ -76,15 +66,8 @@ def examine(
         # The kernels run a 4-bit copy of the target as a draft.
         kernels = machine.has_kernels(setting.device, options.backend)
         draft_setting = replace(setting, kernels=kernels)
-    for name, folder in (lora or {}).items():
-        count, rank = adapter_size(name, folder)
-        # With the kernels a packed copy of the adapter is kept as well.
-        size = count * setting.width * (2 if setting.kernels else 1)
-        needs = replace(needs, weights=needs.weights + size)
-        values: Any = {"size": machine.size(size), "count": count, "rank": rank}
-        findings.append(finding("adapter-memory", about="target", name=name, **values))
     draft_findings, needs = check_drafts(specs, model, draft_setting, needs)
-    findings += [*draft_findings, *machine.check_dtype(setting, needs.weights)]
+    findings += [*draft_findings, machine.check_dtype(setting)]
     quantised = any(item.code.startswith("quantised") for item in findings)
     memory = machine.check_memory(setting, needs, model.max_positions)
     return by_severity([*findings, machine.check_kernels(setting, quantised), memory])
@@ -99,7 +82,6 @@ def _check_model(
         findings += [*contents.check_weights(model), *machine.check_precision(model, setting)]
         if about == "target" and (tokenizer := model.tokenizer) is not None:
             findings += contents.check_chat(model, tokenizer)
-            findings += contents.check_ends(model, tokenizer)
         if recurrent := recurrent_layers(model.whole_config):
             values: Any = {"kinds": ", ".join(sorted({*recurrent})), "layers": model.num_layers}
             values["size"] = machine.size(model.state_bytes(setting.loaded))
@@ -167,7 +149,9 @@ def _check_draft(spec: DraftSpec, target: Model, setting: Setting) -> _Checked:
     yield from findings
     if model is not None:
         yield from contents.compare(target, model)
-        yield from _compare_shapes(target, model)
+        ours, theirs = target.max_positions, model.max_positions
+        code = "draft-context-short" if theirs < ours else "context-covered"
+        yield finding(code, draft=theirs, target=ours)
         yield Needs.of_model(model, setting, setting.dtype)
 
 
@@ -205,31 +189,4 @@ def _check_head(spec: DraftSpec, files: ModelFiles, target: Model, setting: Sett
     except ModelLoadError as error:
         other_kind = "; use --draft" in str(error)
         yield refusal("draft-of-another-kind" if other_kind else "head-refused", error)
-    base_model: Any = files.config.get("base_model_name_or_path")
-    if SPECULATORS in files.config:
-        verifier = files.config.get("speculators_config", {}).get("verifier", {})
-        base_model = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
-    names = (target.name, base_model) if isinstance(base_model, str) and base_model else ()
-    if len({name.rstrip("/").rpartition("/")[2] for name in names}) > 1:
-        yield finding("head-base-differs", base=base_model, target=target.name)
     yield from contents.check_values(files)
-
-
-def _compare_shapes(target: Model, draft: Model) -> Iterator[Finding]:
-    ours, theirs = target.max_positions, draft.max_positions
-    code = "draft-context-short" if theirs < ours else "context-covered"
-    yield finding(code, draft=theirs, target=ours)
-    names = ("sliding_window", "layer_types", "use_sliding_window")
-    window, kinds, slides = (getattr(draft.config, name, None) for name in names)
-    whole = slides is False or "full_attention" in (kinds or ())
-    if window and int(window) < ours and not whole:
-        yield finding("draft-window", window=int(window))
-    ratio, depth = target.parameters / max(1, draft.parameters), draft.num_layers
-    than = "larger" if ratio < 1 else f"{ratio:,.1f} times smaller"
-    counts = f"{millions(draft.parameters)} against {millions(target.parameters)} parameters"
-    code = "draft-too-large" if ratio < _GOOD_RATIO else "draft-small"
-    severity = NOTE if _MIN_RATIO <= ratio < _GOOD_RATIO else None
-    yield finding(code, f"the draft is {than} than the target: {counts}", severity=severity)
-    if depth > _GOOD_DEPTH * target.num_layers:
-        severity = None if depth > _MAX_DEPTH * target.num_layers else NOTE
-        yield finding("draft-deep", draft=depth, target=target.num_layers, severity=severity)

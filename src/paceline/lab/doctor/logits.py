@@ -1,13 +1,12 @@
 """Compares the engine's logits with those of transformers on the checkpoint itself: on the first
 layers up to one of each kind, with the embedding and the head, in float32. Short sequences lie at
-the start, in the middle and at the end of the context. Transformers runs them one by one. The
-engine runs them in ragged batches and in two chunks: all of them on torch, and those at the start
-on the native kernels as well."""
+the start, in the middle and at the end of the context. Transformers runs them one by one, the
+engine on torch in ragged batches and in two chunks. (Loading compares the native kernels with the
+engine on torch.)"""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.lab.doctor.findings import Finding, finding, refusal
 from paceline.lab.doctor.machine import size
 from paceline.lab.doctor.models import ModelFiles, read_files, skeleton_of
-from paceline.model.backends.base import NATIVE, REFERENCE
+from paceline.model.backends.base import REFERENCE
 from paceline.model.loading import check_architecture, load_module, read_config, resolve_device
 from paceline.model.names import first_line
 from paceline.model.offload import decoder_layers
@@ -36,7 +35,6 @@ _LIMIT = 2e-3
 _COPIES = 2.5  # copies of the weights at the peak: as loaded, and in a backend's layout
 _MAX_POSITION = 1 << 17  # of those compared: tables of more positions take too long to compute
 _LAYER_NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number", "idx"}
-_NAMES = {REFERENCE: "torch", NATIVE: "the native kernels"}
 
 
 class _Sequence(NamedTuple):
@@ -46,21 +44,21 @@ class _Sequence(NamedTuple):
     positions: range
 
 
-def check_logits(target: str, *, device: str = "auto", backend: str = "auto") -> Finding:
+def check_logits(target: str, *, device: str = "auto") -> Finding:
     """Compare the engine's logits with transformers' on some layers of a model. The finding is an
-    error if they differ or the model is refused, and a note if they cannot be compared. Arguments:
-    see ``LLM``. Raises ModelLoadError (no such model) and ConfigError (an unusable device)."""
+    error if they differ or the model is refused, and a note if they cannot be compared. Raises
+    ModelLoadError (no such model) and ConfigError (an unusable device)."""
     resolved, files = resolve_device(device), read_files(target)
     limit_threads()
     try:
-        compared = _compared_with_transformers(files, resolved, backend)
+        compared = _compared_with_transformers(files, resolved)
     except (ModelLoadError, UnsupportedModelError) as error:
         compared = refusal("architecture-refused", error)
     return replace(compared, about="target")
 
 
-def _compared_with_transformers(files: ModelFiles, device: torch.device, backend: str) -> Finding:
-    start, name = time.monotonic(), files.name
+def _compared_with_transformers(files: ModelFiles, device: torch.device) -> Finding:
+    name = files.name
     unchecked = partial(finding, "logits-unchecked")
     if files.remote:
         return unchecked(why="the weights are not on this machine")
@@ -78,41 +76,20 @@ def _compared_with_transformers(files: ModelFiles, device: torch.device, backend
     if needed > free:
         takes = f"{layers} layers, embedding and head take {size(needed)} in float32"
         return unchecked(why=f"{takes}, but {size(free)} of memory are free")
-    with stage(f"comparing {name} with transformers", total=3) as progress:
+    with stage(f"comparing {name} with transformers"):
         module = load_module(name, "float32", device, "eager", config=config)
-        progress.advance(1, "transformers' logits")
         sequences = _sequences(config)
         try:
             expected = [_library_logits(module, *sequence, device) for sequence in sequences]
         except Exception as error:  # a model's own code may raise anything
             return unchecked(why=f"the forward of transformers fails ({first_line(error)})")
-        progress.advance(1, f"on {_NAMES[REFERENCE]}")
-        reference = CausalModel.from_module(module, name, REFERENCE)
-        errors = {REFERENCE: _largest_error(reference, sequences, expected)}
-        # The kernels are only compared if torch agrees.
-        if errors[REFERENCE][0] <= _LIMIT and backend != REFERENCE and device.type == "cpu":
-            progress.advance(1, f"on {_NAMES[NATIVE]}")
-            model = CausalModel.from_module(module, name, NATIVE)
-            if model.backend.name == NATIVE:
-                errors[NATIVE] = _largest_error(model, sequences[:2], expected[:2])
-    how = f"{layers} layers, {time.monotonic() - start:.1f} s"
-    return _verdict(errors, sequences, how)
-
-
-def _verdict(
-    errors: dict[str, tuple[float, int]], sequences: Sequence[_Sequence], how: str
-) -> Finding:
-    """``errors``: the ``_largest_error`` of each backend."""
-    worst = max(errors, key=lambda name: errors[name])
-    spreads, position = errors[worst]
+        model = CausalModel.from_module(module, name, REFERENCE)
+        spreads, position = _largest_error(model, sequences, expected)
     if spreads > _LIMIT:
-        code, name = "logits-differ", _NAMES[worst]
-        cure = "Use --backend reference, and report this line." if worst == NATIVE else None
-        return finding(code, None, cure, backend=name, position=position, spreads=spreads, how=how)
+        return finding("logits-differ", position=position, spreads=spreads, layers=layers)
     runs = dict.fromkeys((s.positions[0], s.positions[-1]) for s in sequences[::2])
     positions = ", ".join(f"{first:,} to {last:,}" for first, last in runs)
-    backends = " and ".join(_NAMES[backend] for backend in errors)
-    return finding("logits-equal", spreads=spreads, positions=positions, backends=backends, how=how)
+    return finding("logits-equal", spreads=spreads, positions=positions, layers=layers)
 
 
 def _some_layers(config: Any) -> tuple[Any, int, int]:

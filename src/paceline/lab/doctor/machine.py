@@ -31,7 +31,6 @@ from paceline.model.quantised.mxfp4 import METHOD as MXFP4
 from paceline.model.quantised.weights import BITS
 
 _SHARE = 4  # the cache takes at most a quarter of the free memory by default
-_LARGE = 1 << 30  # bytes of weights above which decoding on a CPU is slow
 _BITS = "num_bits", "bits", "w_bit"  # names of an option in configurations of quantised weights
 
 
@@ -170,8 +169,7 @@ def check_precision(model: Model, setting: Setting) -> Iterator[Finding]:
     if (options := model.quantisation) is not None:
         how, bits = str(options.get("quant_method") or "unknown"), _bits_of(options)
         if bits is not None:
-            group = _of_weights(options, "group_size", "q_group_size")
-            how += f", {bits} bits" + (f" in groups of {group}" if (group or -1) > 0 else "")
+            how += f", {bits} bits"
         how += f", {size(model.files.stored_bytes)}"
         code = "quantised-kept" if stays_quantised(options, setting.device) else "quantised"
         yield finding(code, how=how, library=library_of(options))
@@ -198,15 +196,14 @@ def _of_weights(options: Mapping[str, Any], *names: str) -> Any:
     return next((weights[name] for name in names if name in weights), None)
 
 
-def check_dtype(setting: Setting, weights: int) -> Iterator[Finding]:
+def check_dtype(setting: Setting) -> Finding:
     """Whether the dtype lets a forward over several rows cost about as much as one over one row."""
     if setting.device.type != "cpu":
         name = "the checkpoint's dtype" if setting.dtype is None else _name(setting.dtype)
         text = f"{name} on {torch.cuda.get_device_name(setting.device)}"
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         suits = has_bf16 or setting.loaded != torch.bfloat16
-        yield finding("dtype-suits" if suits else "bfloat16-emulated", text)
-        return
+        return finding("dtype-suits" if suits else "bfloat16-emulated", text)
     has_bf16 = cpu_has_bf16()
     processor = f"a CPU ({platform.machine()}) {'with' if has_bf16 else 'without'}"
     text = f"{_name(setting.loaded)} on {processor} bf16 instructions"
@@ -214,9 +211,7 @@ def check_dtype(setting: Setting, weights: int) -> Iterator[Finding]:
         text += "; the native kernels do not need them"
     slow = {torch.float32: "verify-float32", torch.float16: "float16-on-cpu"}
     usual = "dtype-suits" if has_bf16 or setting.kernels else "bfloat16-emulated"
-    yield finding(slow.get(setting.loaded, usual), text)
-    if weights >= _LARGE:
-        yield finding("gpu-absent", weights=size(weights), gpus=torch.cuda.device_count())
+    return finding(slow.get(setting.loaded, usual), text)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from paceline.draft.heads.mtp import mtp_name, mtp_names
+from paceline.draft.heads.mtp import mtp_names
 from paceline.draft.spec import TargetShape
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.lab.doctor.findings import ERROR, NOTE, Finding, finding, refusal
@@ -33,10 +33,6 @@ from paceline.model.tensorfile import load_tensors, verify
 from paceline.model.text_part import key_mapping
 from paceline.model.tokenizer import TOKENIZER_FILES
 
-_TIE = (
-    'If the model ties its embeddings, write "tie_word_embeddings": true into config.json; '
-    "otherwise copy the weights again."
-)
 # Dtypes by their names on the hub. Of the others only the size matters.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _DTYPES |= {"BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32}
@@ -246,7 +242,7 @@ def skeleton_of(config: Any) -> Any:
 
 
 def check_tensors(model: Model) -> Iterator[Finding]:
-    """Compare names and shapes of the tensors with the config, as transformers does."""
+    """Compare names and shapes of the tensors with the config, as loading does."""
     if not model.files.whole or model.quantisation is not None:
         return
     kind: Any = loading.causal_class(model.whole_config)
@@ -257,29 +253,15 @@ def check_tensors(model: Model) -> Iterator[Finding]:
             state_dict={key: tensor.to("meta") for key, tensor in model.files.tensors.items()},
             device_map={"": "meta"},
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below
+            ignore_mismatched_sizes=True,
             key_mapping=key_mapping(kind),
         )
-    missing, extra = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    wrong = sorted(info["mismatched_keys"])
-    further = mtp_names(model.files.tensors, model.num_layers)
-    if further:
-        # Their names are matched by pattern, because transformers merges the names of experts.
-        extra = [key for key in extra if not mtp_name(key, model.num_layers)]
+    try:
+        loading.check_loaded(model.name, info)
+    except ModelLoadError as error:
+        yield refusal("tensors-refused", error)
+        return
+    if further := mtp_names(model.files.tensors, model.num_layers):
         yield finding("mtp-layer", count=len(further))
-    if missing:
-        cure = _TIE if missing == ["lm_head.weight"] else None
-        yield finding("tensors-missing", cure=cure, names=_listed(missing))
-    if wrong:
-        names, shapes, expected = zip(*wrong, strict=True)
-        held, due = list(shapes[0]), list(expected[0])
-        yield finding("tensors-misshapen", names=_listed(names), held=held, due=due)
-    if extra and "vision_config" not in model.files.config:  # whose vision tower is not loaded
-        yield finding("tensors-extra", names=_listed(extra))
-    if not (missing or wrong):
-        count = len(module.state_dict()) - len(module.all_tied_weights_keys or {})
-        yield finding("weights-complete", count=count)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    count = len(module.state_dict()) - len(module.all_tied_weights_keys or {})
+    yield finding("weights-complete", count=count)
