@@ -310,8 +310,8 @@ class LLM:
 
     @property
     def draft_vocabulary(self) -> str | None:
-        """How a draft with another vocabulary is used, such as "token-level intersection, 94 % of
-        text"; None if there is none."""
+        """How a draft with another vocabulary is used, such as "token-level intersection, 31,407
+        of 49,152 tokens"; None if there is none."""
         return vocabulary_of(self.engine.drafter)
 
     def get_tokenizer(self) -> Tokenizer:

@@ -56,7 +56,7 @@ def test_another_vocabulary_is_reported(base: Sequence[str], tiny_pair: TinyPair
     other = paceline("generate", "Lily", *base, "--draft", tiny_pair.foreign)
     assert other.exit_code == 0, other.output
     assert other.stdout == with_draft.stdout
-    assert "draft vocabulary: " in other.stderr and "% of text" in other.stderr
+    assert "draft vocabulary: token-level intersection, " in other.stderr
     assert "draft vocabulary" not in with_draft.stderr
 
 

@@ -157,7 +157,7 @@ def test_any_damage_is_refused_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b"\x89PNG\r\n\x1a\n" * 9, as_bytes({})[0]],
+    [b"", b"{}", b"\x89PNG\r\n\x1a\n" * 9, as_bytes({})],
     ids=[
         "empty",
         "json",

@@ -253,7 +253,7 @@ def write_datastore(
         "tokens": tokens.astype(f">u{width}").view(np.uint8),
         "order": order.astype(np.int32),
     }
-    content, _ = as_bytes({key: torch.from_numpy(value) for key, value in values.items()})
+    content = as_bytes({key: torch.from_numpy(value) for key, value in values.items()})
     write_files({path: content}, "the datastore")
     return len(tokens), len(order)
 

@@ -7,10 +7,9 @@ before anything is sampled, so q is exact: it is renormalised over the intersect
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,6 @@ import torch
 from paceline.core.transfer import to_device
 from paceline.errors import VocabularyMismatchError
 from paceline.model.tokenizer import Tokenizer, TokenSpeller, differences
-
-# Texts like those of users: a story, a question with an answer, numbers, code, other languages.
-SAMPLE = Path(__file__).parents[1] / "assets" / "vocabulary_sample.txt"
 
 
 class SharedVocabulary:
@@ -115,27 +111,13 @@ def shared_ids(target: TokenTexts, draft: TokenTexts) -> dict[int, int]:
     return pairs
 
 
-def shared_token_share(
-    target: TokenTexts, draft: TokenTexts, pairs: Mapping[int, int], sample: str
-) -> float:
-    """Share of a text's tokens that both vocabularies have (the lower of the two shares)."""
-
-    def share(ids: Sequence[int], common: set[int]) -> float:
-        return sum(index in common for index in ids) / max(1, len(ids))
-
-    theirs = share(draft.encode(sample), set(pairs.values()))
-    return min(share(target.encode(sample), set(pairs)), theirs)
-
-
 @dataclass(frozen=True)
 class Match:
-    """What two vocabularies have in common. ``pairs``: target id -> draft id of common tokens;
-    ``share``: how much of a text these cover."""
+    """What two vocabularies have in common. ``pairs``: target id -> draft id of common tokens."""
 
     target: TokenTexts
     draft: TokenTexts
     pairs: dict[int, int]
-    share: float
 
 
 def match_vocabularies(
@@ -158,13 +140,12 @@ def match_vocabularies(
         for a, b in shared_ids(ours, theirs).items()
         if a < target.vocab_size and b < draft.vocab_size
     }
-    share = shared_token_share(ours, theirs, pairs, SAMPLE.read_text(encoding="utf-8"))
-    if not share:
+    if not pairs:
         raise VocabularyMismatchError(
-            f"draft {draft.name} and target {target.name} differ in {differing}; no token of a "
-            "text is in both vocabularies; use a draft of the same family"
+            f"draft {draft.name} and target {target.name} have no token in common; use a draft of "
+            "the same family"
         )
-    return Match(ours, theirs, pairs, share)
+    return Match(ours, theirs, pairs)
 
 
 class Intersection(SharedVocabulary):
@@ -173,8 +154,9 @@ class Intersection(SharedVocabulary):
 
     def __init__(self, match: Match, widths: tuple[int, int], device: torch.device) -> None:
         """``widths``: of the logits of target and draft."""
-        self.description = f"token-level intersection, {100 * match.share:.0f} % of text"
         width, self._draft_width = widths
+        count = len(match.target.tokenizer)
+        self.description = f"token-level intersection, {len(match.pairs):,} of {count:,} tokens"
         self._pairs = {a: b for a, b in match.pairs.items() if a < width and b < self._draft_width}
         self._target, self._draft = match.target, match.draft
         source = [self._pairs.get(token, 0) for token in range(width)]

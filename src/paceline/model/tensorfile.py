@@ -132,9 +132,9 @@ def load_tensors(file: Path, keys: Iterable[str] | None = None) -> dict[str, tor
 
 def as_bytes(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, str]]:
-    """The content of a file with checksums and ``metadata``, and the checksums. Equal tensors give
-    equal bytes, as receipts hash files: safetensors alone writes metadata in random order."""
+) -> bytes:
+    """The content of a file with checksums and ``metadata``. Equal tensors give equal bytes, as
+    receipts hash files: safetensors alone writes metadata in random order."""
     import torch
     from safetensors.torch import save
 
@@ -149,12 +149,7 @@ def as_bytes(
     header = json.loads(content[8:start])
     header["__metadata__"] = dict(sorted(marks.items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    return b"".join((content[:8], text.ljust(start - 8), memoryview(content)[start:])), sums
-
-
-def fingerprint(sums: Mapping[str, str]) -> str:
-    """A digest of a file's checksums, by which other files refer to it."""
-    return hashlib.sha256(json.dumps(dict(sums), sort_keys=True).encode()).hexdigest()
+    return b"".join((content[:8], text.ljust(start - 8), memoryview(content)[start:]))
 
 
 def add_checksums(file: Path) -> None:
@@ -163,7 +158,7 @@ def add_checksums(file: Path) -> None:
 
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata() or {}
-    content, _ = as_bytes(load_tensors(file), metadata)
+    content = as_bytes(load_tensors(file), metadata)
     write_files({file: content}, "the weights")
 
 

@@ -212,7 +212,7 @@ def load_cached(file: Path) -> dict[str, torch.Tensor] | None:
 def store_cached(file: Path, what: str, tensors: dict[str, torch.Tensor]) -> None:
     """Write tensors that can be computed again. Raises WriteError."""
     with atomic_write(file, what, durable=False) as sink:
-        sink.write(as_bytes(tensors)[0])
+        sink.write(as_bytes(tensors))
 
 
 SHORTEST = 4  # tokens of a piece; shorter ones have no position to draft from

@@ -15,13 +15,11 @@ from embedded_target import train_tokenizer
 from paceline import VocabularyMismatchError
 from paceline.core.params import SamplingParams
 from paceline.draft.vocabulary import (
-    SAMPLE,
     Intersection,
     Match,
     SharedVocabulary,
     TokenTexts,
     shared_ids,
-    shared_token_share,
 )
 from paceline.llm import LLM
 from support.cache_invariants import check_cache
@@ -34,7 +32,7 @@ from support.engine_models import (
 )
 from support.tiny_models import SENTENCES
 
-TEXT = SAMPLE.read_text(encoding="utf-8")
+TEXT = Path(__file__).with_name("sample.txt").read_text(encoding="utf-8")
 PROMPTS: list[str | list[int]] = [
     "The quick brown fox jumps over",
     "What is 12 + 30? Früh, 你好",
@@ -208,7 +206,7 @@ def texts() -> dict[str, TokenTexts]:
 
 def intersection(ours: TokenTexts, theirs: TokenTexts) -> Intersection:
     widths = len(ours.tokenizer), len(theirs.tokenizer) + 3  # padded logits
-    match = Match(ours, theirs, shared_ids(ours, theirs), 1.0)
+    match = Match(ours, theirs, shared_ids(ours, theirs))
     return Intersection(match, widths, torch.device("cpu"))
 
 
@@ -218,9 +216,6 @@ def test_shared_ids_stand_for_the_same_bytes(texts: dict[str, TokenTexts]) -> No
     assert len(pairs) == len(near.tokenizer) == 310
     assert all(ours.bytes_of([a]) == near.bytes_of([b]) for a, b in pairs.items())
     assert sum(a != b for a, b in pairs.items()) > 290
-    assert shared_token_share(ours, near, pairs, TEXT) > 0.9
-    assert shared_token_share(ours, texts["far"], shared_ids(ours, texts["far"]), TEXT) < 0.5
-    assert shared_token_share(ours, ours, shared_ids(ours, ours), TEXT) == 1.0
 
 
 def test_a_spare_byte_gives_way_to_a_token(texts: dict[str, TokenTexts]) -> None:
@@ -279,10 +274,10 @@ def test_a_shared_vocabulary_is_left_alone() -> None:
 
 
 def test_a_vocabulary_without_a_common_token_is_refused(folders: dict[str, str]) -> None:
-    with pytest.raises(VocabularyMismatchError, match=r"id \d+: target '.+', draft") as caught:
+    with pytest.raises(VocabularyMismatchError, match="have no token in common") as caught:
         LLM(folders["target"], folders["words"], dtype="float32")
     message = str(caught.value)
-    assert "no token of a text" in message and "same family" in message
+    assert "same family" in message
     assert "\n" not in message
 
 

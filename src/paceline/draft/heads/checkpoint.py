@@ -10,7 +10,7 @@ and block drafters share, such as the config of ``vllm-project/speculators`` (0.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,6 @@ from paceline.model.names import first_line, model_path
 from paceline.model.tensorfile import (
     as_bytes,
     check_finite,
-    fingerprint,
     load_tensors,
     read_table,
     verify,
@@ -35,7 +34,6 @@ from paceline.model.tensorfile import (
 
 _Made = TypeVar("_Made")
 _Module = TypeVar("_Module", bound=torch.nn.Module)
-_FINGERPRINT = "paceline_weights"  # in config.json: the fingerprint of the weights it belongs to
 WEIGHTS = "model.safetensors"
 FILES = (WEIGHTS, "pytorch_model.bin")
 SPECULATORS = "speculators_model_type"  # in config.json of that library
@@ -259,7 +257,7 @@ def read_checkpoint(source: str | Checkpoint, files: Sequence[str], noun: str) -
     for file in files:
         weights = folder / file
         if weights.is_file():
-            tensors = _tensors(weights, config)
+            tensors = _tensors(weights)
             check_finite(tensors, f"the {noun} {name} cannot be used")
             return Checkpoint(name, config, tensors, noun)
     raise ModelLoadError(f"folder {name} has no {noun}: there is no {' or '.join(files)} in it")
@@ -269,10 +267,8 @@ def write_checkpoint(
     folder: Path, file: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]
 ) -> None:
     """Write ``file`` (safetensors with checksums) and config.json. Raises WriteError."""
-    weights, sums = as_bytes(tensors)
-    marked = {**config, _FINGERPRINT: fingerprint(sums)}
-    text = json.dumps(marked, indent=2) + "\n"
-    contents = {folder / file: weights, folder / "config.json": text.encode()}
+    text = json.dumps(config, indent=2) + "\n"
+    contents = {folder / file: as_bytes(tensors), folder / "config.json": text.encode()}
     write_files(contents, "the checkpoint")
 
 
@@ -299,15 +295,10 @@ def refuse_head(name: str) -> None:
         raise ModelLoadError(f"{name} is no language model but {what}; use --draft {kind}:{name}")
 
 
-def _tensors(file: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         if file.suffix == ".safetensors":
-            table = read_table(file)
-            verify(file, table)
-            if table.sums and config.get(_FINGERPRINT, "") not in ("", fingerprint(table.sums)):
-                raise ModelLoadError(
-                    f"config.json and {file} were not saved together; save or copy both again"
-                )
+            verify(file)
             return load_tensors(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except (ModelLoadError, MemoryError):

@@ -99,4 +99,5 @@ def compare(target: Model, draft: Model) -> Iterator[Finding]:
     if match is None:
         yield finding("vocabulary-same", count=len(tokenizer.get_vocab()))
     else:
-        yield finding("vocabulary-differs", parts=differences(tokenizer, other), share=match.share)
+        differing = differences(tokenizer, other)
+        yield finding("vocabulary-differs", parts=differing, count=len(match.pairs))
