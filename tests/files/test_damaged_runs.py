@@ -13,7 +13,6 @@ import torch
 
 from embedded_target import TargetTrainer
 from paceline import ConfigError
-from paceline.model.tensorfile import verify
 from paceline.train.acceptance import load_held_out_texts
 from paceline.train.checkpoint import read_state, write_state
 from paceline.train.configs import DraftConfig
@@ -71,18 +70,7 @@ def new_trainer(corpus: str, out: Path) -> TargetTrainer:
     return TargetTrainer(smallest_run(corpus), out, device="cpu")
 
 
-def test_what_is_trained_has_checksums(corpus: str, tmp_path: Path) -> None:
-    trainer = new_trainer(corpus, tmp_path / "run")
-    trainer.run()
-    assert verify(trainer.out / "model" / "model.safetensors")
-
-
-def flipped(content: bytes) -> bytes:
-    place = len(content) // 2
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-
-@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-30], flipped])
+@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-30]])
 def test_a_damaged_token_stream_is_made_again(
     corpus: str, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
@@ -112,19 +100,8 @@ def test_damaged_features_are_looked_at_again(tmp_path: Path, seed: int) -> None
     windows = Windows(ids, torch.ones_like(ids, dtype=torch.bool), (3,))
     first = cache.get(windows)
     (file,) = tmp_path.rglob("*.safetensors")
-    file.write_bytes(damages(file.read_bytes(), seed, 1, 1)[seed % 3])
+    file.write_bytes(damages(file.read_bytes(), seed, 1, 0)[seed % 2])
     assert torch.equal(cache.get(windows).features, first.features)
-    # What our table can read and safetensors cannot, and a file whose checksums are lost.
-    for old, new in (
-        (b'"format":"pt"', b'"format":  1 '),
-        (b"paceline_sha256", b"paceline_sha257"),
-    ):
-        whole = file.read_bytes()
-        assert whole.count(old) == 1
-        file.write_bytes(whole.replace(old, new))
-        before = len(looked)
-        assert torch.equal(cache.get(windows).features, first.features)
-        assert len(looked) == before + 1
 
 
 def test_runs_of_different_precision_share_features(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 He et al. 2023 (REST, arXiv 2311.08252). As in SAM decoding (Hu et al. 2024, 2411.10666) only long
 matches count; as in CREST (Ho et al. 2024, 2408.04678) only frequent n-grams are stored.
 
-A datastore is a safetensors file with checksums (model/tensorfile.py), read by mmap. It is a suffix
+A datastore is a safetensors file, which is mapped into memory. It is a suffix
 array over reversed texts::
 
     about   uint8: JSON with format, version, vocab_size and tokenizer (a digest)
@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from paceline.draft.base import (
 from paceline.draft.spec import DraftInfo, DraftSpec, LoadContext, PreparedDraft, Target, option
 from paceline.errors import DataError, ModelLoadError, VocabularyMismatchError
 from paceline.files import user_path, write_files
-from paceline.model.tensorfile import as_bytes, read_table, verify
+from paceline.model.tensorfile import as_bytes, load_tensors
 from paceline.model.tokenizer import Tokenizer
 
 MATCH = 5  # tokens of the shortest match
@@ -95,18 +94,13 @@ class Store:
         than the target's ``vocab_size`` logits."""
         self.path = path
         try:
-            table = read_table(path)
-            if not set(_ENTRIES) <= table.entries.keys() or not verify(path, table):
-                raise DataError(f"{path} is not a datastore; {_AGAIN} or name another file")
-            with path.open("rb") as stream:
-                self._content = mmap(stream.fileno(), 0, access=ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: the path has a NUL
-            reason = getattr(error, "strerror", error)
-            raise DataError(f"cannot read the datastore {path}: {reason}") from None
+            tensors = load_tensors(path)
         except ModelLoadError as error:
-            raise DataError(f"{path} is not a datastore, or a damaged one: {error}") from None
-        entries, content = map(table.entries.__getitem__, _ENTRIES), memoryview(self._content)
-        about, tokens, order = (content[entry.start : entry.end] for entry in entries)
+            raise DataError(f"cannot read the datastore {path}: {error}") from None
+        if not set(_ENTRIES) <= tensors.keys():
+            raise DataError(f"{path} is not a datastore; {_AGAIN} or name another file")
+        parts = (tensors[name].flatten().view(torch.uint8).numpy() for name in _ENTRIES)
+        about, tokens, order = parts
         try:
             self.about = json.loads(bytes(about))
             sound = (self.about["format"], self.about["version"]) == (_FORMAT, _VERSION)
@@ -126,8 +120,7 @@ class Store:
         every_token = np.arange(self.about["vocab_size"] + 1)
         # Where in ``order`` the contexts that end with each token begin: saves half of a search.
         self._first_entries = np.searchsorted(self.ids[self.order], every_token).tolist()
-        self._start = table.entries["tokens"].start
-        self._order = order.cast("i")
+        self._tokens, self._order = tokens.data, self.order.data
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises VocabularyMismatchError if the datastore's ids stand for other tokens."""
@@ -152,12 +145,12 @@ class Store:
         )
         if sys.byteorder == "little":
             known.byteswap()
-        wanted, width, content, start = known.tobytes(), self.width, self._content, self._start
+        wanted, width, content = known.tobytes(), self.width, self._tokens
         size = len(wanted)
 
         def context(position: int) -> bytes:
-            first = start + position * width
-            return content[first : first + size]
+            first = position * width
+            return bytes(content[first : first + size])
 
         order = self._order
         middle = bisect_left(order, wanted, low, high, key=context)

@@ -152,6 +152,6 @@ def decoder_layers(skeleton: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _stored_bytes(files: list[Path], layers: list[str]) -> int:
     """Bytes of ``layers`` in a checkpoint; 0 if it names its tensors unlike the module."""
-    entries = {key: e for file in files for key, e in read_table(file).entries.items()}
+    entries = {key: e for file in files for key, e in read_table(file).items()}
     prefixes = tuple(f"{layer}." for layer in layers)
-    return sum(e.end - e.start for key, e in entries.items() if key.startswith(prefixes))
+    return sum(e.nbytes for key, e in entries.items() if key.startswith(prefixes))

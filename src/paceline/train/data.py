@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from paceline.core.stages import stage, warn
 from paceline.errors import DataError, ModelLoadError
 from paceline.files import atomic_write
-from paceline.model.tensorfile import as_bytes, load_tensors, verify
+from paceline.model.tensorfile import as_bytes, load_tensors
 from paceline.train.chat import ChatWriter, conversation_from_record
 from paceline.train.records import FORMS, RecordError, Records, Source, checked_text
 
@@ -204,7 +204,7 @@ def load_token_stream(
 def load_cached(file: Path) -> dict[str, torch.Tensor] | None:
     """What ``store_cached`` wrote; None if there is no file, or it is damaged."""
     with suppress(ModelLoadError):
-        if file.is_file() and verify(file):
+        if file.is_file():
             return load_tensors(file)
     return None
 

@@ -15,8 +15,6 @@ from transformers import PreTrainedModel
 from paceline.errors import ConfigError, VocabularyMismatchError
 from paceline.files import atomic_folder
 from paceline.model.loading import load_tokenizer
-from paceline.model.names import weight_files
-from paceline.model.tensorfile import add_checksums
 from paceline.model.tokenizer import differences
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText, max_context, simulate_decoding
 from paceline.train.configs import DraftConfig as DraftConfig
@@ -102,8 +100,6 @@ class DraftTrainer(Trainer):
         with atomic_folder(self.folder, "the model") as folder:
             self.stored().save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
-            for file in weight_files(folder):
-                add_checksums(file)
 
     def loss(self, windows: Windows) -> torch.Tensor:
         ids, loss_mask = windows.ids.to(self.device), windows.loss_mask[:, 1:].to(self.device)

@@ -21,7 +21,7 @@ def test_files_without_a_table(copy: Copy, content: bytes) -> None:
     folder = copy("tiny-draft")
     folder.weights.write_bytes(content)
     files = read_files(str(folder))
-    assert not files.tensors and "table of tensors" in files.damaged[0]
+    assert not files.tensors and "is damaged" in files.damaged[0]
 
 
 def on_the_hub(
@@ -51,9 +51,9 @@ def on_the_hub(
 def headers_of(folder: Path) -> dict[str, Any]:
     return {
         name: SimpleNamespace(
-            dtype=entry.dtype, shape=list(entry.shape), data_offsets=(entry.start, entry.end)
+            dtype=entry.dtype, shape=list(entry.shape), data_offsets=(0, entry.nbytes)
         )
-        for name, entry in read_table(folder / "model.safetensors").entries.items()
+        for name, entry in read_table(folder / "model.safetensors").items()
     }
 
 

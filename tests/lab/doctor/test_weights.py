@@ -57,7 +57,7 @@ def test_no_weights(copy: Copy) -> None:
     assert codes(examine(str(folder)), "target") == {"weights-pickled"}
 
 
-def test_a_header_that_only_our_table_reads(copy: Copy) -> None:
+def test_a_header_that_is_not_sound(copy: Copy) -> None:
     folder = copy("tiny-draft")
     content = folder.weights.read_bytes()
     assert content.count(b'"format":"pt"') == 1

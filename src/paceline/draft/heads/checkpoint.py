@@ -24,13 +24,7 @@ from paceline.errors import ModelLoadError
 from paceline.files import write_files
 from paceline.model.loading import read_options
 from paceline.model.names import first_line, model_path
-from paceline.model.tensorfile import (
-    as_bytes,
-    check_finite,
-    load_tensors,
-    read_table,
-    verify,
-)
+from paceline.model.tensorfile import as_bytes, check_finite, load_tensors, read_table
 
 _Made = TypeVar("_Made")
 _Module = TypeVar("_Module", bound=torch.nn.Module)
@@ -266,9 +260,9 @@ def read_checkpoint(source: str | Checkpoint, files: Sequence[str], noun: str) -
 def write_checkpoint(
     folder: Path, file: str, tensors: dict[str, torch.Tensor], config: dict[str, Any]
 ) -> None:
-    """Write ``file`` (safetensors with checksums) and config.json. Raises WriteError."""
-    text = json.dumps(config, indent=2) + "\n"
-    contents = {folder / file: as_bytes(tensors), folder / "config.json": text.encode()}
+    """Write ``file`` (safetensors) and config.json. Raises WriteError."""
+    weights, text = as_bytes(tensors), json.dumps(config, indent=2) + "\n"
+    contents = {folder / file: weights, folder / "config.json": text.encode()}
     write_files(contents, "the checkpoint")
 
 
@@ -290,7 +284,7 @@ def weights_kind(names: Iterable[str]) -> tuple[str, str]:
 def refuse_head(name: str) -> None:
     """Raise ModelLoadError if a folder that should hold a draft model holds a head."""
     tables = [read_table(file) for file in Path(model_path(name)).glob("*.safetensors")]
-    what, kind = weights_kind(key for table in tables for key in table.entries)
+    what, kind = weights_kind(key for table in tables for key in table)
     if kind:
         raise ModelLoadError(f"{name} is no language model but {what}; use --draft {kind}:{name}")
 
@@ -298,7 +292,6 @@ def refuse_head(name: str) -> None:
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         if file.suffix == ".safetensors":
-            verify(file)
             return load_tensors(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except (ModelLoadError, MemoryError):

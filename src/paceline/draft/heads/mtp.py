@@ -95,7 +95,7 @@ class Mtp(TreeSpec):
     def examine(self, target: Target, read: Any = None) -> DraftInfo:
         name = self.path or str(getattr(target, "name", ""))
         weights = _found(name, target.num_layers)
-        bytes_ = sum(weight.entry.end - weight.entry.start for weight in weights)
+        bytes_ = sum(weight.entry.nbytes for weight in weights)
         return self.report("head-fits", f"an MTP layer of {bytes_ / 1e6:,.1f} MB in {name}")
 
 
@@ -111,7 +111,7 @@ class MtpWeight(NamedTuple):
 def mtp_weights(model: str, layers: int) -> Iterator[MtpWeight]:
     """The tensors of the first MTP layer, if any, in the files of a model with so many layers.
     Raises ModelLoadError for damaged files."""
-    tables = {file: read_table(file).entries for file in weight_files(Path(model_path(model)))}
+    tables = {file: read_table(file) for file in weight_files(Path(model_path(model)))}
     names = mtp_names(chain.from_iterable(tables.values()), layers)
     for file, entries in tables.items():
         for key, entry in entries.items():

@@ -29,7 +29,7 @@ from paceline.model.paged.states import bytes_per_state
 from paceline.model.precision import quantization_of
 from paceline.model.quantised.convert import split_experts
 from paceline.model.target import UNLIMITED_POSITIONS
-from paceline.model.tensorfile import load_tensors, verify
+from paceline.model.tensorfile import load_tensors
 from paceline.model.text_part import key_mapping
 from paceline.model.tokenizer import TOKENIZER_FILES
 
@@ -66,7 +66,7 @@ class ModelFiles:
 
 
 def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
-    """Read a built-in model, a local folder or a hub model, and verify checksums. ``weights``: the
+    """Read a built-in model, a local folder or a hub model. ``weights``: the
     possible names of the weight file, by default model.safetensors or the shards of an index.
     Raises ModelLoadError if there is no such folder or no readable config.json in it, and
     UnsupportedModelError for an unsupported kind of GGUF file."""
@@ -84,7 +84,6 @@ def read_files(name: str, weights: Iterable[str] = ()) -> ModelFiles:
             files.pickled.append(weight.name)
         else:
             try:
-                verify(weight)
                 files.mapped.append(str(weight.resolve()))
                 files.tensors.update(load_tensors(weight))
             except ModelLoadError as error:
