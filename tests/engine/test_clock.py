@@ -20,49 +20,26 @@ def test_a_phase_of_the_step_under_way_and_of_all(monkeypatch: pytest.MonkeyPatc
             clock.lap(phase)
         assert clock.current("draft") == 5 and clock.current("verify") == 0
         time.now += 9  # between steps
-    assert clock.totals() == {"draft": 10, "target": 2, "verify": 0, "other": 0}
-    assert clock.steps == 2
-    assert clock.current("draft") == 0, "no step is under way"
+    assert clock.seconds == {"draft": 10, "target": 2, "verify": 0, "other": 0}
 
 
-class Event:
-    """A CUDA event: it happens once the device gets there."""
+def test_a_gpu_is_waited_for_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, waits = Clock(), list[int]()
 
-    now = 0.0
-    waited: list[float] = []  # noqa: RUF012
+    def synchronize() -> None:
+        waits.append(1)
+        time.now += 4.0  # what the device still does
 
-    def __init__(self, enable_timing: bool) -> None:
-        self.at = 0.0
-
-    def record(self, stream: object) -> None:
-        self.at = Event.now
-
-    def synchronize(self) -> None:
-        Event.waited.append(self.at)
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1e3 * (other.at - self.at)
-
-
-def test_on_a_gpu_a_step_is_read_behind_the_next_ones_synchronisation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr("paceline.engine.clock.time.perf_counter", time)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     clock = PhaseClock("cuda")
-    for step in (1, 2):
-        clock.start()
-        for phase in ("draft", "target"):
-            Event.now += 1.0
-            clock.lap(phase)
-        assert Event.waited == [], "nothing may wait before the step's own synchronisation"
-        assert clock.steps == 0
+    clock.start()
+    time.now += 1.0
+    clock.lap("target")
+    assert clock.current("target") is None and not waits
+    with clock.waiting():
         clock.lap("verify")
-        Event.now += 1.0
-        clock.lap("draft")
-        assert clock.steps == step - 1
-        assert clock.current("draft") is None
-    assert Event.waited == [3.0], "the end of the first step, which lies behind"
-    assert clock.seconds == {"draft": 2.0, "target": 1.0, "verify": 0.0, "other": 0.0}
-    assert clock.totals()["draft"] == 4.0
-    assert clock.steps == 2
+    assert clock.seconds == {"draft": 0.0, "target": 1.0, "verify": 4.0, "other": 0.0}
+    with PhaseClock().waiting():
+        clock.lap("other")
+    assert waits == [1]

@@ -39,10 +39,10 @@ KINDS = {
 HOW: dict[str, Any] = {"dtype": "float32", "backend": "reference", "seed": 1, "max_batch_size": 2}
 VERIFY = "verifier._verdicts"
 # Waits on top of the one, as each drafter's page says, and for numbers that have arrived by then:
-# events that a grammar's paths, a lookup on the device and the clock ask for.
+# events that a grammar's paths and a lookup on the device ask for.
 SAID = {"grow.grow", "strings.propose", "block._grow_trees"}
 # And a table of hashes, sent to a device once in the process.
-ARRIVED = {"transfer.values", "clock._add_previous_step", "noise.id_hashes"}
+ARRIVED = {"transfer.values", "noise.id_hashes"}
 ON_CPU_ONLY = {"quantized"}  # rounds a model's weights when it is loaded
 ON_A_DRAFT_DEVICE = ["model", "tree", "tree, dynamic"]
 
@@ -168,7 +168,7 @@ def test_a_plain_step_is_one_copy_each_way(devices: Devices) -> None:
     texts(llm, GREEDY)
     texts(llm, UNSEEDED)
     for waits, up, down in steps:
-        assert waits.keys() <= {VERIFY, "clock._add_previous_step"} and waits[VERIFY] == 1, waits
+        assert waits.keys() <= {VERIFY} and waits[VERIFY] == 1, waits
         assert (up, down) == (1, 1)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -16,69 +17,38 @@ class PhaseClock:
     draft: proposing, and learning from commits. target: the forward. verify: distributions,
     acceptance rule and the step's transfer to the host. other: scheduling, batching, committing.
 
-    Between steps, ``seconds`` and ``steps`` cover all steps but the last. On CUDA the time marks
-    are stream events, which are read after the next step's synchronisation, so that nothing waits
-    for them. A phase is then device time, including the device's waits for the host."""
+    It is the host's clock. On CUDA the work of all phases counts as verify, where the host waits
+    for it, except within ``waiting``."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.steps = 0
-        self._device = torch.device(device)
-        self._uses_events = self._device.type == "cuda"
-        self._phases: list[str] = []
-        self._marks: list[Any] = []
-        self._previous: tuple[list[str], list[Any]] = ([], [])  # phases and marks of the last step
+        self._step = dict.fromkeys(PHASES, 0.0)  # of the step in progress
+        self._on_cuda, self._waits = torch.device(device).type == "cuda", False
+        self._mark = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for the device at the end of every phase within the block."""
+        self._waits = self._on_cuda
+        try:
+            yield
+        finally:
+            self._waits = False
 
     def start(self) -> None:
         """Begin a step."""
-        self._add_previous_step()
-        self._previous = self._phases, self._marks
-        self._phases, self._marks = [], []
-        self._mark()
+        self._step = dict.fromkeys(PHASES, 0.0)
+        self._mark = time.perf_counter()
 
     def lap(self, phase: str) -> None:
         """Count the time since the last mark as ``phase``."""
-        self._phases.append(phase)
-        self._mark()
-        if phase == "verify":  # the step has synchronised, so the previous events are complete
-            self._add_previous_step()
+        if self._waits:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self._step[phase] += now - self._mark
+        self.seconds[phase] += now - self._mark
+        self._mark = now
 
     def current(self, phase: str) -> float | None:
-        """Seconds of a phase in the step in progress; None on CUDA, where they are known later."""
-        if self._uses_events:
-            return None
-        marks: list[float] = self._marks
-        return sum(
-            marks[index + 1] - marks[index]
-            for index, name in enumerate(self._phases)
-            if name == phase
-        )
-
-    def totals(self) -> dict[str, float]:
-        """Seconds by phase of all steps, the last included; on CUDA this waits for the device."""
-        self._add_previous_step()
-        self._previous = self._phases, self._marks
-        self._phases, self._marks = [], []
-        self._add_previous_step()
-        return dict(self.seconds)
-
-    def _mark(self) -> None:
-        if not self._uses_events:
-            self._marks.append(time.perf_counter())
-            return
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        self._marks.append(event)
-
-    def _add_previous_step(self) -> None:
-        """Add the previous step's time to the totals, once."""
-        phases, marks = self._previous
-        self._previous = [], []
-        if len(phases) < 2:
-            return  # nothing was scheduled
-        self.steps += 1
-        if self._uses_events:
-            marks[-1].synchronize()
-        for phase, before, after in zip(phases, marks, marks[1:], strict=False):
-            elapsed = before.elapsed_time(after) / 1e3 if self._uses_events else after - before
-            self.seconds[phase] += elapsed
+        """Seconds of a phase in the step in progress; None on CUDA, where they are not known."""
+        return None if self._on_cuda else self._step[phase]

@@ -35,8 +35,7 @@ def sequence(
 
 @dataclass
 class DrivenStep:
-    """One recorded step. ``ended``: when, on the drive's clock. ``seconds``: by phase; known once
-    the next step has run or the drive has ended (reading it earlier would make a GPU wait)."""
+    """One recorded step. ``ended``: when, on the drive's clock. ``seconds``: by phase."""
 
     commits: Sequence[Commit]
     ended: float
@@ -116,17 +115,12 @@ class Drive:
         self.steps: list[DrivenStep] = []
         self.seconds = 0.0
         self._waiting = deque(self.seqs)
-        self._phase_seconds = engine.clock.totals()  # when the last recorded step began
 
     def __enter__(self) -> Drive:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-        if kind is None:
-            start = time.perf_counter()
-            self._record_seconds(self.engine.clock.totals())  # waits for a GPU's last step
-            self.seconds += time.perf_counter() - start
 
     def __iter__(self) -> Iterator[DrivenStep]:
         while self.busy:
@@ -167,9 +161,10 @@ class Drive:
             seq = self._waiting.popleft()
             self.running[seq.seq_id] = seq
             self.engine.add(seq)
+        before = dict(self.engine.clock.seconds)
         commits = self.engine.step()
         self.seconds = time.perf_counter() - start
-        self._record_seconds(dict(self.engine.clock.seconds))
+        seconds = {name: total - before[name] for name, total in self.engine.clock.seconds.items()}
         if not any(c.tokens or c.scheduled or c.finish_reason for c in commits):
             raise StandstillError(
                 "a step committed no token although sequences were waiting for one"
@@ -177,7 +172,7 @@ class Drive:
         for commit in commits:
             if commit.finish_reason is not None:
                 self.running.pop(commit.seq_id, None)
-        self.steps.append(DrivenStep(commits, self.seconds))
+        self.steps.append(DrivenStep(commits, self.seconds, seconds))
         return self.steps[-1]
 
     def close(self) -> None:
@@ -190,11 +185,3 @@ class Drive:
         """End a request early."""
         self.engine.abort(seq_id)
         self.running.pop(seq_id, None)
-
-    def _record_seconds(self, totals: dict[str, float]) -> None:
-        """Set the phase seconds of the last recorded step. The clock's totals lag one step behind,
-        so this is called after the following step."""
-        if self.steps and not self.steps[-1].seconds:
-            before = self._phase_seconds
-            self.steps[-1].seconds = {phase: totals[phase] - before[phase] for phase in totals}
-        self._phase_seconds = totals

@@ -51,7 +51,7 @@ def run(
     most = (WARM_UP + steps) * _TOKENS_A_STEP
     rooms = [llm.max_model_len - len(ids) for ids in prompts]
     params = [SamplingParams(max_tokens=min(most, room), ignore_eos=True) for room in rooms]
-    with Drive(llm.engine, map(sequence, prompts, params)) as drive:
+    with llm.engine.clock.waiting(), Drive(llm.engine, map(sequence, prompts, params)) as drive:
         warm = 0
         while warm < WARM_UP and drive.busy:
             if _all_decode(drive.step(), len(prompts)):
