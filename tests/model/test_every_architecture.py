@@ -32,6 +32,7 @@ from paceline.drafters import parse_draft, prepare_one
 from paceline.engine.driver import Drive, sequence
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import NATIVE, REFERENCE
+from paceline.model.backends.reference.recurrent import Mixer
 from paceline.model.copies import layer_view, quantised_copy
 from paceline.model.loading import causal_class, check_architecture
 from paceline.model.lora import linear_sizes
@@ -236,7 +237,10 @@ def check_adapter(target: CausalModel, model: Any) -> None:
         if (sizes := linear_sizes(name, target.hf)) and layers[name].weight is not tied:
             a, b = torch.randn(2, sizes[0]), torch.randn(sizes[1], 2)
             pairs[name] = a / sizes[0] ** 0.5, 0.1 * b
-    for name in [name for name in pairs if name.rpartition(".")[2] in READ]:
+    for name in list(pairs):
+        parent, _, layer = name.rpartition(".")
+        if layer not in READ and not isinstance(target.hf.get_submodule(parent), Mixer):
+            continue
         with contextlib.suppress(ConfigError):
             target.backend.check_adapter(Adapter("one", "", {name: pairs[name]}))
             continue

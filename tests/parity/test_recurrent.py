@@ -15,9 +15,9 @@ from paceline.core.batch import Batch, Span
 from paceline.core.noise import gumbel
 from paceline.core.params import SamplingParams
 from paceline.drafters import DRAFTERS
-from paceline.errors import ModelLoadError
+from paceline.errors import ConfigError, ModelLoadError
 from paceline.llm import LLM
-from paceline.model.backends.reference.recurrent import _Mixer
+from paceline.model.backends.reference.recurrent import Mixer
 from paceline.model.loading import read_config
 from paceline.model.paged.blocks import OutOfBlocksError
 from paceline.model.target import CausalModel
@@ -238,14 +238,14 @@ def test_all_levels_step_in_one_call_in_bf16(kind: str) -> None:
     """Where transformers' own steps round more often than ours."""
     wide = {"hidden_size": 256} | ({"mamba_n_heads": 32} if kind in _HEADS_FOLLOW else {})
     model = CausalModel(random_recurrent(kind, **wide).bfloat16(), kind)
-    mixers = [module for module in model.hf.modules() if isinstance(module, _Mixer)]
+    mixers = [module for module in model.hf.modules() if isinstance(module, Mixer)]
     assert mixers and all(mixer.steps_batched for mixer in mixers)
 
 
 @torch.inference_mode()
 def test_rows_of_all_levels_step_in_one_call(plain: LLM, folders: dict[str, str]) -> None:
     """And what they give is what they give level by level, but for rounding."""
-    mixers = [module for module in plain.target.hf.modules() if isinstance(module, _Mixer)]
+    mixers = [module for module in plain.target.hf.modules() if isinstance(module, Mixer)]
     assert all(mixer.steps_batched for mixer in mixers)
     cache = plain.target.new_cache(8, 16)
     prompt = Span(0, 0, 0, 20)
@@ -266,7 +266,7 @@ def test_rows_of_all_levels_step_in_one_call(plain: LLM, folders: dict[str, str]
     diagonal(["jamba", "kimi_linear"], [GREEDY, replace(GREEDY, temperature=0.9, seed=5)]),
     indirect=["kind"],
 )
-def test_adapters_of_layers_within_a_recurrence(
+def test_adapters_of_a_recurrences_projections(
     plain: LLM,
     folders: dict[str, str],
     tmp_path: Path,
@@ -274,7 +274,11 @@ def test_adapters_of_layers_within_a_recurrence(
     params: SamplingParams,
 ) -> None:
     """Several in one ragged batch, with every shape of drafts."""
-    modules = {"jamba": ("x_proj", "in_proj"), "kimi_linear": ("f_a_proj", "f_b_proj", "g_b_proj")}
+    modules = {"jamba": ("in_proj", "out_proj"), "kimi_linear": ("f_a_proj", "f_b_proj", "o_proj")}
+    inner = {"jamba": "x_proj", "kimi_linear": "g_b_proj"}[kind]
+    adapter = write_adapter(tmp_path / "inner", folders["target"], modules=(inner,), seed=0, size=1)
+    with pytest.raises(ConfigError, match=f"{inner}, which .* multiplies by itself"):
+        plain.adapters.load("inner", adapter)
     llms = [plain.with_draft(draft.format(**folders), draft_length=4) for draft in ("ngram", TREE)]
     texts = [[out.token_ids for out in plain.generate(PROMPTS, params)]]
     for name, seed in (("one", 0), ("two", 1)):

@@ -18,6 +18,7 @@ from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.model.backends.base import REFERENCE, Backend
 from paceline.model.backends.reference.adapters import applying_adapters, reads_weight_of
 from paceline.model.backends.reference.attention import STEP
+from paceline.model.backends.reference.recurrent import Mixer
 from paceline.model.backends.reference.rows import correct_rows
 from paceline.model.paged.cache import LayerShape, PagedCache
 from paceline.model.paged.segments import AttentionStep, DeviceBatch, Pattern
@@ -56,11 +57,12 @@ class TorchBackend(Backend):
     def check_adapter(self, adapter: Adapter) -> None:
         for name in adapter.pairs:
             parent, _, layer = name.rpartition(".")
-            if reads_weight_of(module := self.hf.get_submodule(parent), layer):
+            module = self.hf.get_submodule(parent)
+            inner = isinstance(module, Mixer) and not module.runs_once(layer)
+            if inner or reads_weight_of(module, layer):
                 raise ConfigError(
-                    f"the adapter {adapter.name} changes {name}, whose weight "
-                    f"{type(module).__name__} multiplies by itself; merge it into the model "
-                    "(peft's merge_and_unload)"
+                    f"the adapter {adapter.name} changes {name}, which {type(module).__name__} "
+                    "multiplies by itself; merge it into the model (peft's merge_and_unload)"
                 )
 
     def run(self, batch: DeviceBatch) -> torch.Tensor:

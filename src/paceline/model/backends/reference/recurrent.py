@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from paceline.core.bound import bound
 from paceline.errors import UnsupportedModelError
-from paceline.model.backends.reference.adapters import ROWS, with_adapters
 from paceline.model.backends.reference.attention import STEP
 from paceline.model.backends.reference.recurrences import batched_steps, patch_step_functions
 from paceline.model.paged.states import StateLevel, StatePart, StateStep
@@ -32,7 +31,7 @@ from paceline.model.paged.states import StateLevel, StatePart, StateStep
 _PRECOMPUTED: ContextVar[Mapping[str, Tensor | None] | None] = ContextVar("ready", default=None)
 
 
-class _Mixer(nn.Module):
+class Mixer(nn.Module):
     """First base of a mixer's class, as a ``forward`` of the instance would not survive copying."""
 
     layer_idx: int
@@ -59,7 +58,7 @@ class _Mixer(nn.Module):
             """Run ``rows [B, n]``; returns the states after them."""
             ready = {name: values[rows] for name, values in projected.items()}
             ready[self.output_projection] = None
-            with bound(_PRECOMPUTED, ready), bound(ROWS, rows.flatten()):
+            with bound(_PRECOMPUTED, ready):
                 output, parts = self.advance(hidden_states[0, rows], parts)
             order.append(rows.flatten())
             outputs.append(output.flatten(0, 1))
@@ -123,6 +122,10 @@ class _Mixer(nn.Module):
         """The input of the input projections: Falcon-H1 scales ``hidden``."""
         return hidden * getattr(self, "ssm_in_multiplier", 1)
 
+    def runs_once(self, name: str) -> bool:
+        """Whether the child layer ``name`` runs once for all rows of a batch."""
+        return name in (*self.input_projections, self.output_projection)
+
     def probe(self, hidden: Tensor) -> list[StatePart]:
         """Find out how the mixer works by running it on ``hidden [1, 3, H]``; returns the shapes
         and dtypes of its state. On the meta device only these are found."""
@@ -174,10 +177,10 @@ class _Mixer(nn.Module):
 def _layer(name: str) -> property:
     """A mixer's attribute: its child layer, or in a step a function with precomputed outputs."""
 
-    def layer(self: _Mixer) -> Any:
+    def layer(self: Mixer) -> Any:
         precomputed = _PRECOMPUTED.get()
         if precomputed is None or name not in precomputed:
-            return with_adapters(self._modules[name])
+            return self._modules[name]
         output = precomputed[name]
         return lambda given: given if output is None else output
 
@@ -191,13 +194,13 @@ def adapt_mixers(hf: Any, layers: int) -> list[list[StatePart]]:
     size, device = hf.config.get_text_config(decoder=True).hidden_size, hf.device
     hidden = torch.arange(3 * size, device=device).view(1, 3, size).sin().to(hf.dtype)
     for module in list(hf.modules()):
-        if isinstance(module, _Mixer) or _is_mixer(module):
-            if not isinstance(module, _Mixer):
+        if isinstance(module, Mixer) or _is_mixer(module):
+            if not isinstance(module, Mixer):
                 kind = type(module)
                 module.cache_parameter = cache_name(module.forward)
                 properties = {name: _layer(name) for name, _ in module.named_children()}
                 patch_step_functions(kind.__module__)
-                module.__class__ = type(kind.__name__, (_Mixer, kind), properties)
+                module.__class__ = type(kind.__name__, (Mixer, kind), properties)
             parts[module.layer_idx] = module.probe(hidden)
     return parts
 
