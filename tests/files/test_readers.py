@@ -25,7 +25,7 @@ import pytest
 
 from paceline import PacelineError
 from paceline.engine.recovery import Failure
-from support.fuzzed_files import READERS, content_of
+from support.fuzzed_files import READERS
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0.5"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
@@ -84,14 +84,6 @@ def damaged(content: bytes, chooser: random.Random) -> bytes:
             return bytes(changed)
 
 
-def flipped(content: bytes, chooser: random.Random) -> bytes:
-    """With one bit flipped anywhere, or cut."""
-    at = chooser.randrange(len(content))
-    if chooser.random() < 0.2:
-        return content[:at]
-    return content[:at] + bytes([content[at] ^ 1 << chooser.randrange(8)]) + content[at + 1 :]
-
-
 def put(file: Path, content: bytes | None, chooser: random.Random) -> None:
     """``content`` in place of a file; None: something that is no file."""
     remove(file)
@@ -133,23 +125,21 @@ def limited() -> Iterator[None]:
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 def test_damage_is_read_or_refused_in_one_line(reader: Any, tmp_path: Path) -> None:
-    files, read, sealed = reader(tmp_path)
+    files, read = reader(tmp_path)
     whole = {file: file.read_bytes() for file in files}
-    right = content_of(read())
+    read()
     chooser, end, tried = random.Random(SEED), time.monotonic() + SECONDS, 0
     done: Counter[str] = Counter()
     faults: dict[str, str] = {}  # the first by kind
     slowest = 0.0
     while time.monotonic() < end or tried < 5:
         file, tried = chooser.choice(files), tried + 1
-        one_bit = file in sealed and chooser.random() < 0.3
-        content = (flipped if one_bit else damaged)(whole[file], chooser)
-        put(file, content if one_bit or chooser.random() < 0.98 else None, chooser)
+        content = damaged(whole[file], chooser)
+        put(file, content if chooser.random() < 0.98 else None, chooser)
         began = time.process_time()
         try:
             with limited():
-                result = read()
-            assert not one_bit or content_of(result) == right, "a wrong bit is not noticed"
+                read()
             done["read"] += 1
         except PacelineError as error:
             assert "\n" not in str(error), error

@@ -43,8 +43,7 @@ from paceline.server.security import Keys
 from paceline.settings.tuned import TunedSettings
 from paceline.train.acceptance import load_held_out_texts
 from paceline.train.configs import DraftConfig
-from paceline.train.data import Windows, encode_stream
-from paceline.train.reading import FeatureCache, TargetOutputs
+from paceline.train.data import encode_stream
 from support.made_adapters import write_adapter
 from support.made_gguf import write_gguf
 from support.medusa_models import write_medusa
@@ -57,21 +56,10 @@ VOCAB = 50
 
 
 class Made(NamedTuple):
-    """Files to damage, and what reads them. ``sealed``: those whose content a checksum covers; if
-    a bit of them is wrong, they are refused, or what is read is what stood there."""
+    """Files to damage, and what reads them."""
 
     files: list[Path]
     read: Callable[[], Any]
-    sealed: tuple[Path, ...] = ()
-
-
-def content_of(thing: Any) -> Any:
-    """What was read, in a form that can be compared."""
-    if isinstance(thing, torch.nn.Module):
-        return {key: content_of(value) for key, value in thing.state_dict().items()}
-    if isinstance(thing, torch.Tensor):
-        return thing.dtype, tuple(thing.shape), thing.reshape(-1).view(torch.uint8).tolist()
-    return thing
 
 
 def gguf_header(root: Path) -> Made:
@@ -157,8 +145,7 @@ def heads(root: Path, write: Callable[[str], str], load: Callable[[str, Any], An
     target = write_tiny_model(root / "model", layers=8)
     folder = Path(write(str(target)))
     shape = TargetShape(32, 320, 8)
-    sealed = tuple(folder.glob("*.safetensors"))
-    return Made(sorted(folder.iterdir()), lambda: load(str(folder), shape), sealed)
+    return Made(sorted(folder.iterdir()), lambda: load(str(folder), shape))
 
 
 def eagle(root: Path) -> Made:
@@ -218,7 +205,7 @@ def datastore(root: Path) -> Made:
             store.continuations(positions, 3)
         return store.ids.tolist(), store.order.tolist(), store.about
 
-    return Made([file], read, (file,))
+    return Made([file], read)
 
 
 def tuned(root: Path) -> Made:
@@ -310,21 +297,6 @@ def prompts(root: Path) -> Made:
     return Made([lines, plain], lambda: [load_prompts(file) for file in (lines, plain)])
 
 
-def features(root: Path) -> Made:
-    """A target's features, kept for a training: damaged ones are computed again."""
-
-    def run_target(ids: torch.Tensor, loss_mask: torch.Tensor, _: object) -> TargetOutputs:
-        final = torch.arange(12.0).reshape(1, 3, 4)
-        return TargetOutputs(ids, loss_mask, final, final, None)
-
-    kept = FeatureCache(root / "f", run_target, torch.device("cpu"), 4)
-    ids = torch.full((1, 3), 7)
-    windows = Windows(ids, ids > 0, (3,))
-    kept.get(windows)
-    files = list((root / "f").rglob("*.safetensors"))
-    return Made(files, lambda: content_of(kept.get(windows).final), tuple(files))
-
-
 def kept_copy(root: Path) -> Made:
     """A model's form in 4 bits, kept for the next start: a damaged one is made again, or costs
     speed alone."""
@@ -341,7 +313,7 @@ def kept_copy(root: Path) -> Made:
             del _COPIES[model]
 
     read()
-    files = list((root / "cache").rglob("*.forms"))
+    files = list((root / "cache").rglob("*.safetensors"))
     assert files
     return Made(files, read)
 
@@ -366,4 +338,4 @@ def held_out(root: Path) -> Made:
 READERS = (gguf_header, gguf_model, checkpoint, shards, model_folder, tokenizer, vocabularies)
 READERS += (eagle, medusa, public_medusa, block, dflash, mtp, adapter, datastore)
 READERS += (tuned, server_settings, api_keys, foreign_settings, receipt, training_data, prompts)
-READERS += (features, held_out, kept_copy)
+READERS += (held_out, kept_copy)

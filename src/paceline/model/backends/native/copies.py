@@ -1,10 +1,10 @@
 """A copy of a model in 8 or 4 bits for the kernels: rounded matrix by matrix, or read from a file.
 
-    quantised/KEY.forms    in the cache folder: a header and its checksum, the packed matrices
+    quantised/KEY.safetensors    in the cache folder: the packed matrices, their formats as metadata
 
 KEY is a hash of the model's matrices and of what they are rounded to. The files can be deleted at
 any time. ``PACELINE_QUANTISED_CACHE`` bounds their total size ("off": no files are written); the
-least recently used are deleted first. Matrices have no checksum: wrong ones cost speed, not text.
+least recently used are deleted first.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from paceline.core.memory import parse_bytes
 from paceline.core.stages import info, stage
-from paceline.errors import PacelineError, WriteError
+from paceline.errors import PacelineError
 from paceline.files import atomic_write, cache_folder
 from paceline.kernels.library import PLAIN
 from paceline.model.backends.base import BackendModel
 from paceline.model.backends.native.packing import PackedFormat, PackedLinear, PackedMatrix
+from paceline.model.names import first_line
 from paceline.model.quantised.convert import (
     Rounding,
     Scheme,
@@ -42,10 +43,8 @@ from paceline.model.quantised.weights import LinearBase
 
 SETTING = "PACELINE_QUANTISED_CACHE"
 OFF = "off"
-_OURS = b"Written by Paceline: quantised forms "
-_MAGIC = _OURS + b"7\n"  # raise the version when the layout or the rounding changes
+_VERSION = 8  # part of the names: raise it when the layout or the rounding changes
 _MAX_BYTES = 8 << 30
-_DISK_SHARE = 10  # at most this fraction (a tenth) of the disk
 
 
 @dataclass(frozen=True)
@@ -134,84 +133,67 @@ def _matrices(hf: Any, scheme: Scheme) -> list[_Matrix]:
 def _cache_file(matrices: Sequence[_Matrix]) -> Path | None:
     """The file for the rounded matrices; None if files are off. Raises ConfigError for a setting
     that is no size."""
-    if os.environ.get(SETTING) and not _max_bytes():
+    if not _max_bytes():
         return None
-    keys = json.dumps([matrix.key for matrix in matrices])
-    return cache_folder() / "quantised" / f"{hashlib.sha256(keys.encode()).hexdigest()[:40]}.forms"
+    keys = json.dumps([_VERSION, *(matrix.key for matrix in matrices)])
+    name = hashlib.sha256(keys.encode()).hexdigest()[:40]
+    return cache_folder() / "quantised" / f"{name}.safetensors"
 
 
 def read(file: Path, matrices: Sequence[_Matrix]) -> list[PackedMatrix] | None:
-    """The matrices in a file; None, with a log line, if it is cut short or not of this version."""
+    """The matrices in a file; None if there is none, and, with a log line, if it is damaged."""
+    if not file.is_file():
+        return None
     try:
-        with file.open("rb") as stream:
-            if stream.readline() != _MAGIC:
-                raise ValueError("it does not begin as such a file")
-            checksum, _, header = stream.readline().partition(b" ")
-            if checksum != _checksum(header):  # the kernels rely on it
-                raise ValueError("its header does not match its checksum")
-            forms: list[dict[str, Any]] = json.loads(header)
+        with safe_open(file, framework="pt") as opened:
+            checksum, _, text = opened.metadata()["forms"].partition(" ")
+            if checksum != _crc32(text):  # the kernels rely on the formats
+                raise ValueError("its formats do not match their checksum")
+            forms: list[dict[str, Any]] = json.loads(text)
             stored = [
                 m.empty(PackedFormat(**form)) for form, m in zip(forms, matrices, strict=True)
             ]
-            for packed in stored:
-                buffer = packed.data.numpy().data
-                if stream.readinto(buffer) != len(buffer):
-                    raise ValueError("it is cut short")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        info(f"{file} is damaged ({error}); the copy is made again")
-        return None
-    with suppress(OSError):
+            for index, packed in enumerate(stored):
+                packed.data.copy_(opened.get_tensor(str(index)))
         os.utime(file)  # marks the file as used, for _evict
+    except Exception as error:  # a damaged file may lead to any
+        info(f"{file} is damaged ({first_line(error)}); the copy is made again")
+        return None
     return stored
-
-
-def _checksum(header: bytes) -> bytes:
-    return b"%08x" % zlib.crc32(header)
 
 
 def write(file: Path, matrices: Sequence[PackedMatrix]) -> None:
     """Write the matrices to ``file`` for the next start; if that fails, a log line says why."""
-    size = sum(packed.data.nbytes for packed in matrices)
+    tensors = {str(index): packed.data for index, packed in enumerate(matrices)}
+    forms = json.dumps([packed.form._asdict() for packed in matrices if packed.form is not None])
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        room = min(_max_bytes(), shutil.disk_usage(file.parent).free // 2)
-        if size > room:
-            raise WriteError(
-                f"{file.parent} has room for {room / 1e6:,.0f} MB, it takes {size / 1e6:,.0f} MB"
-            )
-        _evict(file.parent, _max_bytes() - size)
-        forms = [packed.form._asdict() for packed in matrices if packed.form is not None]
+        _evict(file.parent, _max_bytes() - sum(data.nbytes for data in tensors.values()))
         with (
             stage(f"keeping it in {file.parent}"),
             atomic_write(file, "the quantised copy", durable=False) as stream,
         ):
-            header = json.dumps(forms).encode() + b"\n"
-            stream.write(_MAGIC + _checksum(header) + b" " + header)
-            for packed in matrices:
-                stream.write(packed.data.numpy().data)
-    except (OSError, PacelineError) as error:
+            save_file(tensors, stream.name, {"forms": f"{_crc32(forms)} {forms}"})
+    except (OSError, PacelineError, SafetensorError) as error:
         info(
             f"the quantised copy is not kept for the next start: {error} (PACELINE_CACHE=FOLDER "
             "names another place)"
         )
 
 
+def _crc32(text: str) -> str:
+    return str(zlib.crc32(text.encode()))
+
+
 def _max_bytes() -> int:
     """How many bytes all files may take. Raises ConfigError for a setting that is no size."""
     limit = os.environ.get(SETTING)
-    if limit:
-        return 0 if limit == OFF else parse_bytes(limit)
-    try:
-        return min(_MAX_BYTES, shutil.disk_usage(cache_folder()).total // _DISK_SHARE)
-    except OSError:
-        return 0
+    return _MAX_BYTES if not limit else 0 if limit == OFF else parse_bytes(limit)
 
 
 def _evict(folder: Path, limit: int) -> None:
     """Delete the least recently used files until the others take at most ``limit`` bytes."""
-    files = folder.glob("*.forms")
+    files = folder.glob("*.safetensors")
     for file in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
         limit -= file.stat().st_size
         if limit < 0:
