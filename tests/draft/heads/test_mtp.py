@@ -169,13 +169,13 @@ def test_other_layers_are_refused(
 
 
 def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
-    """One whose header safetensors cannot read, though our table can, and one with a NaN."""
+    """One whose header is not sound, and one with a NaN."""
     target = CausalModel.load("paceline/tiny", "float32", "cpu", backend="reference")
     folder = Path(write_mtp(tmp_path / "mtp", target.hf.config))
     file = folder / "model.safetensors"
     whole, tensors = file.read_bytes(), load_file(file)
     file.write_bytes(whole.replace(b'"format":"pt"', b'"format":  1 '))
-    with pytest.raises(ModelLoadError, match=r"is damaged: .*invalid type") as caught:
+    with pytest.raises(ModelLoadError, match=r"is damaged .*invalid type") as caught:
         load_mtp(str(folder), target)
     assert "\n" not in str(caught.value)
     next(tensor for key, tensor in tensors.items() if "mlp" in key)[3, 2] = torch.nan
