@@ -31,7 +31,6 @@ from paceline.files import atomic_write, cache_folder
 from paceline.kernels.library import PLAIN
 from paceline.model.backends.base import BackendModel
 from paceline.model.backends.native.packing import PackedFormat, PackedLinear, PackedMatrix
-from paceline.model.names import first_line
 from paceline.model.quantised.convert import (
     Rounding,
     Scheme,
@@ -157,7 +156,7 @@ def read(file: Path, matrices: Sequence[_Matrix]) -> list[PackedMatrix] | None:
                 packed.data.copy_(opened.get_tensor(str(index)))
         os.utime(file)  # marks the file as used, for _evict
     except Exception as error:  # a damaged file may lead to any
-        info(f"{file} is damaged ({first_line(error)}); the copy is made again")
+        info(f"{file} is damaged ({error}); the copy is made again")
         return None
     return stored
 
