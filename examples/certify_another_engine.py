@@ -17,8 +17,7 @@ from local_server import paceline_serve
 from paceline import PacelineError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.effort import Effort
-from paceline.lab.certify.server import ServerCertifier
-from paceline.lab.certify.session import connect
+from paceline.lab.certify.server import ServerCertifier, connect
 
 # Beginnings that leave the next token open. More prompts, requests and seconds see smaller faults:
 # `paceline certify --url` has the options, and prints tables instead of lines.

@@ -15,7 +15,7 @@ import transformers
 
 from paceline.core.params import SamplingParams
 from paceline.errors import UnsupportedModelError
-from paceline.lab.certify.decoding import Scorer, Start
+from paceline.lab.certify.decoding import Start, next_probabilities
 from paceline.llm import LLM
 from paceline.model.backends.reference.rows import correct_rows
 from paceline.model.target import CausalModel
@@ -179,14 +179,13 @@ def test_a_certification_scores_each_text_by_its_own_length(saved: Callable[[str
     start = Start(tuple(prompts()[2]), SamplingParams(temperature=1.0))
     model = CausalModel.load(saved("phi3"), "float32", "cpu", backend="reference")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(saved("phi3"), dtype=torch.float32)
-    scorer = Scorer(model, start)
     strings = [(), (7,), (8, 9), (7, 7, 7)]
-    for distributions in (scorer.at_once(strings), scorer.stepwise(strings)):
-        for string, distribution in zip(strings, distributions, strict=True):
-            ids = torch.tensor([[*start.tokens, *string]])
-            with torch.inference_mode():
-                wanted = theirs(ids, use_cache=False).logits[0, -1].softmax(-1)
-            assert torch.allclose(distribution, wanted, atol=1e-5), string
+    distributions = next_probabilities(model, start, strings)
+    for string, distribution in zip(strings, distributions, strict=True):
+        ids = torch.tensor([[*start.tokens, *string]])
+        with torch.inference_mode():
+            wanted = theirs(ids, use_cache=False).logits[0, -1].softmax(-1)
+        assert torch.allclose(distribution, wanted, atol=1e-5), string
 
 
 def test_only_a_context_beyond_the_original_one_has_two_rotations() -> None:

@@ -64,16 +64,15 @@ def _certify_server(
                 "--url; leave it out here and start the server with it"
             )
     from paceline.lab.bench.prompts import evenly
-    from paceline.lab.certify.server import ServerCertifier
-    from paceline.lab.certify.session import connect
+    from paceline.lab.certify.server import ServerCertifier, connect
 
     texts = [(prompt.name, prompt.text) for prompt in evenly(prompts.load(1), effort.num_prompts)]
     model_and_key = model or None, os.environ.get("OPENAI_API_KEY")
-    server, reference = connect(url, *model_and_key, timeout=min(120.0, max(1.0, budget.left)))
+    server, reference = connect(url, *model_and_key)
     if against is not None:
         reference, _ = connect(against, *model_and_key)
     certifier = ServerCertifier(server, reference, texts, effort, budget)
-    with measuring("certifying", budget, certifier.num_tasks) as interrupted:
+    with measuring("certifying", budget, effort.requests) as interrupted:
         certifier.run(interrupted.advance)
     certificate = certifier.certificate()
     output.emit(certificate.record(), certificate.report())
@@ -132,7 +131,7 @@ def certify(
     needed = tokens_needed(base, (ids for _, ids in encoded), effort.max_tokens)
     llm = engine.with_draft(base, max_batch_size=batch, max_model_len=needed)
     certifier = Certifier(llm, encoded, params, effort, budget=budget)
-    with measuring("certifying", budget, certifier.num_tasks) as interrupted:
+    with measuring("certifying", budget, len(list(certifier.tasks()))) as interrupted:
         certifier.run(interrupted.advance)
     with stage("testing the samples"):
         certificate = certifier.certificate()

@@ -16,8 +16,8 @@ from paceline.lab.bench.runner import (
 from paceline.lab.certify.decoding import Difference
 from support.made_outcomes import Fake, job, request
 
-TIE = Difference(2, 7, 9, gap=0.01, step=0.01, on_edge=False)
-BUG = Difference(1, 6, 0, gap=1.0, step=0.01, on_edge=False)
+TIE = Difference(2, 7, 9, gap=0.01, rounding=0.01)
+BUG = Difference(1, 6, 0, gap=1.0, rounding=0.01)
 
 
 def judge(asked: BenchRequest, left: tuple[int, ...], right: tuple[int, ...]) -> Difference | None:

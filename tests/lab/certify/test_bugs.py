@@ -176,8 +176,7 @@ def test_a_cache_row_off_by_one(llm: LLM, prompts: Named, monkeypatch: pytest.Mo
     monkeypatch.setattr("paceline.engine.engine.path_moves", shifted)
     certificate = outcome(llm, prompts)
     assert {"greedy", "seeded"} <= parts(certificate)
-    bugs = [item for check in certificate.rows("texts") for item in check.bugs]
-    assert all(item.gap > 1e-3 for item in bugs)
+    assert all(item.difference.gap > 1e-3 for item in certificate.rows("divergences"))
 
 
 def test_positions_off_by_one(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError, PromptError
-from paceline.lab.certify.certificate import Prefix
 from paceline.lab.certify.decoding import Start
 from paceline.lab.certify.effort import Effort
-from paceline.lab.certify.run import Certifier, certify
+from paceline.lab.certify.run import Certifier, Prefix, certify
 from paceline.llm import LLM
 
 Named = Sequence[tuple[str, Sequence[int]]]
@@ -29,12 +28,7 @@ def test_a_correct_engine_is_certified(llm: LLM, prompts: Named, params: Samplin
     assert {check.kind for check in certificate.rows("texts")} == {"greedy", "seeded"}
     assert all(check.drafted > check.accepted > 0 for check in certificate.rows("texts"))
     assert max(check.distance for check in certificate.rows("exact")) < 1e-6
-    whats = {test.what for test in certificate.rows("tests")}
-    assert {
-        "first token / distribution",
-        "next tokens / distribution",
-        "draws / declared distribution",
-    } <= whats
+    assert {test.part for test in certificate.rows("tests")} == {"sampling", "drafter"}
     assert 0 < certificate.facts["smallest_bias"] < 0.25
 
 
@@ -55,7 +49,7 @@ def test_an_adaptive_engine_with_chosen_drafts(llm: LLM, prompts: Named) -> None
     assert list(certifier.settings)[2] == "draft length auto, alone"
     pieces: list[str] = []
     certifier.run(pieces.append)
-    assert len(pieces) == certifier.num_tasks
+    assert len(pieces) == len(list(certifier.tasks()))
     # Its drafts are chosen, so there is no distribution of its own to test.
     assert not [t for t in certifier.certificate().rows("tests") if t.part == "drafter"]
 
@@ -65,12 +59,10 @@ def test_the_rule_is_enumerated_where_a_lookup_matches(llm: LLM) -> None:
     tokens = tuple(range(20, 60))  # no token comes twice
     ngram = llm.with_draft("ngram:min=1", draft_length=2, max_batch_size=64, seed=1)
     certifier = Certifier(ngram, [("new", tokens)], None, replace(SMALL, num_prompts=1))
-    evidence = certifier.evidence
-    evidence.prefixes.append(Prefix(Start(tokens, SamplingParams(temperature=1.0)), 2))
+    certifier.prefixes.append(Prefix(Start(tokens, SamplingParams(temperature=1.0)), 2))
     certifier.run()
-    notes = certifier.certificate().notes
-    assert evidence.exact and not [note for note in notes if "not enumerated" in note]
-    assert all(check.passed and check.draw == "point" for check in evidence.exact)
+    assert certifier.exact
+    assert all(check.passed and check.draw == "point" for check in certifier.exact)
 
 
 def test_plain_decoding_takes_no_more_memory_than_the_engine(llm: LLM, prompts: Named) -> None:
@@ -101,8 +93,7 @@ def test_greedy_only(llm: LLM, prompts: Named) -> None:
 def test_small_effort_settings_give_no_certificate(
     llm: LLM, prompts: Named, effort: Effort, lack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # These distributions have few cells, so that few samples see much.
-    monkeypatch.setattr("paceline.lab.certify.certificate.MAX_BIAS", 0.15)
+    monkeypatch.setattr("paceline.lab.certify.certificate.MAX_BIAS", 0.1)
     certificate = certify(llm, prompts, effort=effort)
     assert certificate.facts["complete"] and not certificate.problems
     assert not certificate.lossless
@@ -129,18 +120,6 @@ def test_without_drafts_nothing_is_certified(llm: LLM, prompts: Named) -> None:
     assert "the drafter proposed nothing for greedy requests" in certificate.verdict
 
 
-def test_an_interrupted_run_is_never_certified(
-    llm: LLM, prompts: Named, interrupt_at: Callable[[int], Callable[[str], None]]
-) -> None:
-    certifier = Certifier(llm, prompts, None, SMALL)
-    with pytest.raises(KeyboardInterrupt):
-        certifier.run(interrupt_at(8))
-    certificate = certifier.certificate()
-    assert certificate.rows("texts") and not certificate.lossless
-    assert certificate.verdict.startswith("NOT CERTIFIED: interrupted")
-    assert not llm.engine.has_work
-
-
 def test_the_same_seed_gives_the_same_certificate(folders: tuple[str, str], llm: LLM) -> None:
     one = [("one", list(range(20, 40)))]
     records = [
@@ -152,7 +131,7 @@ def test_the_same_seed_gives_the_same_certificate(folders: tuple[str, str], llm:
         for seed in (1, 2)
     ]
     for record in records:  # what it took is another each time
-        assert record["budget"].pop("spent") > 0 and record.pop("verdict")
+        assert record.pop("seconds") > 0 and record.pop("verdict")
     assert records[0] == records[1]
 
 
@@ -163,9 +142,9 @@ def test_refusals(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:
         certify(llm.with_draft(folders[1], draft_length=0), prompts)
     with pytest.raises(PromptError, match="no prompt was given"):
         certify(llm, [])
-    with pytest.raises(PromptError, match="prompt a is empty"):
+    with pytest.raises(PromptError, match="prompt a has 0 tokens"):
         certify(llm, [("a", [])])
-    with pytest.raises(PromptError, match=r"prompt b has 150 tokens, but .* lower max_tokens"):
+    with pytest.raises(PromptError, match=r"prompt b has 150 tokens; give .* at most "):
         certify(llm, [("b", [1] * 150)])
     for wrong in ({"num_prompts": 0}, {"samples": 5}, {"alpha": 0.0}, {"seed": -1}):
         with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} is "):

@@ -1,51 +1,29 @@
-"""Against published tables: critical_value values, and Cohen's non-centralities for power 0.9."""
+"""Against published tables (critical values, Cohen's power), and by simulation."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from paceline.lab.certify.chisquare import (
-    critical_value,
-    detectable_noncentrality,
-    goodness_of_fit,
-    holm,
-    homogeneity,
-    upper_tail,
-)
+from paceline.lab.certify.chisquare import BINS, ChiSquare, RankCounts, homogeneity
 
 
 @pytest.mark.parametrize(
     ("df", "alpha", "value"), [(1, 0.05, 3.841), (5, 0.01, 15.086), (30, 0.001, 59.703)]
 )
 def test_critical_values(df: int, alpha: float, value: float) -> None:
-    assert critical_value(alpha, df) == pytest.approx(value, abs=1e-3)
-    assert upper_tail(value, df) == pytest.approx(alpha, rel=1e-3)
+    assert ChiSquare(value, df, 100).p_value == pytest.approx(alpha, rel=1e-3)
 
 
-@pytest.mark.parametrize(("df", "value"), [(1, 10.507), (2, 12.654), (4, 15.405), (10, 20.532)])
-def test_noncentrality_for_power(df: int, value: float) -> None:
-    assert detectable_noncentrality(0.05, 0.9, df) == pytest.approx(value, abs=2e-3)
+def test_without_a_degree_of_freedom_nothing_is_unlikely() -> None:
+    assert ChiSquare(0.0, 0, 100).p_value == 1.0
 
 
-def test_noncentral_tail_against_simulation() -> None:
-    generator = torch.Generator().manual_seed(0)
-    shifts = torch.tensor([2.0, 1.0, 0.0])  # non-centrality 5
-    drawn = (torch.randn(200_000, 3, generator=generator) + shifts).square().sum(-1)
-    for limit in (4.0, 8.0, 15.0):
-        share = float((drawn > limit).float().mean())
-        assert upper_tail(limit, 3, 5.0) == pytest.approx(share, abs=0.005)
-    assert upper_tail(0.0, 3) == 1.0
-    assert upper_tail(1e4, 100, 5000.0) == pytest.approx(0.0, abs=1e-12)
-    assert upper_tail(5000.0, 100, 5000.0) > 0.7  # large non-centralities do not lose their mass
-
-
-def test_goodness_of_fit() -> None:
-    outcome = goodness_of_fit([44, 56], [0.5, 0.5])
-    assert outcome.statistic == pytest.approx(1.44)
-    assert outcome.df == 1
-    assert outcome.p_value == pytest.approx(0.2301, abs=1e-4)
-    assert goodness_of_fit([44, 56], [0.5, 0.5], rounding_effect=0.01).p_value > outcome.p_value
+@pytest.mark.parametrize(("df", "value"), [(2, 12.654), (4, 15.405), (10, 20.532)])
+def test_the_smallest_bias_has_that_power(df: int, value: float) -> None:
+    """Cohen's non-centralities for alpha 0.05 and power 0.9; n w² with w = 2 TV."""
+    bias = ChiSquare(0.0, df, 1000).smallest_bias(0.05)
+    assert 1000 * (2 * bias) ** 2 == pytest.approx(value, rel=0.1)
 
 
 def test_homogeneity_is_the_two_by_two_table() -> None:
@@ -55,22 +33,55 @@ def test_homogeneity_is_the_two_by_two_table() -> None:
     assert homogeneity([5, 0, 5], [4, 0, 6]).df == 1
 
 
-def test_smallest_bias_is_found_with_that_power() -> None:
-    """A bias of the promised size, in its least visible form, is found nine times in ten."""
-    chances = torch.tensor([0.25, 0.25, 0.25, 0.25], dtype=torch.float64)
-    samples, alpha = 1000, 0.01
-    bias = goodness_of_fit([250] * 4, chances.tolist()).smallest_bias(alpha)
-    moved = chances + bias / 2 * torch.tensor([1.0, 1.0, -1.0, -1.0])
-    generator = torch.Generator().manual_seed(1)
-    shown = 0
-    for _ in range(400):
-        drawn = torch.multinomial(moved, samples, True, generator=generator)
-        counts = torch.bincount(drawn, minlength=4).tolist()
-        shown += goodness_of_fit(counts, chances.tolist()).p_value < alpha
-    assert 0.86 <= shown / 400 <= 0.94
+# -- ranks ----------------------------------------------------------------------------------------
+
+PROBS = torch.tensor([0.02, 0.5, 0.0, 0.3, 0.01, 0.17])
 
 
-def test_holm() -> None:
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.9, 0.8]) == pytest.approx([1.0, 1.0])
-    assert holm([]) == []
+def drawn(probs: torch.Tensor, count: int = 4000) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.multinomial(probs, count, True, generator=generator).tolist()
+
+
+def test_tokens_are_counted_by_rank() -> None:
+    ranks = RankCounts()
+    ranks.add(3 * PROBS, [1, 1, 5, 3, 0, 4])
+    assert ranks.counts[:5] == [2, 1, 1, 2, 0] and ranks.total == 6 and not ranks.impossible
+    expected = [6 * p for p in (0.5, 0.3, 0.17, 0.03)]
+    assert ranks.expected[:4].tolist() == pytest.approx(expected)
+    ranks.add(torch.ones(100), [99])
+    assert ranks.expected[-1] == pytest.approx(0.35) and ranks.counts[BINS - 1] == 1
+
+
+def test_tokens_that_follow_their_distribution_pass() -> None:
+    ranks = RankCounts()
+    ranks.add(PROBS, drawn(PROBS))
+    outcome = ranks.test()
+    counts = [ranks.counts[rank] for rank in range(4)]
+    pairs = zip(counts, [4000 * p for p in (0.5, 0.3, 0.17, 0.03)], strict=True)
+    assert outcome.statistic == pytest.approx(sum((n - e) ** 2 / e for n, e in pairs), rel=1e-4)
+    assert outcome.df == 3 and outcome.p_value > 0.01
+
+
+def test_bins_in_which_little_is_expected_share_a_cell() -> None:
+    ranks = RankCounts()
+    ranks.add(PROBS, drawn(PROBS, 30))
+    assert ranks.test().df == 2
+    ranks = RankCounts()
+    ranks.add(torch.tensor([0.0, 1.0, 0.0]), [1] * 500)
+    assert ranks.test() == ChiSquare(0.0, 0, 500)
+    assert ranks.test().p_value == ranks.test().smallest_bias(0.001) == 1.0
+
+
+def test_a_bias_is_detected() -> None:
+    """A tenth of the probability moves from one token to another."""
+    moved, ranks = PROBS.clone(), RankCounts()
+    moved[[1, 3]] += torch.tensor([-0.1, 0.1])
+    ranks.add(PROBS, drawn(moved))
+    assert ranks.test().p_value < 1e-9
+
+
+def test_impossible_tokens_are_counted() -> None:
+    ranks = RankCounts()
+    ranks.add(PROBS, [2, 2, 1])
+    assert ranks.impossible == 2

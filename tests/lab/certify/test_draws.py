@@ -1,4 +1,4 @@
-"""Honest draws pass the recorder's test in every kind of tree; others do not."""
+"""Honest draws follow what they declare in every kind of tree; others do not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from paceline.core.tree import Draw, TokenTree
-from paceline.lab.certify.draws import DraftRecorder, Examples
+from paceline.lab.certify.chisquare import RankCounts
+from paceline.lab.certify.draws import Examples, record
 
 DISTRIBUTION = torch.softmax(torch.arange(8) / 2.0, -1)
 
@@ -33,48 +34,57 @@ def samples(
         yield TokenTree(tokens, (-1,) * siblings, draw, declared.repeat(siblings, 1))
 
 
-def p_value(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> float:
-    recorder = DraftRecorder()
+def recorded(drawn: torch.Tensor, declared: torch.Tensor, siblings: int) -> RankCounts:
+    ranks = RankCounts()
     for tree in samples(600, drawn, declared, siblings):
-        recorder.record({}, PLAN, [tree])
-    assert recorder.total == 600 * siblings
-    outcome = recorder.test()
-    assert outcome is not None
-    return outcome.p_value
+        record(ranks, {}, PLAN, [tree])
+    assert ranks.total == 600 * siblings
+    return ranks
 
 
 def test_correct_draws_pass() -> None:
     for siblings in (1, 2, 3):
-        assert p_value(DISTRIBUTION, DISTRIBUTION, siblings) > 1e-3
+        assert recorded(DISTRIBUTION, DISTRIBUTION, siblings).test().p_value > 1e-3
 
 
 def test_draws_at_another_temperature_fail() -> None:
     for siblings in (1, 2):
-        assert p_value(DISTRIBUTION.square(), DISTRIBUTION, siblings) < 1e-6
+        ranks = recorded(DISTRIBUTION.square(), DISTRIBUTION, siblings)
+        assert ranks.test().p_value < 1e-6
 
 
 def test_impossible_draws_are_counted() -> None:
     declared = DISTRIBUTION.clone()
     declared[7] = 0.0
-    recorder = DraftRecorder()
-    for tree in samples(100, DISTRIBUTION, declared / declared.sum(), 1):
-        recorder.record({}, PLAN, [tree])
-    assert recorder.impossible > 10
+    assert recorded(DISTRIBUTION, declared / declared.sum(), 1).impossible > 100
 
 
-def test_deterministic_drafts_have_nothing_to_test() -> None:
-    assert DraftRecorder().test() is None
+def test_siblings_that_used_up_the_distribution_are_not_counted() -> None:
+    ranks, certain = RankCounts(), torch.zeros(2, 8)
+    certain[:, 3] = 1.0
+    record(
+        ranks,
+        {},
+        PLAN,
+        [TokenTree(torch.tensor([3, 5]), (-1, -1), Draw.WITHOUT_REPLACEMENT, certain)],
+    )
+    assert ranks.total == 1 and ranks.impossible == 0
+
+
+def test_chosen_drafts_have_nothing_to_test() -> None:
+    ranks, examples = RankCounts(), Examples()
+    record(ranks, examples, PLAN, [TokenTree(torch.tensor([3]), (-1,))])
+    assert ranks.total == 0 and set(examples) == {Draw.POINT}
 
 
 def test_the_largest_tree_of_each_kind_is_kept() -> None:
-    declared = DISTRIBUTION.clone()
-    recorder, examples = DraftRecorder(), Examples()
-    (tree,) = samples(1, DISTRIBUTION, declared, 1)
-    recorder.record(examples, PLAN, [tree])
+    ranks, examples = RankCounts(), Examples()
+    (tree,) = samples(1, DISTRIBUTION, DISTRIBUTION.clone(), 1)
+    record(ranks, examples, PLAN, [tree])
     assert tree.q is not None
     tree.q.zero_()  # drafters use their memory again
     for siblings in (3, 2):
-        recorder.record(examples, PLAN, list(samples(1, DISTRIBUTION, DISTRIBUTION, siblings)))
+        record(ranks, examples, PLAN, list(samples(1, DISTRIBUTION, DISTRIBUTION, siblings)))
     assert set(examples) == {Draw.IID, Draw.WITHOUT_REPLACEMENT}
     tokens, tree = examples[Draw.IID]
     assert tokens == (1, 2) and tree.q is not None

@@ -14,20 +14,13 @@ from paceline.errors import ConfigError
 from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
-from paceline.lab.certify.server import ServerCertifier, check_greedy, lacks_of
-from paceline.lab.certify.session import Part, connect, name_of
-from paceline.lab.openai_client import (
-    AnswerChoice,
-    AnswerToken,
-    OpenAIClient,
-    ServerFailedError,
-    choices_of,
-)
+from paceline.lab.certify.server import ServerCertifier, connect, name_of
+from paceline.lab.openai_client import Answer, AnswerToken, OpenAIClient, ServerError
 from support.diagonal import diagonal
 from support.planted_server import FAULTS, PlantedServer, served
 
 PROMPTS = [("one", "Once upon a time"), ("two", "What is said of"), ("three", "It is")]
-EFFORT = Effort(requests=150, max_tokens=24)
+EFFORT = Effort(requests=60, max_tokens=24)
 
 
 def outcome(
@@ -40,7 +33,7 @@ def outcome(
         certifier = ServerCertifier(server, reference, PROMPTS, effort)
         said: list[str] = []
         certifier.run(said.append)
-        assert any(what.startswith("streams: ") for what in said)
+        assert len(said) == certifier.sent == effort.requests
         return certifier.certificate()
 
 
@@ -65,9 +58,12 @@ def test_addresses() -> None:
     ],
     ids=str,
 )
-def test_choices_outside_the_protocol_are_failures_of_the_server(answer: dict[str, Any]) -> None:
-    with pytest.raises(ServerFailedError):
-        choices_of(answer)
+def test_an_answer_that_is_not_in_the_protocol_is_an_error(
+    answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenAIClient, "_answer", lambda *_: answer)
+    with pytest.raises(ServerError, match="http://a/v1: no valid answer: "):
+        OpenAIClient.at("http://a").complete(prompt="a")
 
 
 @pytest.mark.parametrize("compared", [True, False])
@@ -76,29 +72,24 @@ def test_a_correct_server_is_certified(compared: bool) -> None:
     assert certificate.lossless, certificate.verdict
     assert certificate.verdict.startswith("CERTIFIED: ")
     assert {part.name for part in certificate.rows("parts")} == {*FAULTS.values()}
-    assert all(part.checked and part.requests for part in certificate.rows("parts"))
-    assert len(certificate.rows("tests")) == 1
-    assert all(0 < test.smallest_bias < 0.3 for test in certificate.rows("tests"))
+    assert all(part.checked for part in certificate.rows("parts"))
+    (test,) = certificate.rows("tests")
+    assert test.outcome.samples > 1000 and 0 < test.smallest_bias < 0.2
     record = json.loads(json.dumps(certificate.record()))
     assert record["lossless"] and record["problems"] == []
-    assert sum(part["requests"] for part in record["parts"]) <= EFFORT.requests
+    assert record["requests"] == EFFORT.requests
     assert certificate.report().sections[0].title == "Parts"
 
 
 @pytest.mark.parametrize(
     "planted",
-    [
-        PlantedServer(logprobs="records"),
-        PlantedServer(strict=True),
-        PlantedServer(cuts=True),
-    ],
-    ids=["records", "strict", "cuts"],
+    [PlantedServer(logprobs="records"), PlantedServer(cuts=True)],
+    ids=["records", "cuts"],
 )
 def test_formats_of_other_servers_are_accepted(planted: PlantedServer) -> None:
-    """llama.cpp's format of logprobs, its default top-k, and OpenAI's refusals."""
-    certificate = outcome(planted, effort=Effort(requests=250, max_tokens=24))
+    """llama.cpp's format of logprobs, and its default top-k."""
+    certificate = outcome(planted)
     assert certificate.lossless, (certificate.verdict, certificate.problems)
-    assert certificate.rows("tests")[0].samples > 200
 
 
 def test_errors_are_detected_in_llama_cpps_format() -> None:
@@ -115,105 +106,57 @@ def test_each_planted_error_is_detected(fault: str, compared: bool) -> None:
     assert FAULTS[fault] in {problem.part for problem in certificate.problems}, certificate.problems
 
 
-def test_ignored_penalties_are_detected_with_a_reference() -> None:
-    certificate = outcome(PlantedServer("unpenalised"), PlantedServer(seed=8))
-    assert {problem.part for problem in certificate.problems} == {"limits"}
-    assert "with penalties" in certificate.problems[0].what
-
-
 def test_a_near_tie_is_not_an_error() -> None:
     """Two words a tenth of a nat apart, which rounding may swap."""
 
-    def two_words(second: str, logprob: float, likeliest: dict[str, float]) -> AnswerChoice:
+    def two_words(second: str, logprob: float, likeliest: dict[str, float]) -> Answer:
         first = AnswerToken("a", -0.1, {"a": -0.1})
-        return AnswerChoice(
-            f"a{second}", "length", (first, AnswerToken(second, logprob, likeliest))
-        )
+        return Answer(f"a{second}", (first, AnswerToken(second, logprob, likeliest)))
 
     likeliest = {" b": -0.7, " c": -0.8}
     one, other = two_words(" b", -0.7, likeliest), two_words(" c", -0.8, likeliest)
-    part = Part("greedy", "texts", check_greedy)
-    assert [*part.compare(one, one)] == [] and part.ties == 0
-    assert [*part.compare(one, other)] == [] and part.ties == 1
+    certifier = ServerCertifier(OpenAIClient("http://here/v1"), None, PROMPTS)
+    assert [*certifier._differs(one, one)] == [] and certifier.greedy.ties == 0
+    assert [*certifier._differs(one, other)] == [] and certifier.greedy.ties == 1
     far = two_words(" b", -0.1, {" b": -0.1, " c": -4.0})
-    (problem,) = part.compare(other, far)
+    (problem,) = certifier._differs(other, far)
     assert problem == "token 1 is ' c', expected ' b', which is 3.90 nats likelier"
-    (problem,) = part.compare(one, replace(one, text="a", tokens=one.tokens[:1]))
-    assert problem == "one text ends after 1 tokens" and part.ties == 1
+    (problem,) = certifier._differs(one, replace(one, text="a", tokens=one.tokens[:1]))
+    assert problem == "one text ends after 1 tokens" and certifier.greedy.ties == 1
 
 
-def test_missing_logprobs_and_chats_are_noted() -> None:
-    certificate = outcome(PlantedServer(chats=False, logprobs=None), PlantedServer(seed=8))
-    notes = certificate.notes
-    assert not certificate.problems, certificate.problems
-    assert any("no logprobs" in note for note in notes)
-    assert any("no chats here" in note for note in notes)
-    assert certificate.verdict.startswith("NOT ENOUGH: no positions for logprobs")
+def test_without_logprobs_nothing_can_be_certified() -> None:
+    with pytest.raises(ServerError, match=r"http.* gives no logprobs"):
+        outcome(PlantedServer(logprobs=None))
 
 
-def test_a_server_that_is_slow_is_not_called_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its timeout was "NOT LOSSLESS: greedy: one: TimeoutError: timed out"."""
-    late = iter([TimeoutError("timed out"), URLError(TimeoutError("timed out"))])
-
+@pytest.mark.parametrize("late", [TimeoutError("timed out"), URLError(TimeoutError("timed out"))])
+def test_a_server_that_does_not_answer_is_an_error(
+    late: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def answer(request: Request, timeout: float) -> Any:
-        if request.data and (error := next(late, None)):
-            raise error
+        if request.data:
+            raise late
         return urlopen(request, timeout=timeout)
 
     monkeypatch.setattr("paceline.lab.openai_client.urlopen", answer)
-    certificate = outcome(PlantedServer())
-    assert not certificate.problems and not certificate.lossless
-    assert "without an answer in time" in certificate.verdict
-    assert certificate.verdict.startswith("NOT ENOUGH: ")
+    with pytest.raises(ServerError, match="timed out"):
+        outcome(PlantedServer())
 
 
-def test_a_server_that_hangs_ends_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was waited for to the end of the request's own timeout, 120 s behind the budget."""
-    now, waited = [0.0], []
-
-    def answer(request: Request, timeout: float) -> Any:
-        if not request.data:
-            return urlopen(request, timeout=timeout)
-        waited.append(timeout)
-        now[0] += timeout
-        raise TimeoutError("timed out")
-
-    monkeypatch.setattr("paceline.lab.openai_client.urlopen", answer)
+def test_too_little_effort_or_time_certifies_nothing() -> None:
+    certificate = outcome(PlantedServer(), effort=Effort(requests=3, max_tokens=8))
+    assert certificate.verdict.startswith("NOT ENOUGH: whole texts compared: 1, not 2; only a bias")
+    assert not certificate.problems
     with served(PlantedServer()) as url:
-        budget = Budget(150.0, clock=lambda: now[0])
-        certifier = ServerCertifier(connect(url)[0], None, PROMPTS, EFFORT, budget)
+        certifier = ServerCertifier(connect(url)[0], None, PROMPTS, EFFORT, Budget(1e-9))
         certifier.run()
-    assert waited == [120.0, 30.0] and certifier.budget.left == 0
-    verdict = certifier.certificate().verdict
-    assert verdict.startswith("NOT ENOUGH: ") and "greedy: 1 without an answer in time" in verdict
-
-
-def test_too_few_requests_certify_nothing() -> None:
-    certificate = outcome(PlantedServer(), effort=Effort(requests=4, max_tokens=8))
-    assert certificate.verdict.startswith("NOT ENOUGH: ")
-    assert (
-        not certificate.problems and sum(part.requests for part in certificate.rows("parts")) <= 4
-    )
-
-
-def test_samples_without_power_certify_nothing() -> None:
-    certificate = outcome(PlantedServer())
-    assert certificate.lossless
-    assert not lacks_of(certificate.rows("parts"), certificate.rows("tests"))
-    for tests in ((), (replace(certificate.rows("tests")[0], smallest_bias=0.4),)):
-        (lack,) = lacks_of(certificate.rows("parts"), tests)
-        assert "or more would have been detected in the samples" in lack
-        blind = replace(certificate, missing_evidence=(lack,))
-        assert not blind.lossless and blind.verdict.startswith(f"NOT ENOUGH: {lack}")
-    greedy, *others = certificate.rows("parts")
-    for texts in (0, 1):
-        few = replace(greedy, checked=texts), *others
-        assert lacks_of(few, certificate.rows("tests")) == [f"whole texts compared: {texts}, not 2"]
+    assert certifier.sent == 0 and not certifier.certificate().lossless
 
 
 def test_addresses_without_a_server() -> None:
     with pytest.raises(ConfigError, match="no server answers at"):
-        connect("http://127.0.0.1:9", timeout=2)
+        connect("http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="is no URL"):
         connect("localhost:8000")
     with pytest.raises(ConfigError, match="requests is 0"):
@@ -226,7 +169,7 @@ def test_our_own_server_with_and_without_speculation() -> None:
 
     llm = LLM("paceline/tiny", "ngram", dtype="float32")
     for running in serve(service_of(llm, "tiny")):
-        with pytest.raises(ConfigError, match="lists not nope, but tiny; name one"):
+        with pytest.raises(ConfigError, match="lists tiny; name one"):
             connect(running.url, "nope")
         server, off = connect(running.url)
         assert off is not None and "speculation off" in name_of(off)

@@ -201,8 +201,8 @@ class MethodDivergence:
         return (
             f"the text of {self.method} differs from {PLAIN} decoding's ({self.category}, request "
             f"{self.prompt}, token {diff.at}: {diff.right} instead of {diff.left}; their scores "
-            f"differ by {diff.gap:.3g}, the rounding step is {diff.step:.3g}); this is a bug, "
-            "please report it"
+            f"differ by {diff.gap:.3g}, which rounding does not explain); this is a bug, please "
+            "report it"
         )
 
 

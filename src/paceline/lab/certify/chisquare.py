@@ -1,100 +1,49 @@
-"""Chi-square tests and their power. The non-central chi-square distribution is computed as a
-Poisson mixture of central ones (Johnson, Kotz and Balakrishnan 1995, chapter 29); terms below 1e-15
-are left out."""
+"""Chi-square tests: of tokens by their rank in the distribution that they should follow, and of two
+samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 
-
-def upper_tail(statistic: float, df: int, noncentrality: float = 0.0) -> float:
-    """P(X >= statistic) for X chi-square with ``df`` degrees of freedom."""
-    if statistic <= 0:
-        return 1.0
-    half = noncentrality / 2
-    spread = 9 * math.sqrt(half) + 40
-    terms = torch.arange(max(0, int(half - spread)), int(half + spread), dtype=torch.float64)
-    if not half:
-        terms = terms[:1]
-    weights = torch.exp(torch.xlogy(terms, torch.tensor(half)) - half - torch.lgamma(terms + 1))
-    above = torch.special.gammaincc(df / 2 + terms, torch.full_like(terms, statistic / 2))
-    return min(1.0, float((weights * above).sum()))
-
-
-def critical_value(alpha: float, df: int, noncentrality: float = 0.0) -> float:
-    """The value that the statistic exceeds with probability ``alpha``."""
-    return _root(lambda x: upper_tail(x, df, noncentrality) - alpha)
-
-
-def detectable_noncentrality(
-    alpha: float, power: float, df: int, null_noncentrality: float = 0.0
-) -> float:
-    """The non-centrality that a test at level ``alpha`` detects with probability ``power``, if the
-    null hypothesis includes non-centralities up to ``null_noncentrality``."""
-    limit = critical_value(alpha, df, null_noncentrality)
-    return _root(lambda value: power - upper_tail(limit, df, value))
-
-
-def _root(decreasing: Callable[[float], float]) -> float:
-    """The root of a decreasing function on [0, infinity), by bisection."""
-    low, high = 0.0, 1.0
-    while decreasing(high) > 0:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if decreasing(middle) > 0 else (low, middle)
-    return high
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values adjusted for multiple tests (Holm 1979): compare each with the family's alpha."""
-    if not p_values:
-        return []
-    ascending, order = torch.tensor(p_values, dtype=torch.float64).sort()
-    stepped = (ascending * torch.arange(len(p_values), 0, -1)).clamp(max=1.0).cummax(0).values
-    return [float(p) for p in stepped[order.argsort()]]
+POWER = 0.9  # probability with which a test detects its smallest bias
+_MIN_EXPECTED = 5.0
+# Upper edges of the bins in which tokens are counted by rank: 0, 1, 2, 3-4, 5-8, ...
+_EDGES = (0, 1, 2, 4, 8, 16, 64)
+BINS = len(_EDGES) + 1
 
 
 @dataclass(frozen=True)
 class ChiSquare:
-    """Outcome of a test. The non-centrality of an effect w² is ``effective_samples`` times w²;
-    ``p_value`` is computed at ``null_noncentrality``, which rounding alone may cause."""
+    """The outcome of a test of that many ``samples``."""
 
     statistic: float
     df: int
-    p_value: float
-    effective_samples: float
-    null_noncentrality: float
+    samples: float
 
-    @classmethod
-    def of(
-        cls, statistic: float, df: int, effective_samples: float, rounding_effect: float
-    ) -> ChiSquare:
-        """``rounding_effect``: the effect w² that rounding may cause."""
-        allowed = effective_samples * rounding_effect
-        p_value = upper_tail(statistic, df, allowed) if df > 0 else 1.0
-        return cls(statistic, df, p_value, effective_samples, allowed)
+    @property
+    def p_value(self) -> float:
+        halves = torch.tensor([self.df, self.statistic], dtype=torch.float64) / 2
+        return float(torch.special.gammaincc(*halves)) if self.df > 0 else 1.0
 
-    def smallest_bias(self, alpha: float, power: float = 0.9) -> float:
+    def smallest_bias(self, alpha: float) -> float:
         """The total variation distance over the cells that a test at level ``alpha`` detects with
-        at least ``power``. A bias d has the effect w² = sum d²/p >= (sum |d|)² = 4 TV²
-        (Cauchy-Schwarz)."""
-        effect = detectable_noncentrality(alpha, power, self.df, self.null_noncentrality)
-        return min(1.0, math.sqrt(effect / self.effective_samples) / 2)
-
-
-def goodness_of_fit(
-    observed: Sequence[int], probs: Sequence[float], rounding_effect: float = 0.0
-) -> ChiSquare:
-    """Pearson's test that ``observed`` counts follow the ``probs`` of the cells."""
-    total = sum(observed)
-    pairs = zip(observed, probs, strict=True)
-    statistic = sum((count - total * prob) ** 2 / (total * prob) for count, prob in pairs)
-    return ChiSquare.of(statistic, len(probs) - 1, float(total), rounding_effect)
+        probability ``POWER``. A bias d has the effect w² = sum d²/p >= (sum |d|)² = 4 TV²
+        (Cauchy-Schwarz), and the non-centrality n w². The critical value is Wilson and Hilferty's
+        (1931), and the non-central distribution is taken as normal."""
+        if not self.df:
+            return 1.0
+        normal, spread = NormalDist(), 2 / (9 * self.df)
+        critical = self.df * (1 - spread + normal.inv_cdf(1 - alpha) * math.sqrt(spread)) ** 3
+        quantile = normal.inv_cdf(POWER)
+        root = 2 * quantile + math.sqrt(4 * quantile**2 + 4 * critical - 2 * self.df)
+        effect = (root**2 - 2 * self.df) / 4 / self.samples
+        return min(1.0, math.sqrt(effect) / 2)
 
 
 def homogeneity(left: Sequence[int], right: Sequence[int]) -> ChiSquare:
@@ -102,4 +51,47 @@ def homogeneity(left: Sequence[int], right: Sequence[int]) -> ChiSquare:
     m, n = sum(left), sum(right)
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a + b]
     statistic = sum((a * n - b * m) ** 2 / (m * n * (a + b)) for a, b in pairs)
-    return ChiSquare.of(statistic, len(pairs) - 1, m * n / (m + n), rounding_effect=0.0)
+    return ChiSquare(statistic, len(pairs) - 1, m * n / (m + n))
+
+
+class RankCounts:
+    """Counts tokens by their rank in the distribution that they should follow (the likeliest, the
+    second, ...), in ``BINS`` bins of ranks, beside how many were expected in each. ``impossible``
+    of them had probability 0."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * BINS
+        self.expected = torch.zeros(BINS, dtype=torch.float64)
+        self.impossible = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def add(self, probs: torch.Tensor, tokens: Sequence[int]) -> None:
+        """Count ``tokens`` that should come from the distribution ``probs`` [vocab], which need not
+        be normalized."""
+        top = probs.double().topk(min(_EDGES[-1] + 1, len(probs)))
+        bins = [bisect_left(_EDGES, rank) for rank in range(len(top.indices))]
+        shares = torch.zeros(BINS, dtype=torch.float64)
+        shares.index_add_(0, torch.tensor(bins), top.values / probs.double().sum())
+        shares[-1] += 1 - shares.sum()
+        self.expected += len(tokens) * shares
+        bin_of = dict(zip(top.indices.tolist(), bins, strict=True))
+        for token in tokens:
+            self.counts[bin_of.get(token, BINS - 1)] += 1
+            self.impossible += not probs[token] > 0
+
+    def test(self) -> ChiSquare:
+        """Pearson's test of the counts. Bins in which fewer than 5 are expected share a cell, the
+        usual rule."""
+        cells, cell = list[torch.Tensor](), torch.zeros(2, dtype=torch.float64)
+        for pair in zip(self.counts, self.expected.tolist(), strict=True):
+            cell = cell + torch.tensor(pair, dtype=torch.float64)
+            if cell[1] >= _MIN_EXPECTED:
+                cells.append(cell)
+                cell = torch.zeros(2, dtype=torch.float64)
+        cells[-1] = cells[-1] + cell
+        counts, expected = torch.stack(cells).T
+        statistic = float(((counts - expected) ** 2 / expected).sum())
+        return ChiSquare(statistic, len(cells) - 1, self.total)

@@ -16,17 +16,10 @@ from paceline.core.sampling import Rows, adjust_logits, probabilities, scores_to
 from paceline.core.sequence import DraftCounts, SequenceView
 from paceline.engine.driver import Drive, sequence
 from paceline.engine.engine import Engine
-from paceline.model.paged.cache import PagedCache
 from paceline.model.target import CausalModel
 
 TokenIds = tuple[int, ...]
-# Sizes of the Scorer's forwards.
-_MAX_ROWS = 1024  # after the shared beginning
-_MAX_TEXTS = 64
 _BLOCK_SIZE = 16
-_MIN_BATCH = 32  # texts whose last tokens are computed together, as in a decoding step
-# Rows of the stepwise prefill of the beginning: as when many requests start at once.
-_PREFILL_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -68,75 +61,24 @@ def decode(
     return [(out[:end], seq.counts) for out, end, seq in zip(outputs, ends, seqs, strict=True)]
 
 
-class Scorer:
-    """Computes the target's distribution of the token that follows a start and a token string."""
-
-    def __init__(self, model: CausalModel, start: Start) -> None:
-        self._model, self._start = model, start
-        # By whether forwards are stepwise. Sequence 0 of each holds the start's tokens.
-        self._caches: dict[bool, PagedCache] = {}
-
-    def at_once(self, strings: Sequence[TokenIds]) -> torch.Tensor:
-        """float32 [n, vocab] on the host. All tokens after the shared start in one forward."""
-        return self._distributions(strings, stepwise=False)
-
-    def stepwise(self, strings: Sequence[TokenIds]) -> torch.Tensor:
-        """The same, but with all last tokens in a forward of their own, as in a decoding step."""
-        # Few texts are repeated to a full batch, because rounding depends on the number of rows.
-        copies = -(-_MIN_BATCH // max(1, len(strings)))
-        return self._distributions(list(strings) * copies, stepwise=True)[: len(strings)]
-
-    @torch.inference_mode()
-    def _distributions(self, strings: Sequence[TokenIds], stepwise: bool) -> torch.Tensor:
-        start, switch = self._start, self._model.rope_switch
-        texts = [[*start.tokens, *string] for string in strings]
-        longest = max(map(len, texts))
-        # All texts share these full blocks; the start's last token is always computed again.
-        shared = (len(start.tokens) - 1) // _BLOCK_SIZE * _BLOCK_SIZE
-        if switch is not None and len(start.tokens) <= switch < longest:
-            shared = 0  # longer texts use other RoPE frequencies, so their beginning differs
-        size = min(_MAX_TEXTS, max(1, _MAX_ROWS // (longest - shared)))
-        batches = (texts[first : first + size] for first in range(0, len(texts), size))
-        logits = torch.cat([self._logits(batch, stepwise).float().cpu() for batch in batches])
-        seqs = tuple(SequenceView(0, text, len(start.prompt), start.params) for text in texts)
-        return probabilities(logits, Rows(seqs, (0,) * len(seqs)))
-
-    def _logits(self, texts: Sequence[list[int]], stepwise: bool) -> torch.Tensor:
-        cache = self._caches.get(stepwise) or self._cache_with_start(stepwise)
-        numbered = dict(enumerate(texts, 1))
-        begins = [cache.admit(number, text) for number, text in numbered.items()]
-        try:
-            for number, text in numbered.items():
-                cache.reserve(number, len(text))
-            for withheld in (1, 0) if stepwise else (0,):
-                ends = [len(text) - withheld for text in texts]
-                rows = zip(numbered.items(), begins, ends, strict=True)
-                spans = [Span.of(n, b, text[b:end]) for (n, text), b, end in rows if b < end]
-                if spans:
-                    output = self._model(cache.batch_of(spans), cache)
-                begins = ends
-            return output.logits
-        finally:
-            for number in numbered:
-                cache.free(number)
-
-    def _cache_with_start(self, stepwise: bool) -> PagedCache:
-        """A new cache after the prefill of the start: alone, or with copies if ``stepwise``."""
-        tokens = self._start.tokens
-        copies = range(max(1, min(_MIN_BATCH, _PREFILL_ROWS // len(tokens))) if stepwise else 1)
-        blocks = -(-len(tokens) // _BLOCK_SIZE)
-        # Room for the start and one batch: its rows, partial blocks of each text, one long text.
-        batch_blocks = _MAX_ROWS // _BLOCK_SIZE + 2 * _MAX_TEXTS + blocks
-        num_blocks = blocks + max(batch_blocks, len(copies) * blocks)
-        cache = self._caches[stepwise] = self._model.new_cache(num_blocks, _BLOCK_SIZE)
-        for number in copies:
-            cache.admit(number, tokens)
-            cache.reserve(number, len(tokens))
-        self._model(cache.batch_of([Span.of(number, 0, tokens) for number in copies]), cache)
-        cache.commit(0, tokens, len(tokens))
-        for number in copies[1:]:
-            cache.free(number)
-        return cache
+@torch.inference_mode()
+def next_probabilities(
+    model: CausalModel, start: Start, strings: Sequence[TokenIds]
+) -> torch.Tensor:
+    """float32 [n, vocab] on the host: the target's distributions of the token that follows the
+    start and each of the ``strings``, from forwards without an engine."""
+    texts = [[*start.tokens, *string] for string in strings]
+    cache = model.new_cache(2 * max(map(len, texts)) // _BLOCK_SIZE + 2, _BLOCK_SIZE)
+    logits = []
+    for number, text in enumerate(texts):
+        begin = cache.admit(number, text)  # after the full blocks that earlier texts had, too
+        cache.reserve(number, len(text))
+        batch = cache.batch_of([Span.of(number, begin, text[begin:])])
+        logits.append(model(batch, cache).logits[-1].float().cpu())
+        cache.commit(number, text, len(text))
+        cache.free(number)
+    seqs = tuple(SequenceView(0, text, len(start.prompt), start.params) for text in texts)
+    return probabilities(torch.stack(logits), Rows(seqs, (0,) * len(seqs)))
 
 
 # Rows per forward of plain and of speculative steps, beside the one forward over all tokens. The
@@ -147,26 +89,19 @@ _STEPWISE_TOKENS = 16
 
 @dataclass(frozen=True)
 class Difference:
-    """Token ``at`` is ``left`` in one text and ``right`` in the other.
-
-    ``scores``: their logits, for sampled text divided by the temperature and with the seed's Gumbel
-    noise; None if one text has ended. ``gap``: the difference of the scores. ``step``: the rounding
-    step of the logits' dtype. ``spread``: how far other batch shapes moved the likeliest logits, on
-    the same scale. ``on_edge``: one of the tokens is at the edge of the truncated distribution."""
+    """Token ``at`` is ``left`` in one text and ``right`` in the other (-1 where a text has ended).
+    ``gap``: the difference of their scores, which are logits or, for sampled text, logits over the
+    temperature plus the seed's noise. ``rounding``: the largest gap that rounding explains."""
 
     at: int
     left: int
     right: int
     gap: float
-    step: float
-    on_edge: bool
-    scores: tuple[float, float] | None = None
-    spread: float = 0.0
+    rounding: float
 
     @property
     def is_tie(self) -> bool:
-        # Twice, because each of the two logits may be off by one rounding step.
-        return self.on_edge or self.gap <= 2 * max(self.step, self.spread)
+        return self.gap <= self.rounding
 
 
 def first_difference(left: Sequence[object], right: Sequence[object]) -> int | None:
@@ -189,7 +124,7 @@ def explain(
     if at is None:
         return None
     if at >= min(len(left), len(right)):
-        return Difference(at, -1, -1, math.inf, 0.0, on_edge=False)
+        return Difference(at, -1, -1, math.inf, 0.0)
     assert params.greedy or params.seed is not None, "unseeded texts may differ as they like"
     pair, tokens = [left[at], right[at]], [*prompt, *left[:at]]
     logits = _fresh_logits(model, tokens)
@@ -199,21 +134,22 @@ def explain(
     compared = [*logits.topk(min(64, len(logits))).indices.tolist(), *pair]
     others = [_fresh_logits(model, tokens, rows) for rows in _STEP_ROWS]
     spread = max(float((logits - other)[compared].abs().max()) for other in others)
+    rounding = 2 * max(step, spread)  # twice, because each of the two logits may be off
     rows = Rows((SequenceView(0, tokens, len(prompt), params),), (0,))
-    scores, scale, on_edge = adjust_logits(logits[None], rows), 1.0, False
-    if not params.greedy:
-        kept, tolerance = scores_to_probs(scores, [params])[0] > 0, 2 * max(step, spread)
-        if params.truncates and not bool(kept.all()):
-            # Is one of them the last token that truncation keeps, or the first that it removes?
-            lowest, highest = float(scores[0, kept].min()), float(scores[0, ~kept].max())
-            edge = highest - tolerance, lowest + tolerance
-            on_edge = any(edge[0] <= score <= edge[1] for score in scores[0, pair].tolist())
-        noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
-        scores, scale = scores / params.temperature + noise, params.temperature
-    a, b = scores[0, pair].tolist()
-    return Difference(
-        at, left[at], right[at], abs(a - b), step / scale, on_edge, (a, b), spread / scale
-    )
+    scores = adjust_logits(logits[None], rows)
+    if params.greedy:
+        a, b = scores[0, pair].tolist()
+        return Difference(at, left[at], right[at], abs(a - b), rounding)
+    noise = gumbel([params.seed or 0], [len(tokens)], scores.shape[1], scores.device)
+    a, b = (scores / params.temperature + noise)[0, pair].tolist()
+    gap, kept = abs(a - b), scores_to_probs(scores, [params])[0] > 0
+    if not bool(kept.all()):
+        # Rounding may also move a token over the edge of truncation: it is then between the last
+        # score that is kept and the first that is not, or near them.
+        lowest, highest = float(scores[0, kept].min()), float(scores[0, ~kept].max())
+        edge = min(max(highest - s, s - lowest) for s in scores[0, pair].tolist())
+        gap = min(gap, max(0.0, edge) / params.temperature)
+    return Difference(at, left[at], right[at], gap, rounding / params.temperature)
 
 
 @torch.inference_mode()

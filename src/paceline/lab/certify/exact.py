@@ -18,7 +18,9 @@ from paceline.core.batch import Span
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SequenceView
 from paceline.core.tree import Draw, TokenTree, children_of, paths_of
+from paceline.lab.certify.certificate import ResultTable
 from paceline.lab.certify.decoding import TokenIds
+from paceline.lab.report.document import NOTES, Column
 from paceline.verify.verifier import Verifier, rule_for
 
 _MAX_DEPTH, _MAX_SIBLINGS, _MAX_NODES = 2, 3, 4  # of the enumerated tree
@@ -38,15 +40,13 @@ Option = tuple[float, float]  # a uniform, and the width of the interval that it
 class ExactCheck:
     """Result for a tree of ``nodes`` nodes. ``distance``: total variation between the tokens that a
     step emits and the target's distribution of the next ``tokens`` tokens. ``vocabulary``: size of
-    the reduced vocabulary. ``whole``: the tokens outside it have probability 0; otherwise the
-    distributions are conditioned on the tokens inside. ``outcomes``: how many were enumerated."""
+    the reduced vocabulary. ``outcomes``: how many were enumerated."""
 
     prefix: str
     draw: str
     nodes: int
     tokens: int
     vocabulary: int
-    whole: bool
     outcomes: int
     distance: float
 
@@ -195,9 +195,20 @@ def enumerate_step(
     step = SmallStep(part.parents, part.draw, reduced, q, tokens, device)
     results = [step.distance(verifier, *how) for how in product(_PARAMS, (False, True))]
     distance, outcomes = max(d for d, _ in results), sum(n for _, n in results)
-    whole = float(root[ids].sum()) > 1 - 1e-9
-    size = len(part), depth + 1, len(ids), whole
+    size = len(part), depth + 1, len(ids)
     return ExactCheck(prefix, part.draw.value, *size, outcomes, distance)
+
+
+def exact_table(checks: Sequence[ExactCheck]) -> ResultTable:
+    counts = ("nodes", "tokens", "vocabulary", "outcomes")
+    columns = (
+        Column("prefix", "prefix"),
+        Column("draw", "draft", shown=lambda draw: draw.replace("_", " ")),
+        *(Column(name, name) for name in counts),
+        Column("distance", "distance", shown="{:.1e}".format),
+        Column("passed"),
+    )
+    return ResultTable("exact", "The rule, enumerated", columns, checks, NOTES["certify"]["exact"])
 
 
 def _truncated_tree(tree: TokenTree, max_nodes: int) -> TokenTree:

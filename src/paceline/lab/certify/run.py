@@ -3,117 +3,77 @@ distributions, and enumerates the verification rule."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product, zip_longest
+from typing import Any
 
 import torch
 
+from paceline.control.controller import FixedLength
 from paceline.core.params import SamplingParams
+from paceline.errors import ConfigError, PacelineError, PromptError
+from paceline.lab.bench.prompts import tokens_needed
 from paceline.lab.budget import Budget
+from paceline.lab.certify import draws
 from paceline.lab.certify.certificate import (
-    MIN_PREFIXES,
     Certificate,
     DistributionTest,
-    Prefix,
     Problem,
     missing_evidence,
-    with_holm_correction,
+    rank_tests,
+    smallest_bias,
+    tests_table,
 )
-from paceline.lab.certify.chisquare import ChiSquare, goodness_of_fit
-from paceline.lab.certify.decoding import Scorer, TokenIds, decode
-from paceline.lab.certify.effort import MIN_SAMPLES, Effort
-from paceline.lab.certify.exact import enumerate_step
-from paceline.lab.certify.texts import OnProgress, TextCertifier
+from paceline.lab.certify.chisquare import RankCounts
+from paceline.lab.certify.decoding import Start, TokenIds, decode, explain, next_probabilities
+from paceline.lab.certify.effort import Effort
+from paceline.lab.certify.exact import ExactCheck, enumerate_step, exact_table
+from paceline.lab.certify.texts import Divergence, TextCheck, text_tables
 from paceline.llm import LLM
 from paceline.model.target import CausalModel
 
 SAMPLE_TOKENS = 3
-_MAX_CELLS = 150
-_MIN_EXPECTED = 5.0  # samples per cell: the usual rule for chi-square tests
-_MAX_CONTEXTS = 128  # contexts whose next tokens are tested: the most frequent ones
-# Upper edges of the bins in which next tokens are counted by rank: 0, 1, 2, 3-4, 5-8, ...
-_RANK_EDGES = torch.tensor([0, 1, 2, 4, 8, 16, 64])
-# The test allows this many times the difference that two batch shapes make to the distribution.
-_ROUNDING_MARGIN = 2.0
 SAMPLE_BATCHES = 10  # in which the samples of a prefix are drawn
-# Tokens of a prefix after its last full cache block: few, as each sample prefills them again.
+_MAX_CONTEXTS = 128  # contexts whose next tokens are tested: the most frequent ones
 _MAX_PARTIAL_BLOCK = 4
-# Quantile of the entropy at which a prefix is chosen. Not the maximum: at less uncertain prefixes
-# second tokens have higher probabilities, so more of them can be tested.
-_ENTROPY_QUANTILE = 0.75
+_NEIGHBOURS = (5, 17, 40)  # tokens of the other requests in a mixed batch
+_DRAFT_ROOM = 16  # tokens of context
+
+NamedPrompts = Sequence[tuple[str, Sequence[int]]]  # names and token ids
 
 
-def cell_test(
-    at_once: torch.Tensor, stepwise: torch.Tensor, drawn: Counter[int]
-) -> tuple[ChiSquare, float]:
-    """Chi-square test that tokens (or bins) follow the distribution [vocab], as it was computed in
-    two batch shapes; and the total variation between these, which the test allows for. Each token
-    of which enough are expected has a cell, all others share one."""
-    least = max(_MIN_EXPECTED / drawn.total(), 1 / _MAX_CELLS)
-    order = at_once.argsort(descending=True, stable=True)
-    likely = order[at_once[order] >= least].tolist()
-    if likely and 1 - float(at_once[likely].double().sum()) < least:
-        likely.pop()  # the rest is too small for a cell of its own, so it joins the last one
-    listed = [row[likely].double().tolist() for row in (at_once, stepwise)]
-    probs, other_probs = ([*row, max(0.0, 1 - sum(row))] for row in listed)
-    pairs = list(zip(probs, other_probs, strict=True))
-    effect = _ROUNDING_MARGIN**2 * sum((a - b) ** 2 / a for a, b in pairs if a > 0)
-    counts = [drawn[token] for token in likely]
-    outcome = goodness_of_fit([*counts, drawn.total() - sum(counts)], probs, effect)
-    return outcome, sum(abs(a - b) for a, b in pairs) / 2
+@dataclass
+class Prefix:
+    """A point at which continuations are sampled. ``drawn``: the samples, decoded with drafts of
+    ``draft_length``; ``examples`` of these drafts."""
 
+    start: Start
+    draft_length: int
+    drawn: list[TokenIds] = field(default_factory=list)
+    examples: draws.Examples = field(default_factory=dict)
 
-def sampling_tests(model: CausalModel, prefix: Prefix) -> list[DistributionTest]:
-    """Chi-square tests of the samples at a prefix; none where the next token is certain."""
-    scorer, samples = Scorer(model, prefix.start), prefix.drawn
-    (at_once,), (stepwise,) = scorer.at_once([()]), scorer.stepwise([()])
-    tests = {
-        "first token": cell_test(at_once, stepwise, Counter(sample[0] for sample in samples)),
-        "next tokens": _test_next_tokens(scorer, samples),
-    }
-    where = prefix.start.name, prefix.draft_length
-    return [
-        DistributionTest(
-            "sampling", f"{what} / distribution", len(samples), outcome, *where, rounding
-        )
-        for what, (outcome, rounding) in tests.items()
-        if outcome.df > 0
-    ]
-
-
-def _test_next_tokens(scorer: Scorer, samples: Sequence[TokenIds]) -> tuple[ChiSquare, float]:
-    """Test the tokens after the first. A token's context is the part of its sample before it; the
-    tokens of all contexts are counted together, by their rank in the distribution after their
-    context. Testing only the most frequent contexts is no bias, because how often a context occurs
-    does not depend on the tokens that follow it."""
-    following: defaultdict[TokenIds, Counter[int]] = defaultdict(Counter)
-    for sample in samples:
-        for position in range(1, SAMPLE_TOKENS):
-            following[sample[:position]][sample[position]] += 1
-    contexts = sorted(following, key=lambda c: -following[c].total())[:_MAX_CONTEXTS]
-    drawn: Counter[int] = Counter()
-    expected = torch.zeros(2, len(_RANK_EDGES) + 1, dtype=torch.float64)  # in both batch shapes
-    rows = zip(contexts, scorer.at_once(contexts), scorer.stepwise(contexts), strict=True)
-    for context, *distributions in rows:
-        ranks = distributions[0].argsort(descending=True, stable=True).argsort()
-        bins = torch.bucketize(ranks, _RANK_EDGES)
-        for token, count in following[context].items():
-            drawn[int(bins[token])] += count
-        weighted = torch.stack(distributions).double() * following[context].total()
-        expected.index_add_(1, bins, weighted)
-    at_once, stepwise = expected / drawn.total()
-    return cell_test(at_once, stepwise, drawn)
-
-
-_RESERVED = 0.1  # share of the budget that is kept for the tests at the end
+    def ranks(self, target: CausalModel) -> dict[str, RankCounts]:
+        """The first tokens of the samples and the ones after them, by rank in the target's
+        distribution after their context, the part of their sample before them. Testing only the
+        most frequent contexts is no bias, because how often one occurs does not depend on the
+        tokens that follow it."""
+        following: defaultdict[TokenIds, list[int]] = defaultdict(list)
+        for sample in self.drawn:
+            for position, token in enumerate(sample):
+                following[sample[:position]].append(token)
+        contexts = sorted(following, key=lambda context: -len(following[context]))[:_MAX_CONTEXTS]
+        counts = {"first tokens": RankCounts(), "next tokens": RankCounts()}
+        rows = next_probabilities(target, self.start, contexts)
+        for context, probs in zip(contexts, rows, strict=True):
+            counts["next tokens" if context else "first tokens"].add(probs, following[context])
+        return counts
 
 
 def certify(
     llm: LLM,
-    prompts: Sequence[tuple[str, Sequence[int]]],
+    prompts: NamedPrompts,
     params: SamplingParams | None = None,
     *,
     effort: Effort | None = None,
@@ -126,210 +86,282 @@ def certify(
     Greedy decoding is always tested, with their penalties and bias. ``seconds`` limits the time.
     Raises ConfigError for an engine without a drafter, and PromptError for prompts that are missing
     or do not fit."""
-    certifier = Certifier(llm, prompts, params, effort, budget=Budget(seconds))
+    certifier = Certifier(llm, prompts, params, effort, Budget(seconds))
     certifier.run()
     return certifier.certificate()
 
 
-class Certifier(TextCertifier):
-    """One certification. ``certificate`` can be called at any time, also after Ctrl-C."""
+class Certifier:
+    """One certification. ``certificate`` can be called at any time, also after Ctrl-C.
 
-    _ended = False
+    ``plain`` decodes the same target without drafts. ``kinds``: the sampling parameters of each
+    kind of text ("greedy", "seeded"). ``settings``: the draft length of each setting in which texts
+    are decoded, None for adaptive; in the last one they share a ``mixed`` batch with others."""
 
-    @property
-    def num_tasks(self) -> int:
-        """How often ``run`` calls ``advance`` at most."""
-        comparisons = len(self.kinds) * self.num_texts * (1 + len(self.settings))
-        return comparisons + self.num_prefixes * (SAMPLE_BATCHES + 2)
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: NamedPrompts,
+        params: SamplingParams | None = None,
+        effort: Effort | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        self.llm, self.effort, self.budget = llm, effort or Effort(), budget or Budget()
+        self.settings = _settings(llm)
+        self.mixed = list(self.settings)[-1]
+        self.prompts = _fitting_prompts(llm, prompts, self.effort)
+        needed = tokens_needed(llm, (ids for _, ids in self.prompts), self.effort.max_tokens)
+        batch = llm.engine.scheduler.config.max_batch_size
+        self.plain = llm.with_draft(max_batch_size=batch, max_model_len=needed).engine
+        requested = params or SamplingParams(temperature=1.0)
+        unused: dict[str, Any] = {"stop": (), "stop_token_ids": (), "min_tokens": 0}
+        self.params = replace(requested, seed=None, n=1, logprobs=None, **unused)
+        # Greedy, with the same penalties and bias.
+        greedy = replace(self.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        self.kinds = {"greedy": greedy} | ({} if requested.greedy else {"seeded": self.params})
+        # No samples are drawn if only greedy decoding is tested.
+        wanted = min(self.effort.prefixes, len(self.prompts))
+        self.num_prefixes = 0 if requested.greedy else wanted
+        pairs = [(kind, setting) for kind in self.kinds for setting in self.settings]
+        self.checks = {pair: TextCheck(*pair) for pair in pairs}
+        self.divergences: list[Divergence] = []
+        self.problems: list[Problem] = []
+        self.prefixes: list[Prefix] = []
+        self.exact: list[ExactCheck] = []
+        self.draft_ranks = RankCounts()
+        self._plain_texts: dict[tuple[str, int], TokenIds] = {}
 
-    def run(self, advance: OnProgress = lambda description: None) -> None:
-        """Test as much as the budget allows. Each round compares one more text under all settings
-        and draws more samples at one prefix, until that has all. ``advance`` is called before each
-        task. Ctrl-C is passed on."""
-        self.budget.reserve = _RESERVED * (self.budget.seconds or 0.0)
-        self.advance = advance
+    def run(self, advance: Callable[[str], None] = lambda description: None) -> None:
+        """Test until all is tested or the time is over. ``advance`` is called before each task. A
+        crash is a problem. Ctrl-C is passed on."""
         self.llm.engine.verifier.reseed(self.effort.seed)
-        self.choose_text_length()
-        samples = self.effort.samples
-        goals = [(0, -(-samples * tenths // 10)) for tenths in (3, 5, 10)]
-        goals += [(number, samples) for number in range(1, self.num_prefixes)]
-        rounds = zip_longest(range(self.num_texts), goals if self.num_prefixes else ())
-        for text, goal in rounds:
-            if text is not None:
-                self.compare_text(text)
-            if goal and (not goal[0] or self.prefix_fits()):
-                self.sample(*goal)
-        self._ended = True
-
-    def sample(self, number: int, samples: int) -> None:
-        """Draw up to ``samples`` samples at a prefix, then enumerate the rule on their drafts."""
-        prefixes = self.evidence.prefixes
-        if number >= len(prefixes):
-            choose = partial(self._choose_prefix, number)
-            self.do_task("sampling", "prefix", 1, "choosing a prefix", choose)
-        if number >= len(prefixes):
-            return  # there is no greedy text yet to choose one from
-        prefix = prefixes[number]
-        name, batch = prefix.start.name, -(-self.effort.samples // SAMPLE_BATCHES)
-        while (missing := samples - len(prefix.drawn)) > 0:
-            size = min(batch, missing)
-            draw = partial(self._draw, prefix, size)
-            if not self.do_task("sampling", "sample", size, f"{name}: sampling", draw):
+        for part, shown, task in self.tasks():
+            if self.budget.left <= 0:
                 break
-        if prefix.examples and not prefix.exact:
-            enumerate_rule = partial(self._enumerate, prefix)
-            self.do_task("rule", "rule", 1, f"{name}: enumerating the rule", enumerate_rule)
+            advance(shown)
+            try:
+                task()
+            except PacelineError:
+                raise
+            except Exception as error:
+                what = f"decoding failed with {type(error).__name__}: {error}"
+                self.problems.append(Problem(part, " ".join(what.split())))
 
-    def prefix_fits(self) -> bool:
-        """Whether all samples of one more prefix can be drawn in time. If not, it is not begun: a
-        test of few samples detects only large biases."""
-        sample, rule = (self.budget.estimate(kind) or 0.0 for kind in ("sample", "rule"))
-        return self.effort.samples * sample + rule < self.budget.left
+    def tasks(self) -> Iterator[tuple[str, str, Callable[[], None]]]:
+        """The part of each task, a description, and what to call: a text in every setting, all
+        samples at one prefix and the rule there, the next text, and so on."""
+        for number, (name, _) in enumerate(self.prompts):
+            for kind, setting in self.checks:
+                compare = partial(self.compare_text, kind, number, setting)
+                yield kind, f"{kind}: {name}: {setting}", compare
+            if number < self.num_prefixes:
+                size = -(-self.effort.samples // SAMPLE_BATCHES)
+                for _ in range(SAMPLE_BATCHES):
+                    yield "sampling", f"{name}: sampling", partial(self._draw, number, size)
+                rule = partial(self._enumerate, number)
+                yield "rule", f"{name}: enumerating the rule", rule
 
-    def _choose_prefix(self, number: int) -> None:
-        """Choose a prefix: a beginning of greedy text ``number`` after which the target's entropy
-        is high. It ends a few tokens after a full cache block, so that the thousands of samples
-        that start there have little to prefill."""
-        start, evidence = self.start(number, self.params), self.evidence
-        output = evidence.plain.get(("greedy", number))
-        if output is None:
+    def _start(self, kind: str, number: int) -> Start:
+        name, prompt = self.prompts[number % len(self.prompts)]
+        seed = (self.effort.seed + number) % 2**63 if kind == "seeded" else None
+        params = replace(self.kinds[kind], max_tokens=self.effort.max_tokens, seed=seed)
+        return Start(tuple(prompt), params, name=name)
+
+    def _plain_text(self, kind: str, number: int) -> TokenIds:
+        if (kind, number) not in self._plain_texts:
+            ((text, _),) = decode(self.plain, [self._start(kind, number)], 0)
+            self._plain_texts[kind, number] = text
+        return self._plain_texts[kind, number]
+
+    def compare_text(self, kind: str, number: int, setting: str) -> None:
+        """Decode a text under this setting and compare it with plain decoding's. On a
+        ``batch_invariant`` backend no difference is a near tie."""
+        text, plain, others = self._start(kind, number), self._plain_text(kind, number), []
+        if setting == self.mixed:  # unseeded requests, which leave while the text is decoded
+            for other, tokens in enumerate(_NEIGHBOURS, number):
+                params = SamplingParams(temperature=0.8, max_tokens=tokens)
+                others.append(replace(self._start("greedy", other), params=params))
+        length, check = self.settings[setting], self.checks[kind, setting]
+        (output, counts), *_ = decode(self.llm.engine, [text, *others], length)
+        check.texts += 1
+        check.tokens += len(plain)
+        check.drafted += counts.drafted
+        check.accepted += counts.accepted
+        target, decoded = self.llm.target, self.llm.tokenizer.decode
+        difference = explain(target, text.prompt, plain, output, text.params)
+        if difference is None:
             return
-        size, given = self.llm.engine.cache.block_size, len(start.prompt)
-        partial_blocks = {end: (given + end) % size for end in range(len(output) + 1)}
-        cheap = [end for end, n in partial_blocks.items() if 0 < n <= _MAX_PARTIAL_BLOCK]
-        outputs = [output[:end] for end in cheap or (len(output),)]
-        probs = Scorer(self.llm.target, start).at_once(outputs)
-        entropies = torch.special.entr(probs).sum(-1)
-        chosen = outputs[int(entropies.argsort()[round(_ENTROPY_QUANTILE * (len(outputs) - 1))])]
-        # Short drafts, whose bonus token is among the tokens tested, and long ones in turn.
-        longest = self.lengths[-1]
-        length = longest if number % 2 else min(2, longest)
-        evidence.prefixes.append(Prefix(replace(start, output=chosen), length))
+        pair = difference.left, difference.right
+        expected, written = (str(decoded([token])) if token >= 0 else "(end)" for token in pair)
+        bug = target.backend.batch_invariant or not difference.is_tie
+        found = Divergence(kind, setting, text.name, expected, written, difference, bug)
+        self.divergences.append(found)
+        check.bugs += bug
+        check.ties += not bug
+        if bug:
+            self.problems.append(found.problem)
 
-    def _draw(self, prefix: Prefix, size: int) -> None:
+    def _prefix(self, number: int) -> Prefix:
+        """A prompt and the beginning of its greedy text after which the target's entropy is high.
+        It ends a few tokens after a full cache block, because samples prefill the rest."""
+        if number == len(self.prefixes):
+            start, text = self._start("greedy", number), self._plain_text("greedy", number)
+            start = replace(start, params=self.params)
+            size = self.llm.engine.cache.block_size
+            given = len(start.prompt)
+            ends = [n for n in range(len(text) + 1) if 0 < (given + n) % size <= _MAX_PARTIAL_BLOCK]
+            outputs = [text[:end] for end in ends or [len(text)]]
+            probs = next_probabilities(self.llm.target, start, outputs)
+            # Not the highest: less uncertain tokens show a bias of the ones after them better.
+            order = torch.special.entr(probs).sum(-1).argsort().tolist()
+            chosen = outputs[order[3 * (len(order) - 1) // 4]]
+            # Short drafts, whose bonus token is among the tokens tested, and long ones in turn.
+            longest = max(n for n in self.settings.values() if n is not None)
+            length = longest if number % 2 else min(2, longest)
+            self.prefixes.append(Prefix(replace(start, output=chosen), length))
+        return self.prefixes[number]
+
+    def _draw(self, number: int, size: int) -> None:
         """Draw ``size`` more samples of ``SAMPLE_TOKENS`` tokens, recording their drafts."""
-        engine, start = self.llm.engine, prefix.start
-        given = len(start.output)
+        engine, prefix = self.llm.engine, self._prefix(number)
+        start, given = prefix.start, len(prefix.start.output)
         max_tokens = given + SAMPLE_TOKENS + prefix.draft_length + 1
         starts = [replace(start, params=replace(start.params, max_tokens=max_tokens))] * size
-        engine.on_drafts = partial(self.evidence.draws.record, prefix.examples)
+        engine.on_drafts = partial(draws.record, self.draft_ranks, prefix.examples)
         try:
             texts = decode(engine, starts, prefix.draft_length, SAMPLE_TOKENS)
         finally:
             engine.on_drafts = None
         prefix.drawn += [tokens[given:] for tokens, _ in texts]
-        prefix.drafted += sum(counts.drafted for _, counts in texts)
 
-    def _enumerate(self, prefix: Prefix) -> None:
+    def _enumerate(self, number: int) -> None:
         """Enumerate a step with an example draft of each kind that was proposed for the samples."""
-        llm, start = self.llm, prefix.start
-        for tokens, tree in prefix.examples.values():
+        llm, start = self.llm, self.prefixes[number].start
+        for tokens, tree in self.prefixes[number].examples.values():
             context = replace(start, output=tokens[len(start.prompt) :])
-            target, device = Scorer(llm.target, context).at_once, llm.target.device
-            check = enumerate_step(llm.engine.verifier, tree, target, start.name, device)
-            prefix.exact.append(check)
+            target = partial(next_probabilities, llm.target, context)
+            check = enumerate_step(llm.engine.verifier, tree, target, start.name, llm.target.device)
+            self.exact.append(check)
             if not check.passed:
                 what = (
-                    f"{start.name}: the distribution of a step differs from the target's by "
-                    f"{check.distance:.2g} (total variation, enumerated)"
+                    f"the distribution of a step differs from the target's by {check.distance:.2g}"
                 )
-                self.evidence.problems.append(Problem("rule", what))
+                self.problems.append(Problem("rule", f"{start.name}: {what} (total variation)"))
 
     def certificate(self) -> Certificate:
-        llm, evidence, amounts = self.llm, self.evidence, self.amounts()
-        alpha = self.effort.alpha
-        tests = with_holm_correction(self._tests(), alpha)
-        problems = [*evidence.problems]
-        if evidence.draws.impossible:
-            what = f"it drafted {evidence.draws.impossible} tokens to which its declared"
-            problems.append(Problem("drafter", f"{what} distribution gives probability 0"))
-        problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
-        undrafted = [prefix for prefix in evidence.prefixes if not prefix.examples]
-        notes = [f"{p.start.name}: rule not enumerated: nothing was drafted" for p in undrafted]
-        if self.params.greedy:
-            notes.append("sampling was not tested: the temperature is 0")
-        # The total variation distance that the tests would have detected at every prefix.
-        scored = [test for test in tests if test.part == "sampling"]
-        bias = max((test.smallest_bias for test in scored), default=1.0)
+        llm, effort = self.llm, self.effort
+        tested = [("drafter", "tokens drawn by the drafter", self.draft_ranks)]
+        for prefix in (prefix for prefix in self.prefixes if prefix.drawn):
+            for what, ranks in prefix.ranks(llm.target).items():
+                tested.append(("sampling", f"{what} after {prefix.start.name}", ranks))
+        tests = rank_tests(tested, effort.alpha)
+        problems = [*self.problems, *(problem for test in tests for problem in test.problems)]
+        if impossible := self.draft_ranks.impossible:
+            what = f"it drafted {impossible} tokens to which its declared distribution gives"
+            problems.append(Problem("drafter", f"{what} probability 0"))
         draft = ", ".join(llm.drafters) or llm.engine.drafter.name
         return Certificate(
             title=f"Is {draft} on {llm.target.name} lossless?",
-            alpha=alpha,
             facts={
                 "target": llm.target.name,
                 "draft": draft,
                 "dtype": llm.target.dtype_text,
                 "backend": llm.target.backend_reason,
-                "complete": self._ended and self.complete,
-                "smallest_bias": bias,
-                "budget": amounts,
+                "seconds": self.budget.spent,
+                "complete": self.complete,
+                "smallest_bias": smallest_bias(tests),
             },
-            tables=tuple(evidence.tables(tests)),
+            tables=(
+                *text_tables(self.checks.values(), self.divergences),
+                tests_table(tests),
+                exact_table(self.exact),
+            ),
             problems=tuple(dict.fromkeys(problems)),
-            missing_evidence=tuple(self._lacks(tests, amounts["texts"], bias)),
-            notes=tuple(notes),
-            interrupted=not self._ended,
-            completed=self._completed(bias if tests else None),
-            certified=self._certified(tests, bias),
+            missing_evidence=self._lacks(tests),
+            notes=[] if self.num_prefixes else ["sampling was not tested: the temperature is 0"],
+            completed=self._completed(),
+            certified=self._certified(tests),
         )
 
-    def _tests(self) -> list[DistributionTest]:
-        tests: list[DistributionTest] = []
-        for prefix in self.evidence.prefixes:
-            if len(prefix.drawn) >= MIN_SAMPLES:
-                tests += sampling_tests(self.llm.target, prefix)
-        draws = self.evidence.draws
-        if (outcome := draws.test()) is not None:
-            about = "drafter", "draws / declared distribution", draws.total
-            tests.append(DistributionTest(*about, outcome))
-        return tests
+    @property
+    def num_texts(self) -> int:
+        """How many texts were compared in every setting."""
+        return min(check.texts for check in self.checks.values())
 
-    def _lacks(self, tests: Sequence[DistributionTest], texts: int, bias: float) -> list[str]:
-        evidence, sampled = self.evidence, bool(self.num_prefixes)
-        wanted = product(self.kinds, self.settings)
-        missing = [
-            f"no {pair[0]} text at {pair[1]}" for pair in wanted if pair not in evidence.checks
-        ]
+    @property
+    def num_sampled(self) -> int:
+        """At how many prefixes all samples were drawn."""
+        return sum(len(prefix.drawn) >= self.effort.samples for prefix in self.prefixes)
+
+    @property
+    def complete(self) -> bool:
+        return (self.num_texts, self.num_sampled) == (len(self.prompts), self.num_prefixes)
+
+    def _lacks(self, tests: Sequence[DistributionTest]) -> list[str]:
+        if not self.num_prefixes:
+            lacks = missing_evidence(self.num_texts, 0.0)
+        else:
+            lacks = missing_evidence(self.num_texts, smallest_bias(tests))
+            if not self.num_sampled:
+                lacks.append(f"no prefix has all its {self.effort.samples} samples")
+            if not self.exact:
+                lacks.append("the rule was not enumerated")
         # Without any drafts, speculative decoding was not tested at all.
-        drafting = {check.kind for check in evidence.checks.values() if check.drafted}
-        drafting |= {"sampled" for prefix in evidence.prefixes if prefix.drafted}
-        idle = [k for k in (*self.kinds, *["sampled"] * sampled) if k not in drafting]
+        drafting = {check.kind for check in self.checks.values() if check.drafted}
         proposed = "the drafter proposed nothing for {} requests; try other prompts (--prompts)"
-        lacks = missing[:1] or [proposed.format(kind) for kind in idle]
-        lacks += missing_evidence(texts, bias if tests else 0.0)
-        if sampled and not tests:
-            lacks.append("no prefix has enough samples for a test; draw more, or at other prompts")
-        sampled_prefixes = sum(len(p.drawn) >= self.effort.samples for p in evidence.prefixes)
-        if sampled and sampled_prefixes < MIN_PREFIXES:
-            lacks.append(f"{sampled_prefixes} prefixes have all their samples, not {MIN_PREFIXES}")
-        if sampled and not evidence.exact:
-            lacks.append("the rule was not enumerated")
-        return lacks
+        idle = [proposed.format(kind) for kind in self.kinds if kind not in drafting]
+        return lacks + (idle if self.num_texts else [])
 
-    def _completed(self, bias: float | None) -> str:
-        """What was completed, in a line. ``bias``: the smallest detectable; None without tests."""
-        line = "{spent:.0f} s completed {texts} of {texts_wanted} texts of {tokens} tokens"
-        if self.num_prefixes:
-            line += ", {prefixes} of {prefixes_wanted} prefixes"
-            line += ", {samples} of {samples_wanted} samples"
-        if not self.complete:
-            line += "; more --seconds test the rest"
-        if bias is not None:
-            line += f"; the smallest bias that it could have detected is {bias:.1%}"
-        return line.format(**self.amounts())
+    def _completed(self) -> str:
+        line = (
+            f"{self.budget.spent:.0f} s completed {self.num_texts} of {len(self.prompts)} texts "
+            f"and the samples of {self.num_sampled} of {self.num_prefixes} prefixes"
+        )
+        return line if self.complete else f"{line}; more --seconds test the rest"
 
-    def _certified(self, tests: Sequence[DistributionTest], bias: float) -> str:
-        checks, target = self.evidence.checks.values(), self.llm.target
-        ties = sum(len(check.ties) for check in checks)
+    def _certified(self, tests: Sequence[DistributionTest]) -> str:
+        checks, target = self.checks.values(), self.llm.target
+        ties = sum(check.ties for check in checks)
         how = "bit for bit" if target.backend.batch_invariant else f"except for {ties} near ties"
         tokens = sum(check.tokens for check in checks)
         parts = [f"{tokens} tokens equal to plain decoding's {how} on {target.backend_reason}"]
-        if tests:
-            detected = f"which detect {bias:.1%} or more"
-            parts.append(f"no bias in {len(tests)} distribution tests, {detected}")
         if not self.num_prefixes:
             parts.append("greedy decoding only, no samples were drawn")
-        if self.evidence.exact:
-            distance = max(check.distance for check in self.evidence.exact)
+        else:
+            detected = f"which detect {smallest_bias(tests):.1%} or more"
+            parts.append(f"no bias in {len(tests)} distribution tests, {detected}")
+        if self.exact:
+            distance = max(check.distance for check in self.exact)
             parts.append(f"the rule is exact to {distance:.0e}")
         return "; ".join(parts)
+
+
+def _settings(llm: LLM) -> dict[str, int | None]:
+    """The draft length of each setting in which texts are decoded, None for adaptive; the last one
+    is a mixed batch."""
+    engine = llm.engine
+    if not engine.drafter.max_nodes(1):
+        raise ConfigError("there is no drafter to certify; give one with draft (--draft)")
+    lengths: Sequence[int | None] = 1, 4, None
+    if isinstance(engine.controller, FixedLength):
+        if not engine.controller.length:
+            raise ConfigError("draft length 0 drafts nothing, so there is nothing to certify")
+        lengths = sorted({1, engine.controller.length})
+    alone = {f"draft length {n or 'auto'}, alone": n for n in lengths}
+    longest = max(n for n in lengths if n is not None)
+    return {**alone, f"draft length {longest}, mixed batch": longest}
+
+
+def _fitting_prompts(llm: LLM, prompts: NamedPrompts, effort: Effort) -> NamedPrompts:
+    """The first ``num_prompts``. Raises PromptError if one of them does not fit."""
+    chosen, room = prompts[: effort.num_prompts], llm.max_model_len - effort.max_tokens
+    if not chosen:
+        raise PromptError("no prompt was given")
+    for name, prompt in chosen:
+        if not 0 < len(prompt) <= room - _DRAFT_ROOM:
+            raise PromptError(
+                f"prompt {name} has {len(prompt)} tokens; give at least one, and at most "
+                f"{room - _DRAFT_ROOM}: the context of {llm.target.name} has {llm.max_model_len}, "
+                f"with {effort.max_tokens} new tokens (--max-tokens)"
+            )
+    return chosen

@@ -1,340 +1,250 @@
-"""Certifies a server by its answers: runs every check with each prompt, until the budget ends."""
+"""Certifies a server by its answers: sends it prompts, within the effort and the time, and compares
+greedy texts, logprobs and samples with what it should have answered."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from paceline.errors import ConfigError, PromptError
+from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import (
-    TESTS,
     Certificate,
-    DistributionTest,
     Problem,
     ResultTable,
     missing_evidence,
-    with_holm_correction,
+    rank_tests,
+    smallest_bias,
+    tests_table,
 )
+from paceline.lab.certify.chisquare import RankCounts
 from paceline.lab.certify.decoding import first_difference
-from paceline.lab.certify.session import (
-    BINS,
-    TIE,
-    TOP_LOGPROBS,
-    EffortSpentError,
-    Part,
-    ServerSession,
-    name_of,
-)
-from paceline.lab.openai_client import (
-    AnswerChoice,
-    RequestRefusedError,
-    ServerFailedError,
-    ServerTimeoutError,
-    choices_of,
-)
+from paceline.lab.certify.effort import MAX_SERVER_TOKENS, Effort
+from paceline.lab.openai_client import Answer, OpenAIClient, ServerError
 from paceline.lab.report.document import Column
 
-_MAX_FAILURES = 3  # requests of a part that may fail before the part is given up
-_PARTS = ResultTable(
-    "parts",
-    "Parts",
-    (
-        Column("part", "part", "name"),
-        *(Column(name, name) for name in ("requests", "checked")),
-        Column("unit", "of"),
-        Column("ties", "ties"),
-        Column("problems", "problems", shown=len),
-        Column("notes"),
-        Column("seconds", "seconds", shown="{:.1f}".format),
-    ),
-)
+# In nats: logprobs that differ by no more are a near tie. Two logits of a bf16 model may each be
+# off by a rounding step, which is 0.125 for logits from 16 on.
+TIE = 0.3
+_TOP = 5  # logprobs per position: the most that /v1/completions returns on every server
+# The whole distribution: servers truncate by default, or apply the model's own penalty.
+_FIELDS = {"logprobs": _TOP, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _MIN_UNCERTAIN = 10  # tokens of a text of which at least one has a probability below 1
 _RESCORED = 3  # positions per text
-_SAMPLES = 16  # per request
-_SAMPLE_TOKENS = 4  # more than one, because the first token is hardly ever drafted
-# Sampling from the whole distribution, several texts per request. Some servers truncate by default,
-# some refuse these fields, and some allow one text per request.
-_TEMPERATURE: dict[str, float] = {"temperature": 1.0, "top_p": 1.0}
-_UNTRUNCATED = {**_TEMPERATURE, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-_SAMPLING = tuple(
-    {**fields, "n": n} for fields in (_UNTRUNCATED, _TEMPERATURE) for n in (_SAMPLES, 1)
-)
-_PENALTIES = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
 
 
-def check_greedy(session: ServerSession, part: Part, prompt: str) -> Iterator[str]:
-    """Greedy texts equal the reference's, and consist of the likeliest tokens."""
-    greedy = session.greedy(prompt)
-    part.checked += 1
-    if greedy.text and not greedy.tokens:
-        part.note("the server gives no logprobs: texts are compared character by character")
-    for at, token in enumerate(greedy.tokens):
-        gap = token.logprob - max(token.likeliest.values(), default=token.logprob)
-        if gap < -TIE:
-            other = f"another is {-gap:.2f} nats likelier by the server's own logprobs"
-            yield f"token {at} is {token.text!r}, {other}"
-            break
-    if session.reference is None:
-        hint = "give --against, or a server that can switch speculation off"
-        part.note(f"there is no reference to compare with: {hint}")
-    else:
-        yield from part.compare(greedy, session.complete(session.reference, prompt)[0])
-
-
-def check_streams(session: ServerSession, part: Part, prompt: str) -> Iterator[str]:
-    """A stream has the text of the whole answer, and as many tokens as its usage counts."""
-    body = {"prompt": prompt, "temperature": 0, "max_tokens": session.max_tokens, "logprobs": 1}
-    whole, usage = session.greedy(prompt), {"stream_options": {"include_usage": True}}
-    chunks = list(session.stream("completions", {**body, **usage}))
-    deltas = [delta for chunk in chunks for delta in choices_of(chunk, streamed=True)]
-    reasons = [delta.reason for delta in deltas if delta.reason is not None]
-    tokens = tuple(token for delta in deltas for token in delta.tokens)
-    text = "".join(delta.text for delta in deltas)
-    streamed = AnswerChoice(text, None, tokens)
-    spelled = "".join(streamed.token_texts)
-    part.checked += 1
-    counts = [n for delta in deltas if (n := delta.completion_tokens) is not None]
-    if len(reasons) != 1:
-        yield f"{len(reasons)} chunks with a finish_reason, not one"
-    uncertain = reasons[-1:] == ["stop"]  # some servers count the end token, which has no text
-    if tokens and counts and not 0 <= counts[-1] - len(tokens) <= uncertain:
-        yield f"the usage counts {counts[-1]} tokens, the stream has {len(tokens)}"
-    elif "".join(whole.token_texts) == whole.text and spelled not in ("", text):
-        yield "the tokens of the stream do not make up its text"
-    elif text != whole.text:
-        again = session.complete(session.server, prompt)[0]
-        if [*part.compare(streamed, whole)] and again.text == whole.text:
-            at = first_difference(text, whole.text)
-            yield f"stream and whole answer differ from character {at} on"
-
-
-def check_logprobs(session: ServerSession, part: Part, prompt: str) -> Iterator[str]:
-    """Logprobs are those of probabilities, and the same if the text before them is the prompt."""
-    greedy = session.greedy(prompt)
-    if not greedy.tokens:
-        if greedy.text:  # an empty answer has none
-            part.note("the server gives no logprobs: nothing was re-scored")
-        return
-    if len(greedy.tokens) >= _MIN_UNCERTAIN and not any(t.logprob for t in greedy.tokens):
-        yield "all logprobs are 0.0"
-    tops = [list(token.likeliest.values()) for token in greedy.tokens]
-    if any(sum(map(math.exp, top)) > 1.01 or max(top, default=0) > 1e-6 for top in tops):
-        yield "the probabilities of a position sum to more than 1"
-    without = tops.count([])
-    if 0 < without < len(tops):
-        yield f"{without} of {len(tops)} tokens have no alternatives"
-    # Tokens with an incomplete character cannot be sent back as text.
-    incomplete = (
-        at for at, t in enumerate(greedy.token_texts) if "\ufffd" in t or t.startswith("bytes:")
-    )
-    positions = range(1, min([len(tops), *incomplete]))
-    for at in session.random.sample(positions, min(_RESCORED, len(positions))):
-        text = prompt + "".join(greedy.token_texts[:at])
-        again = session.complete(session.server, text, max_tokens=1)[0]
-        counts = again.prompt_tokens, greedy.prompt_tokens
-        retokenized = counts[0] and counts[1] and counts[0] != counts[1] + at
-        listed = again.tokens[0].likeliest if again.tokens else {}
-        if retokenized or not listed:
-            continue  # the same text has other tokens as a prompt, or there are no logprobs
-        part.checked += 1
-        token, claimed, _ = greedy.tokens[at]
-        logprob = listed.get(token, min(listed.values()))
-        below = max(listed.values()) - logprob
-        if below > TIE:
-            yield f"token {at}, {token!r}: {below:.2f} nats from the likeliest, re-scored"
-        elif claimed - logprob > TIE or (token in listed and logprob - claimed > TIE):
-            yield f"token {at}, {token!r}: logprob {claimed:.3f}, re-scored {logprob:.3f}"
-
-
-def check_samples(session: ServerSession, part: Part, prompt: str) -> Iterator[str]:
-    """Sampled tokens follow the probabilities that the server reports. Only fills
-    ``session.bins``; ``ServerSession.tests`` tests them."""
-    samples: list[AnswerChoice] = []
-    while len(samples) < _SAMPLES:
-        samples += session.complete(session.server, prompt, _SAMPLING, max_tokens=_SAMPLE_TOKENS)
-    part.checked += len(samples)
-    for token, _, top in (token for choice in samples for token in choice.tokens):
-        # The randomized rank is uniform if the token was drawn with the reported probabilities.
-        listed = sorted(top.items(), key=lambda item: -item[1])[:TOP_LOGPROBS]
-        names, probs = [other for other, _ in listed], [math.exp(value) for _, value in listed]
-        index = names.index(token) if token in names else len(names)
-        probs.append(max(0.0, 1.0 - sum(probs)))
-        rank = sum(probs[:index]) + session.random.random() * probs[index]
-        session.bins[min(BINS - 1, int(rank * BINS))] += 1
-    yield from ()
-
-
-def check_limits(session: ServerSession, part: Part, prompt: str) -> Iterator[str]:
-    """Stop strings, token limits and penalties are respected."""
-    server, text = session.server, session.greedy(prompt).text
-    part.checked += 1
-    words = text.split()
-    stop = words[len(words) // 2] if len(words) > 2 else ""
-    if stop and stop not in prompt:
-        stopped = session.complete(server, prompt, stop=[stop])[0].text
-        if stop in stopped:
-            yield f"the text contains its stop string {stop!r}"
-        elif text.startswith(stopped) and stopped != text.partition(stop)[0]:
-            yield f"stop string {stop!r} ends the text at another position"
-    tokens = session.complete(server, prompt, max_tokens=3)[0].completion_tokens
-    if tokens is not None and tokens > 3:
-        yield f"{tokens} tokens where max_tokens is 3"
-    if session.reference is not None:
-        pair = server, session.reference
-        answer, expected = (session.complete(s, prompt, [_PENALTIES])[0] for s in pair)
-        for divergence in part.compare(answer, expected, _PENALTIES):
-            yield f"with penalties: {divergence}"
-
-
-_SCHEMA_TYPES = {"name": str, "count": int}
-_FORMS: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_name("forms.json").read_text(encoding="utf-8")
-)
-
-
-def check_structure(session: ServerSession, part: Part, prompt: str) -> Iterator[str]:
-    """Answers and tool arguments match the JSON schema of ``forms.json``, whole and streamed. There
-    is one tool, and a call is "required": more servers support this than naming the tool."""
-    form = list(_FORMS)[part.rounds % len(_FORMS)]
-    messages = [{"role": "user", "content": prompt}]
-    body = {"messages": messages, "temperature": 0, "max_tokens": 120, **_FORMS[form]}
-    path = "chat/completions"
+def connect(
+    url: str, model: str | None = None, key: str | None = None
+) -> tuple[OpenAIClient, OpenAIClient | None]:
+    """Clients for the server at a URL: as it is, and with speculation switched off per request
+    (None if the server cannot do that). Without ``model``, the first model that the server lists is
+    used. Raises ConfigError if there is no server, or it does not list the model."""
+    client = OpenAIClient.at(url, key)
     try:
-        whole = _content([session.next_client().answer(path, body)], "message")
-        streamed = _content(session.stream(path, body), "delta")
-    except RequestRefusedError as error:
-        part.note(f"{form} was not checked: the server says {error}")
-        return
-    for how, (text, reason) in (("", whole), (", streamed", streamed)):
-        part.checked += 1
-        if reason != "length" and not _matches_schema(text):  # max_tokens may cut an answer
-            yield f"{form}{how}: the answer does not match the schema: {text[:60]!r}"
-    if whole[0] != streamed[0]:
-        again = _content([session.next_client().answer(path, body)], "message")
-        if again[0] == whole[0]:
-            yield f"{form}: stream and whole answer differ"
+        listed = client.models()
+    except ServerError as error:
+        raise ConfigError(f"no server answers at {error}; start it, or give another --url") from None
+    named = next((item for item in listed if model in (None, item["id"])), None)
+    if named is None:
+        names = ", ".join(str(item["id"]) for item in listed) or "no model"
+        raise ConfigError(f"the server at {url} lists {names}; name one with --model")
+    server = replace(client, fields={"model": str(named["id"])})
+    if named.get("owned_by") != "paceline":
+        return server, None
+    return server, replace(server, fields={**server.fields, "speculation": {"drafter": "none"}})
 
 
-def _content(chunks: Iterable[Mapping[str, Any]], key: str) -> tuple[str, str | None]:
-    """The content or the arguments of the first tool call, and the finish reason."""
-    text, reason = "", None
-    for choice in (choice for chunk in chunks for choice in chunk.get("choices") or ()):
-        message = choice.get(key) or {}
-        reason = choice.get("finish_reason") or reason
-        calls = message.get("tool_calls") or ()
-        text += message.get("content") or ""
-        text += "".join((call.get("function") or {}).get("arguments") or "" for call in calls[:1])
-    return text, reason
+def name_of(server: OpenAIClient) -> str:
+    off = ", speculation off" if "speculation" in server.fields else ""
+    return f"{server.fields['model']} at {server.url.removesuffix('/v1')}{off}"
 
 
-def _matches_schema(text: str) -> bool:
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        return False
-    types = {key: type(value) for key, value in parsed.items()} if type(parsed) is dict else {}
-    return types == _SCHEMA_TYPES and len(parsed["name"]) <= 12
+@dataclass
+class Part:
+    """One part of the certification: how many of ``unit`` were checked, differences that rounding
+    explains, and problems."""
+
+    name: str
+    unit: str
+    checked: int = 0
+    ties: int = 0
+    problems: list[str] = field(default_factory=list)
 
 
-# Name, unit and check of each part, in the order in which a prompt goes through them.
-PARTS = (
-    ("greedy", "texts", check_greedy),
-    ("streams", "streams", check_streams),
-    ("logprobs", "positions", check_logprobs),
-    ("sampling", "samples", check_samples),
-    ("limits", "texts", check_limits),
-    ("structure", "answers", check_structure),
+_PARTS = (
+    Column("part", "part", "name"),
+    Column("checked", "checked"),
+    Column("unit", "of"),
+    Column("ties", "ties"),
+    Column("problems", "problems", shown=len),
 )
 
 
-def lacks_of(parts: Sequence[Part], tests: Sequence[DistributionTest]) -> list[str]:
-    greedy, *others, _ = parts
-    lacks = [f"no {part.unit} for {part.name}" for part in others if not part.checked]
-    lacks += [f"{p.name}: {p.timeouts} without an answer in time" for p in parts if p.timeouts]
-    bias = min((test.smallest_bias for test in tests), default=1.0)
-    return lacks + missing_evidence(greedy.checked, bias)
+class _SpentError(Exception):
+    """The most requests have been sent, or the time is over."""
 
 
-class ServerCertifier(ServerSession):
-    """One certification of a server. ``certificate`` can be called at any time."""
+class ServerCertifier:
+    """One certification of ``server``, compared with ``reference`` if there is one. ``prompts``:
+    (name, text). ``sent``: requests so far. ``certificate`` can be called at any time."""
 
-    _ended = False
-
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        return tuple(Part(*part) for part in PARTS)
-
-    @property
-    def num_tasks(self) -> int:
-        """How often ``run`` calls ``advance`` at most."""
-        return len(self.prompts) * len(self.parts) + self.effort.requests
+    def __init__(
+        self,
+        server: OpenAIClient,
+        reference: OpenAIClient | None,
+        prompts: list[tuple[str, str]],
+        effort: Effort | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        if not prompts:
+            raise PromptError("no prompt was given")
+        self.server, self.reference, self.prompts = server, reference, prompts
+        self.effort, self.budget = effort or Effort(), budget or Budget()
+        self.greedy = Part("greedy", "texts")
+        self.logprobs = Part("logprobs", "positions")
+        self.sampling = Part("sampling", "samples")
+        self.sent, self.ranks = 0, RankCounts()
+        self._random = random.Random(self.effort.seed)
 
     def run(self, advance: Callable[[str], None] = lambda description: None) -> None:
-        """Run every part with each prompt, then draw samples, up to effort and budget or Ctrl-C."""
+        """Compare a greedy text and draw a sample with each prompt, then draw more samples, until
+        effort or time is spent. ``advance`` is called before each request. Raises ServerError if
+        the server fails, refuses a request or gives no logprobs."""
+        self.advance = advance
         try:
-            for (name, prompt), part in self._checks():
-                if self.budget.left <= 0:
-                    break
-                if part.failures < _MAX_FAILURES:
-                    advance(f"{part.name}: {name}")
-                    self._check(part, name, prompt)
-        except EffortSpentError:
+            for name, prompt in self.prompts:
+                self._compare(name, prompt)
+                self._sample(name, prompt)
+            for name, prompt in itertools.cycle(self.prompts):
+                self._sample(name, prompt)
+        except _SpentError:
             pass
-        self._ended = True
 
-    def _checks(self) -> Iterator[tuple[tuple[str, str], Part]]:
-        yield from itertools.product(self.prompts, self.parts)
-        sampling = [part for part in self.parts if part.check is check_samples]
-        while sampling[0].failures < _MAX_FAILURES:
-            yield from itertools.product(self.prompts, sampling)
+    def _complete(
+        self, shown: str, server: OpenAIClient, prompt: str, **fields: Any
+    ) -> Answer:
+        if self.sent >= self.effort.requests or self.budget.left <= 0:
+            raise _SpentError
+        self.sent += 1
+        self.advance(shown)
+        max_tokens = min(self.effort.max_tokens, MAX_SERVER_TOKENS)
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": max_tokens, **_FIELDS, **fields}
+        answer = server.complete(**body)
+        if answer.text and not answer.tokens:
+            raise ServerError(f"{server.url} gives no logprobs, which are needed to certify it")
+        return answer
 
-    def _check(self, part: Part, name: str, prompt: str) -> None:
-        sent, start = self.sent, time.monotonic()
-        try:
-            for problem in part.check(self, part, prompt):
-                part.problems.append(f"{name}: {problem}")
-        except RequestRefusedError as error:
-            part.failures += 1
-            part.note(f"the server refused: {error}")
-        except ServerTimeoutError:
-            if self.budget.left <= 0:
-                raise EffortSpentError from None
-            part.failures += 1
-            part.timeouts += 1
-        except ServerFailedError as error:
-            part.failures += 1
-            part.problems.append(f"{name}: {error}")
-        finally:
-            part.rounds += 1
-            part.requests += self.sent - sent
-            part.seconds += time.monotonic() - start
+    def _compare(self, name: str, prompt: str) -> None:
+        greedy = self._complete(f"greedy: {name}", self.server, prompt)
+        self.logprobs.problems += (f"{name}: {what}" for what in _wrong_logprobs(greedy))
+        problems = self.greedy.problems
+        for at, token in enumerate(greedy.tokens):
+            gap = max(token.likeliest.values(), default=token.logprob) - token.logprob
+            if gap > TIE:
+                other = f"another is {gap:.2f} nats likelier by the server's own logprobs"
+                problems.append(f"{name}: token {at} is {token.text!r}, {other}")
+                break
+        if self.reference is not None:
+            expected = self._complete(f"greedy: {name}: reference", self.reference, prompt)
+            problems += (f"{name}: {what}" for what in self._differs(greedy, expected))
+        self.greedy.checked += 1
+        self._rescore(name, prompt, greedy)
+
+    def _differs(self, answer: Answer, expected: Answer) -> Iterator[str]:
+        """Where two greedy answers to one request differ first, unless that is a near tie by the
+        logprobs of ``expected``."""
+        at = first_difference(answer.token_texts, expected.token_texts)
+        if at is None or answer.text == expected.text:
+            return
+        if at >= min(len(answer.tokens), len(expected.tokens)):
+            yield f"one text ends after {at} tokens"
+            return
+        written, (wanted, logprob, listed) = answer.token_texts[at], expected.tokens[at]
+        # A lower bound if the written token is not among the likeliest ones.
+        gap = logprob - listed.get(written, min(listed.values())) if listed else math.inf
+        if gap <= TIE:
+            self.greedy.ties += 1
+        else:
+            likelier = f"which is {gap:.2f} nats likelier"
+            yield f"token {at} is {written!r}, expected {wanted!r}, {likelier}"
+
+    def _rescore(self, name: str, prompt: str, greedy: Answer) -> None:
+        """The logprobs of a token must be the same if the text before it is the prompt."""
+        # Tokens with an incomplete character cannot be sent back as text.
+        texts = greedy.token_texts
+        incomplete = (at for at, t in enumerate(texts) if "\ufffd" in t or t.startswith("bytes:"))
+        positions = range(1, min([len(texts), *incomplete]))
+        for at in self._random.sample(positions, min(_RESCORED, len(positions))):
+            text, shown = prompt + "".join(texts[:at]), f"logprobs: {name}"
+            again = self._complete(shown, self.server, text, max_tokens=1)
+            counts = again.prompt_tokens, greedy.prompt_tokens
+            retokenized = counts[0] and counts[1] and counts[0] != counts[1] + at
+            listed = again.tokens[0].likeliest if again.tokens else {}
+            if retokenized or not listed:
+                continue  # the same text has other tokens as a prompt, or it ends there
+            self.logprobs.checked += 1
+            token, claimed, _ = greedy.tokens[at]
+            logprob, likeliest = listed.get(token, min(listed.values())), max(listed.values())
+            off = claimed - logprob if token not in listed else abs(claimed - logprob)
+            if max(off, likeliest - logprob) > TIE:
+                self.logprobs.problems.append(
+                    f"{name}: token {at}, {token!r}: logprob {claimed:.3f}, re-scored "
+                    f"{logprob:.3f}, where the likeliest has {likeliest:.3f}"
+                )
+
+    def _sample(self, name: str, prompt: str) -> None:
+        sample = self._complete(f"sampling: {name}", self.server, prompt, temperature=1.0)
+        self.sampling.checked += 1
+        for token, _, top in sample.tokens:
+            listed = sorted(top.items(), key=lambda item: -item[1])[:_TOP]
+            names, probs = [other for other, _ in listed], [math.exp(v) for _, v in listed]
+            probs.append(max(0.0, 1.0 - sum(probs)))  # of all tokens that are not listed
+            index = names.index(token) if token in names else len(names)
+            self.ranks.add(torch.tensor(probs, dtype=torch.float64), [index])
 
     def certificate(self) -> Certificate:
-        parts, alpha, spent = self.parts, self.effort.alpha, self.budget.spent
-        reference, tests = self.reference, with_holm_correction(self.tests(), alpha)
+        parts, reference = (self.greedy, self.logprobs, self.sampling), self.reference
+        tested = ("sampling", "sampled tokens, by their logprobs,", self.ranks)
+        tests = rank_tests([tested], self.effort.alpha)
         problems = [Problem(part.name, what) for part in parts for what in part.problems]
-        problems += [test.problem() for test in tests if test.adjusted_p_value < alpha]
-        bias = max((test.smallest_bias for test in tests), default=1.0)
+        problems += (problem for test in tests for problem in test.problems)
+        lacks = missing_evidence(self.greedy.checked, bias := smallest_bias(tests))
+        if not self.logprobs.checked:
+            lacks.append("no logprobs were re-scored")
+        notes = [
+            "texts were not compared: there is no --against, and no way to switch speculation off"
+        ]
         return Certificate(
             title=f"Is {name_of(self.server)} lossless?",
-            alpha=alpha,
             facts={
                 "server": name_of(self.server),
                 "reference": None if reference is None else name_of(reference),
-                "seconds": spent,
+                "requests": self.sent,
+                "seconds": self.budget.spent,
+                "smallest_bias": bias,
             },
-            tables=(replace(_PARTS, rows=parts), replace(TESTS, rows=tests)),
-            problems=tuple(problems),
-            missing_evidence=tuple(lacks_of(parts, tests)),
-            notes=tuple(f"{part.name}: {note}" for part in parts for note in part.notes),
-            interrupted=not self._ended,
-            completed=f"{spent:.0f} s, {self.sent} requests",
-            certified=f"no problem in {self.sent} requests; no bias in {len(tests)} distribution "
-            f"tests, which detect {bias:.1%} or more",
+            tables=(ResultTable("parts", "Parts", _PARTS, parts), tests_table(tests)),
+            problems=problems,
+            missing_evidence=lacks,
+            notes=[] if reference else notes,
+            completed=f"{self.budget.spent:.0f} s, {self.sent} requests",
+            certified=f"no problem in {self.sent} requests; no bias in the samples, of which "
+            f"{bias:.1%} or more would have been detected",
         )
+
+
+def _wrong_logprobs(answer: Answer) -> Iterator[str]:
+    """What is wrong with the logprobs of an answer by themselves."""
+    tops = [list(token.likeliest.values()) for token in answer.tokens]
+    if len(tops) >= _MIN_UNCERTAIN and not any(token.logprob for token in answer.tokens):
+        yield "all logprobs are 0.0"
+    if any(sum(map(math.exp, top)) > 1.01 for top in tops):
+        yield "the probabilities of a position sum to more than 1"
+    if 0 < (without := tops.count([])) < len(tops):
+        yield f"{without} of {len(tops)} tokens have no alternatives"
