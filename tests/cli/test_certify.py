@@ -52,7 +52,7 @@ def test_a_problem_is_named_and_fails(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Certifier, advance: object) -> None:
-        self.evidence.problems.append(Problem("rule", "something is wrong"))
+        self.problems.append(Problem("rule", "something is wrong"))
 
     monkeypatch.setattr(Certifier, "run", broken)
     result = paceline(*arguments)
@@ -113,7 +113,7 @@ def test_a_server_behind_a_url() -> None:
         result = paceline("certify", "--url", other, "--requests", "2")
         assert result.exit_code == 3 and "NOT ENOUGH: " in result.stdout
     result = paceline("certify", "--url", "http://127.0.0.1:9")
-    assert_one_line(result, "no server answers at http://127.0.0.1:9/v1/models")
+    assert_one_line(result, "no server answers at http://127.0.0.1:9/v1: ")
     result = paceline("certify", "--url", other, "--draft", "ngram")
     assert_one_line(result, "--draft is for an engine of this machine")
     assert paceline("certify", "--against", other).exit_code == 2

@@ -33,7 +33,8 @@ class PlantedServer:
     """``fault``: None, or one of FAULTS.
 
     ``logprobs``: "columns" as OpenAI's completions have them, "records" as its chats and llama.cpp
-    have them, or None. ``cuts``: samples come from the three likeliest words unless ``top_k`` says otherwise.
+    have them, or None. ``cuts``: samples come from the three likeliest words unless ``top_k`` says
+    otherwise.
     """
 
     def __init__(
@@ -126,7 +127,9 @@ def served(server: PlantedServer) -> Iterator[str]:
             self._send({"data": [{"id": "planted", "owned_by": "nobody"}]})
 
         def do_POST(self) -> None:
-            self._send(server.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self._send(
+                server.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            )
 
         def _send(self, answer: dict[str, Any]) -> None:
             data = json.dumps(answer).encode()

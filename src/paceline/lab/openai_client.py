@@ -111,7 +111,7 @@ class OpenAIClient:
             body = " ".join(error.read().decode("utf-8", errors="replace").split())
             raise ServerError(f"{self.url}: {error.code} {body[:_MOST_SHOWN]}") from None
         except (OSError, HTTPException, ValueError) as error:
-            raise ServerError(f"{self.url}: {error}") from None
+            raise ServerError(f"{self.url}: {getattr(error, 'reason', error)}") from None
         if not isinstance(answer, dict):
             raise ServerError(f"{self.url}: the answer is no JSON object")
         return answer

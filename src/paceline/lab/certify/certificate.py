@@ -12,7 +12,6 @@ from paceline.lab.report.document import NOTES, Column, Report, Text, record_of,
 # The minimum of evidence for the verdict CERTIFIED, whatever the effort settings ask for.
 MIN_TEXTS = 2  # compared in every setting
 MAX_BIAS = 0.25  # a larger bias must have been detectable
-_MIN_TOKENS = 50  # of a test
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,12 @@ class DistributionTest:
 def rank_tests(
     tested: Sequence[tuple[str, str, RankCounts]], alpha: float
 ) -> list[DistributionTest]:
-    """Tests of ranks, each given with its part and what its tokens are, if they are enough. All
-    together they fail for a lossless engine with probability ``alpha`` at most (Bonferroni)."""
-    enough = [one for one in tested if one[2].total >= _MIN_TOKENS]
-    return [
-        DistributionTest(part, what, ranks.test(), alpha / len(enough))
-        for part, what, ranks in enough
-    ]
+    """Tests of ranks, each given with its part and what its tokens are. Few tokens, and certain
+    ones, give no test. Together they fail for a lossless engine with probability ``alpha`` at most
+    (Bonferroni)."""
+    outcomes = [(part, what, ranks.test()) for part, what, ranks in tested]
+    enough = [outcome for outcome in outcomes if outcome[2].df > 0]
+    return [DistributionTest(*outcome, alpha / len(enough)) for outcome in enough]
 
 
 def missing_evidence(texts: int, bias: float) -> list[str]:

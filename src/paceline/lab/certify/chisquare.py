@@ -91,6 +91,8 @@ class RankCounts:
             if cell[1] >= _MIN_EXPECTED:
                 cells.append(cell)
                 cell = torch.zeros(2, dtype=torch.float64)
+        if not cells:
+            return ChiSquare(0.0, 0, self.total)
         cells[-1] = cells[-1] + cell
         counts, expected = torch.stack(cells).T
         statistic = float(((counts - expected) ** 2 / expected).sum())

@@ -49,7 +49,9 @@ def connect(
     try:
         listed = client.models()
     except ServerError as error:
-        raise ConfigError(f"no server answers at {error}; start it, or give another --url") from None
+        raise ConfigError(
+            f"no server answers at {error}; start it, or give another --url"
+        ) from None
     named = next((item for item in listed if model in (None, item["id"])), None)
     if named is None:
         names = ", ".join(str(item["id"]) for item in listed) or "no model"
@@ -126,9 +128,7 @@ class ServerCertifier:
         except _SpentError:
             pass
 
-    def _complete(
-        self, shown: str, server: OpenAIClient, prompt: str, **fields: Any
-    ) -> Answer:
+    def _complete(self, shown: str, server: OpenAIClient, prompt: str, **fields: Any) -> Answer:
         if self.sent >= self.effort.requests or self.budget.left <= 0:
             raise _SpentError
         self.sent += 1
