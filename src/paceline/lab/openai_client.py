@@ -33,7 +33,7 @@ class AnswerToken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredText:
     """A completion. ``tokens`` is empty if the server gives no logprobs; ``prompt_tokens`` is None
     if it does not count them."""
 
@@ -42,7 +42,7 @@ class Answer:
     prompt_tokens: int | None = None
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> Answer:
+    def of(cls, answer: Mapping[str, Any]) -> ScoredText:
         """Parse the first choice, with logprobs in the format of /v1/completions or of chats, which
         llama.cpp uses for both."""
         choice, usage = answer["choices"][0], answer.get("usage") or {}
@@ -90,11 +90,11 @@ class OpenAIClient:
         listed = self._answer("models").get("data") or ()
         return [model for model in listed if isinstance(model, dict) and "id" in model]
 
-    def complete(self, **body: Any) -> Answer:
+    def complete(self, **body: Any) -> ScoredText:
         """The completion of a prompt. Raises ServerError."""
         answer = self._answer("completions", json.dumps({**self.fields, **body}).encode())
         try:
-            return Answer.of(answer)
+            return ScoredText.of(answer)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(f"{self.url}: no valid answer: {error!r}") from None
 

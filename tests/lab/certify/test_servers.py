@@ -15,7 +15,7 @@ from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.server import ServerCertifier, connect, name_of
-from paceline.lab.openai_client import Answer, AnswerToken, OpenAIClient, ServerError
+from paceline.lab.openai_client import ScoredText, AnswerToken, OpenAIClient, ServerError
 from support.diagonal import diagonal
 from support.planted_server import FAULTS, PlantedServer, served
 
@@ -109,9 +109,9 @@ def test_each_planted_error_is_detected(fault: str, compared: bool) -> None:
 def test_a_near_tie_is_not_an_error() -> None:
     """Two words a tenth of a nat apart, which rounding may swap."""
 
-    def two_words(second: str, logprob: float, likeliest: dict[str, float]) -> Answer:
+    def two_words(second: str, logprob: float, likeliest: dict[str, float]) -> ScoredText:
         first = AnswerToken("a", -0.1, {"a": -0.1})
-        return Answer(f"a{second}", (first, AnswerToken(second, logprob, likeliest)))
+        return ScoredText(f"a{second}", (first, AnswerToken(second, logprob, likeliest)))
 
     likeliest = {" b": -0.7, " c": -0.8}
     one, other = two_words(" b", -0.7, likeliest), two_words(" c", -0.8, likeliest)

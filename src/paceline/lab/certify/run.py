@@ -194,12 +194,12 @@ class Certifier:
         pair = difference.left, difference.right
         expected, written = (str(decoded([token])) if token >= 0 else "(end)" for token in pair)
         bug = target.backend.batch_invariant or not difference.is_tie
-        found = Divergence(kind, setting, text.name, expected, written, difference, bug)
-        self.divergences.append(found)
+        divergence = Divergence(kind, setting, text.name, expected, written, difference, bug)
+        self.divergences.append(divergence)
         check.bugs += bug
         check.ties += not bug
         if bug:
-            self.problems.append(found.problem)
+            self.problems.append(divergence.problem)
 
     def _prefix(self, number: int) -> Prefix:
         """A prompt and the beginning of its greedy text after which the target's entropy is high.

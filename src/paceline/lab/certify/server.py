@@ -26,7 +26,7 @@ from paceline.lab.certify.certificate import (
 from paceline.lab.certify.chisquare import RankCounts
 from paceline.lab.certify.decoding import first_difference
 from paceline.lab.certify.effort import MAX_SERVER_TOKENS, Effort
-from paceline.lab.openai_client import Answer, OpenAIClient, ServerError
+from paceline.lab.openai_client import ScoredText, OpenAIClient, ServerError
 from paceline.lab.report.document import Column
 
 # In nats: logprobs that differ by no more are a near tie. Two logits of a bf16 model may each be
@@ -128,7 +128,7 @@ class ServerCertifier:
         except _SpentError:
             pass
 
-    def _complete(self, shown: str, server: OpenAIClient, prompt: str, **fields: Any) -> Answer:
+    def _complete(self, shown: str, server: OpenAIClient, prompt: str, **fields: Any) -> ScoredText:
         if self.sent >= self.effort.requests or self.budget.left <= 0:
             raise _SpentError
         self.sent += 1
@@ -156,7 +156,7 @@ class ServerCertifier:
         self.greedy.checked += 1
         self._rescore(name, prompt, greedy)
 
-    def _differs(self, answer: Answer, expected: Answer) -> Iterator[str]:
+    def _differs(self, answer: ScoredText, expected: ScoredText) -> Iterator[str]:
         """Where two greedy answers to one request differ first, unless that is a near tie by the
         logprobs of ``expected``."""
         at = first_difference(answer.token_texts, expected.token_texts)
@@ -174,7 +174,7 @@ class ServerCertifier:
             likelier = f"which is {gap:.2f} nats likelier"
             yield f"token {at} is {written!r}, expected {wanted!r}, {likelier}"
 
-    def _rescore(self, name: str, prompt: str, greedy: Answer) -> None:
+    def _rescore(self, name: str, prompt: str, greedy: ScoredText) -> None:
         """The logprobs of a token must be the same if the text before it is the prompt."""
         # Tokens with an incomplete character cannot be sent back as text.
         texts = greedy.token_texts
@@ -239,7 +239,7 @@ class ServerCertifier:
         )
 
 
-def _wrong_logprobs(answer: Answer) -> Iterator[str]:
+def _wrong_logprobs(answer: ScoredText) -> Iterator[str]:
     """What is wrong with the logprobs of an answer by themselves."""
     tops = [list(token.likeliest.values()) for token in answer.tokens]
     if len(tops) >= _MIN_UNCERTAIN and not any(token.logprob for token in answer.tokens):
