@@ -39,7 +39,6 @@ from paceline.model.paged.states import PENDING_SLOTS
 from paceline.model.target import CausalModel
 from paceline.model.tokenizer import Tokenizer
 from paceline.settings import EngineSettings, entries
-from paceline.settings.tuned import KnownCosts
 from paceline.verify.logprobs import max_scored_rows, scoring_bytes
 from paceline.verify.verifier import Verifier
 
@@ -64,7 +63,7 @@ class EngineOptions(EngineSettings):
     max_draft_length: int = 8  # limit of "auto"; higher for drafters that run no forward
     rule: str = "auto"
     controller: Controller | None = None  # replaces the adaptive controller
-    known: KnownCosts | None = None  # costs from tuned settings; None: measured at start-up
+    costs: TargetCosts | None = None  # of target steps; None: measured at start-up
 
     def __post_init__(self) -> None:
         missing = [name for name in METHODS if not hasattr(self.controller, name)]
@@ -221,9 +220,7 @@ def build_engine(
 
     @lru_cache(maxsize=1)
     def costs() -> TargetCosts:
-        if options.known is not None:
-            return options.known.target_costs(options.max_batch_size)
-        return measure_costs(target, cache, options.max_batch_size)
+        return options.costs or measure_costs(target, cache, options.max_batch_size)
 
     drafter = prepared.build(DraftContext(target, cache, generator, costs if adapts else None))
     predictions = Predictions(device)
@@ -276,10 +273,8 @@ def adaptive_controller(
     def add(name: str, member: Drafter) -> str:
         while name in cost.drafters:
             name += "'"
-        seconds = options.known.passes_of(member.name) if options.known else None
-        if not member.passes(1):
-            seconds = CostCurve((1,), (0.0,))
-        elif seconds is None:
+        seconds = CostCurve((1,), (0.0,))
+        if member.passes(1):
             batches = sorted({1, costs.batches[-1]})
             seconds = measure(member.warm_up, batches, device, budget=_WARM_UP_SECONDS)
         kind = DRAFTERS.get(member.name, DraftSpec)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.build import EngineOptions, build_engine, load_draft, load_target, seeded_generator
 from paceline.control.controller import Controller
+from paceline.core.costs import TargetCosts
 from paceline.core.keywords import forgiving
 from paceline.core.params import SamplingParams
 from paceline.core.sequence import SEQUENCE_IDS, SequenceState
@@ -48,7 +48,7 @@ from paceline.request.validation import Message as Message
 from paceline.request.validation import Prompt as Prompt
 from paceline.request.validation import render_chat as rendered
 from paceline.settings import explicit
-from paceline.settings.tuned import KnownCosts, TunedSettings
+from paceline.settings.tuned import TunedSettings
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -87,9 +87,8 @@ class LLM:
     it); see ``default_params``.
 
     ``config``: the file of tuned settings that ``paceline tune`` writes. It sets
-    ``max_batch_size``, ``rule``, the draft (if that is "auto") and, with that draft, its length
-    and, on the same machine, its costs, which are then not measured at start-up. Other arguments
-    override it. ``setup_notes`` says what of it was not used. ``lora``: folders of LoRA adapters by
+    ``max_batch_size``, ``rule``, the draft (if that is "auto") and, with that draft, its length.
+    Other arguments override it. ``lora``: folders of LoRA adapters by
     name (``adapters.load`` loads more).
 
     Raises ModelLoadError, UnsupportedModelError, VocabularyMismatchError, CacheMemoryError or
@@ -99,7 +98,7 @@ class LLM:
 
     sampling_defaults: SamplingDefaults
     setup_notes: tuple[str, ...] = ()  # for the user
-    known_costs: KnownCosts | None = None  # costs of the target, for ``with_draft``; None: measured
+    target_costs: TargetCosts | None = None  # for ``with_draft``; None: measured
     _ranks: Ranks | None = None  # set in the LLM that loaded the target, which ends them
 
     @forgiving("LLM")
@@ -172,8 +171,6 @@ class LLM:
             tuned.check_model(target, config)
             if follows:
                 draft = tuned.draft.spec
-                known, note = tuned.costs_here(target, config)
-                options, notes = replace(options, known=known), [*notes, note or ""]
         self.setup_notes = tuple(filter(None, notes))
         generation = getattr(target.hf, "generation_config", None)
         self.sampling_defaults = sampling_defaults(vars(options), generation, model)
@@ -206,8 +203,8 @@ class LLM:
         settings without loading a model twice. ``max_draft_length`` limits the draft length "auto"
         (None: 8). The other arguments, and the errors, are those of the constructor."""
         given = explicit(locals(), "with_draft")
-        known = self.known_costs
-        options = EngineOptions(dtype=self._dtype, **given, controller=controller, known=known)
+        given |= {"controller": controller, "costs": self.target_costs}
+        options = EngineOptions(dtype=self._dtype, **given)
         other = LLM.__new__(LLM)
         other.target, other.tokenizer = self.target, self.tokenizer
         other.sampling_defaults, other.adapters = self.sampling_defaults, self.adapters

@@ -183,7 +183,6 @@ def test_tuned_settings(tmp_path: Path) -> None:
         draft=tuned.DraftChoice("ngram:max=3", 3, 5),
         engine=tuned.EngineChoice(5, "block"),
         measured=tuned.Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, (0.5,), ("so",)),
-        costs=tuned.KnownCosts((1,), (1,), ((0.004,),), {}),
         machine=tuned.MachineIdentity.of(target),
     ).write(path)
     said = {"config": str(path), "dtype": "float32"}

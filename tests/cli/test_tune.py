@@ -63,7 +63,7 @@ def test_an_interruption_shows_what_there_is_and_writes_nothing(
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.lab.tune.plan.affordable", interrupted)
+    monkeypatch.setattr("paceline.lab.tune.plan.round_size", interrupted)
     out = tmp_path / "p.toml"
     result = tune("--prompts", prompts, "--out", str(out))
     assert result.exit_code == 130

@@ -215,7 +215,6 @@ def tuned(root: Path) -> Made:
         made = TunedSettings.read(root / "p.toml")
         EngineOptions(**made.settings(True))
         parse_draft(made.draft.spec)
-        made.costs.target_costs(2)
 
     return Made([root / "p.toml"], read)
 

@@ -95,7 +95,6 @@ def tuned_settings(folder: Path, number: int) -> None:
         tuned.DraftChoice("ngram", "auto", 5),
         tuned.EngineChoice(number, "block"),
         tuned.Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, (), ()),
-        tuned.KnownCosts((1,), (1,), ((0.1,),), {"model": tuned.PassCosts((1,), (0.1,))}),
         tuned.MachineIdentity("x", "cpu", 1, "float32", "native", "2", "5", "0", "3", "today"),
     )
     made.write(folder / "p.toml")

@@ -12,14 +12,13 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
-from paceline.core.costs import CostCurve, TargetCosts
 from paceline.errors import ConfigError
 from paceline.files import read_toml, write_files
 
@@ -90,12 +89,6 @@ class MachineIdentity(Struct, frozen=True):
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
 
-    def differences(self, here: MachineIdentity) -> list[str]:
-        """Differences that make the measured costs invalid here, as in "threads 2, here 8"."""
-        keys = ("processor", "device", "threads", "dtype", "backend", "torch")
-        pairs = [(key, getattr(self, key), getattr(here, key)) for key in keys]
-        return [f"{key} {there}, here {value}" for key, there, value in pairs if there != value]
-
 
 def _processor() -> str:
     with suppress(OSError):  # not Linux
@@ -135,41 +128,6 @@ class Measured(Struct, frozen=True):
     why: tuple[str, ...]
 
 
-class PassCosts(Struct, frozen=True):
-    """Seconds of one pass of a drafter, by number of sequences."""
-
-    batches: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-
-class KnownCosts(Struct, frozen=True):
-    """Measured costs: of target steps by batch size, and of drafters' passes by drafter."""
-
-    batches: tuple[int, ...]
-    tokens: tuple[int, ...]  # per sequence
-    target: tuple[tuple[float, ...], ...]  # seconds, a row for each batch size
-    passes: dict[str, PassCosts]
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if a table of points and seconds is no valid curve."""
-        curves = [(self.tokens, row) for row in self.target]
-        curves += [(self.batches, tuple(row[0] for row in self.target if row))]
-        curves += [(known.batches, known.seconds) for known in self.passes.values()]
-        if not all(_is_curve(*curve) for curve in curves):
-            raise ValueError("the points and seconds are no curves")
-
-    def passes_of(self, drafter: str) -> CostCurve | None:
-        """Seconds of one pass of a drafter by number of sequences; None if not measured."""
-        known = self.passes.get(drafter)
-        return None if known is None else CostCurve(known.batches, known.seconds)
-
-    def target_costs(self, max_batch_size: int) -> TargetCosts:
-        """The costs of target steps of batches up to ``max_batch_size``."""
-        count = max(1, sum(size <= max_batch_size for size in self.batches))
-        curves = (CostCurve(self.tokens, seconds) for seconds in self.target[:count])
-        return TargetCosts(self.batches[:count], tuple(curves))
-
-
 class TunedSettings(Struct, frozen=True):
     """The content of a file. Lists are tuples, so that the object is immutable."""
 
@@ -178,7 +136,6 @@ class TunedSettings(Struct, frozen=True):
     draft: DraftChoice
     engine: EngineChoice
     measured: Measured
-    costs: KnownCosts
     machine: MachineIdentity
 
     @classmethod
@@ -219,25 +176,9 @@ class TunedSettings(Struct, frozen=True):
                 "configuration differs; load that model, or run paceline tune for this one"
             )
 
-    def costs_here(self, target: CausalModel, path: str | Path) -> tuple[KnownCosts | None, str]:
-        """The costs if they were measured on a machine like this one, else None; and a note why."""
-        differences = self.machine.differences(MachineIdentity.of(target))
-        if not differences:
-            return self.costs, ""
-        return None, (
-            f"{_WHAT} {path} were measured elsewhere ({'; '.join(differences)}): the choices hold, "
-            "but the costs are measured anew; paceline tune makes them for this machine"
-        )
-
 
 def _refused(path: str | Path, why: str) -> ConfigError:
     return ConfigError(f"{_WHAT} {path}{why}; make them anew with paceline tune")
-
-
-def _is_curve(points: Sequence[int], seconds: Sequence[float]) -> bool:
-    """Whether every point has seconds, and the points rise from 1 or more."""
-    rises = len(points) > 0 and points[0] >= 1 and list(points) == sorted(set(points))
-    return rises and len(points) == len(seconds) and all(0 < time < 1e6 for time in seconds)
 
 
 def _plain(value: Any) -> Any:

@@ -5,25 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from statistics import median
 
-from paceline.drafters import DRAFTERS, DraftSpec, Hybrid, parse_draft
+from paceline.drafters import DRAFTERS, DraftSpec, parse_draft
 from paceline.errors import ConfigError
 from paceline.lab.bench.engines import PLAIN
-from paceline.lab.bench.runner import JobResult, Length, TimedRun, merged
+from paceline.lab.bench.runner import JobResult, TimedRun, merged
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
 from paceline.model.names import DEFAULT_DRAFT, EMBEDDED, MADE_FOR, has_assets
-from paceline.settings.tuned import PassCosts
 
 MARGIN = 1.02  # speedup from which a draft is chosen over plain decoding
-# A fixed length must be faster than the adaptive one, which follows the load, by this factor.
-AUTO_MARGIN = 1.03
-MIN_FINALISTS = 3  # plain decoding, and the best drafter at a fixed and at the adaptive length
+DEFAULT_MARGIN = 1.03  # another draft must be faster than the default one by this factor
 MIN_ROUNDS = 2
 _MIN_WINS = 0.75  # share of the rounds in which the faster of two must be faster
-MAX_TIMING_SPREAD = 1.5  # slowest by fastest plain step: beyond it the figures are not reliable
 ROUND_SIZES = (8, 4, 2, 1)  # prompts per round
 
 
@@ -37,6 +32,9 @@ class DrafterCandidate:
     family: str
     requested: bool = False
     default: bool = False
+
+
+PLAIN_CANDIDATE = DrafterCandidate(PLAIN, "none", "none")
 
 
 def at_hand(model: str, drafts: Sequence[str], only: bool = False) -> list[DrafterCandidate]:
@@ -106,13 +104,11 @@ def _unique(candidates: Iterable[DrafterCandidate]) -> list[DrafterCandidate]:
 
 @dataclass(frozen=True)
 class DrafterTrial:
-    """A candidate with adaptive draft length, measured in turns with ``plain`` decoding on the same
-    prompts. ``passes``: costs of a forward pass of each member drafter that runs a model."""
+    """A candidate, measured in turns with ``plain`` decoding on the same prompts."""
 
     candidate: DrafterCandidate
     run: TimedRun
     plain: TimedRun
-    passes: dict[str, PassCosts]
 
     @property
     def speedup(self) -> float:
@@ -124,12 +120,6 @@ class DrafterTrial:
         return min(self.speedup, self.run.tokens_per_step)
 
     @property
-    def length(self) -> int:
-        """Mean draft depth, rounded."""
-        counts = self.run.counts
-        return max(1, round(counts.levels / counts.reached_at[0])) if counts.drafted else 1
-
-    @property
     def step_seconds(self) -> float:
         """Mean time of a step without prefill."""
         return self.run.decoding.whole / max(1, self.run.decoding.steps)
@@ -139,84 +129,33 @@ class DrafterTrial:
         return self.run.decoding.seconds["draft"] / max(1, self.run.decoding.steps)
 
 
-@dataclass(frozen=True)
-class Finalist:
-    """A drafter with a draft ``length``, fixed or "auto". ``trials``: its own, or those of its
-    members. ``default``: commands use it if no draft is named."""
-
-    label: str
-    spec: str
-    length: Length
-    trials: tuple[DrafterTrial, ...] = ()
-    default: bool = False
-
-    @property
-    def name(self) -> str:
-        return PLAIN if self.spec == "none" else f"{self.label}, length {self.length}"
-
-    @property
-    def key(self) -> str:
-        """The engine's name in job results. Unlike ``name`` it is unique: labels may be equal."""
-        return PLAIN if self.spec == "none" else f"{self.spec}, length {self.length}"
-
-
 def choose(
     trials: Sequence[DrafterTrial], default: DrafterCandidate | None = None
-) -> list[Finalist]:
-    """The finalists, in this order and without duplicates:
-
-    1. plain decoding;
-    2. the ``default`` draft with adaptive length;
-    3. the best drafter of each of the best two families, with its mean length and with adaptive
-       length. Families that gain come first, and among them lookup drafters;
-    4. a hybrid of the best lookup drafter and the best drafter that runs a model, if both gain."""
+) -> list[DrafterCandidate]:
+    """The finalists: plain decoding, the ``default`` draft, and the best drafter of each of the
+    best two families."""
     best: dict[str, DrafterTrial] = {}
     for trial in sorted(trials, key=lambda trial: (-trial.gain, -trial.speedup)):
         best.setdefault(trial.candidate.family, trial)
-
-    def adaptive(candidate: DrafterCandidate, *members: DrafterTrial) -> Finalist:
-        return Finalist(candidate.label, candidate.spec, "auto", members, candidate.default)
-
-    finalists = [Finalist(PLAIN, "none", 0)]
-    if default is not None:
-        kinds = [member.kind for member in parse_draft(default.spec).members()]
-        finalists.append(adaptive(default, *(best[kind] for kind in kinds if kind in best)))
-    first_two = list(best.values())[:2]
-    for trial in sorted(first_two, key=lambda t: (t.gain <= 1, bool(t.passes))):
-        label, spec = trial.candidate.label, trial.candidate.spec
-        finalists.append(Finalist(label, spec, trial.length, (trial,)))
-        finalists.append(adaptive(trial.candidate, trial))
-    gaining = [trial for trial in best.values() if trial.gain > 1]
-    lookup = next((trial for trial in gaining if not trial.passes), None)
-    model = next((trial for trial in gaining if trial.passes), None)
-    if lookup and model:
-        one, other = lookup.candidate, model.candidate
-        label, spec = f"{one.label} + {other.label}", f"{Hybrid.kind}:{one.spec}+{other.spec}"
-        finalists.append(Finalist(label, spec, "auto", (lookup, model)))
-    first = {finalist.key: finalist for finalist in finalists[::-1]}
-    return [finalist for finalist in finalists if first[finalist.key] is finalist]
+    finalists = [PLAIN_CANDIDATE, *([default] if default else [])]
+    finalists += [trial.candidate for trial in [*best.values()][:2]]
+    return _unique(reversed(finalists))[::-1]
 
 
-def affordable(
-    finalists: list[Finalist], request_seconds: float, options: TuneOptions, budget: Budget
-) -> tuple[list[Finalist], int]:
-    """The finalists that can be confirmed (at least the first few), and the prompts per round, so
-    that two rounds fit into the budget. ``request_seconds``: wall time per plain request."""
-    few = min(len(finalists), MIN_FINALISTS + any(finalist.default for finalist in finalists))
-    concurrency, rounds = options.concurrency, min(MIN_ROUNDS, options.rounds)
-    sizes = [max(ROUND_SIZES[0], concurrency)]
-    sizes += [size for size in ROUND_SIZES[1:] if size >= concurrency]
-    for count, size in product(dict.fromkeys((len(finalists), few)), sizes):
-        if count * size * rounds * request_seconds <= budget.left:
-            return finalists[:count], size
-    return finalists[:few], sizes[-1]
+def round_size(finalists: int, request_seconds: float, options: TuneOptions, budget: Budget) -> int:
+    """The prompts per round, so that two rounds fit into the budget. ``request_seconds``: wall time
+    per plain request."""
+    sizes = [max(size, options.concurrency) for size in ROUND_SIZES]
+    rounds = min(MIN_ROUNDS, options.rounds)
+    seconds = finalists * rounds * request_seconds
+    return next((size for size in sizes if size * seconds <= budget.left), sizes[-1])
 
 
 @dataclass(frozen=True)
 class Confirmation:
     """A finalist's tokens per second by round (``rates``), and by plain decoding's (``ratios``)."""
 
-    finalist: Finalist
+    finalist: DrafterCandidate
     run: TimedRun
     ratios: tuple[float, ...]
     rates: tuple[float, ...] = ()
@@ -231,11 +170,13 @@ class Confirmation:
         return median(self.ratios) if self.ratios else 0.0
 
 
-def confirmations(finalists: Sequence[Finalist], record: list[JobResult]) -> list[Confirmation]:
+def confirmations(
+    finalists: Sequence[DrafterCandidate], record: list[JobResult]
+) -> list[Confirmation]:
     """The result of each finalist, in their order: plain decoding is the first."""
-    plain, results = [job_result.runs[PLAIN].rate for job_result in record], []
+    plain, results = [job_result.runs[PLAIN_CANDIDATE.spec].rate for job_result in record], []
     for finalist in finalists:
-        runs = [job_result.runs[finalist.key] for job_result in record]
+        runs = [job_result.runs[finalist.spec] for job_result in record]
         rates = tuple(run.rate for run in runs)
         ratios = tuple(a / b for a, b in zip(rates, plain, strict=True))
         results.append(Confirmation(finalist, merged(runs), ratios, rates))
@@ -244,26 +185,16 @@ def confirmations(finalists: Sequence[Finalist], record: list[JobResult]) -> lis
 
 def winner(results: Sequence[Confirmation]) -> Confirmation:
     """The fastest drafter by median speedup, or plain decoding unless a drafter is faster by
-    ``MARGIN`` and in most rounds. If they are hardly slower than the fastest, these are preferred:
-    the default draft, whose several drafters suit other text too (also if the rounds disagree on
-    which of the two is faster), then the fastest drafter with adaptive length."""
+    ``MARGIN`` and in most rounds. The default draft, whose several drafters suit other text too, is
+    preferred if it is hardly slower, or if the rounds disagree on which of the two is faster."""
     plain = results[0]
-    drafted = [result for result in results[1:] if result.run.counts.drafted]
-    drafting = [result for result in drafted if _mostly_faster(result, plain)]
+    drafting = [r for r in results[1:] if r.run.counts.drafted and _mostly_faster(r, plain)]
     best = max(drafting, key=lambda result: result.speedup, default=plain)
     if best is plain or best.speedup < MARGIN:
         return plain
-
-    def is_near(result: Confirmation) -> bool:
-        undecided = result.finalist.default and not _mostly_faster(best, result)
-        return undecided or result.speedup * AUTO_MARGIN >= best.speedup
-
-    def preference(result: Confirmation) -> tuple[bool, bool, float]:
-        finalist = result.finalist
-        adaptive = (finalist.spec, finalist.length) == (best.finalist.spec, "auto")
-        return finalist.default, adaptive, result.speedup
-
-    return max(filter(is_near, drafting), key=preference)
+    default = next((result for result in drafting if result.finalist.default), best)
+    is_near = default.speedup * DEFAULT_MARGIN >= best.speedup
+    return default if is_near or not _mostly_faster(best, default) else best
 
 
 def _mostly_faster(left: Confirmation, right: Confirmation) -> bool:

@@ -4,42 +4,37 @@ them in further rounds."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import cycle, islice
-from typing import Any
 
+from paceline.build import measure_costs
 from paceline.core.params import SamplingParams
 from paceline.errors import PacelineError
 from paceline.lab.bench import runner
-from paceline.lab.bench.engines import PLAIN, EngineFactory, Paceline
+from paceline.lab.bench.engines import EngineFactory, Paceline
 from paceline.lab.bench.prompts import BenchPrompt, fit, interleave, tokens_needed
 from paceline.lab.budget import Budget, Spending
 from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.candidates import (
     MIN_ROUNDS,
+    PLAIN_CANDIDATE,
     ROUND_SIZES,
     Confirmation,
     DrafterCandidate,
     DrafterTrial,
-    Finalist,
-    affordable,
     choose,
     confirmations,
     default_candidate,
+    round_size,
     winner,
 )
 from paceline.llm import LLM
-from paceline.model.measure import measure_target
-from paceline.settings.tuned import KnownCosts, PassCosts
 
 # Smallest batch size of the tuned settings: more requests may arrive than were expected.
 MIN_BATCH_SIZE = 8
-_TOKENS = (1, 2, 3, 5, 8, 16, 25)  # per sequence, in the measured forwards of the target
-_TARGET_SHARE = 0.2  # of the budget, for these forwards
-_TRIED_SHARE = 0.65  # of what is left then, for the candidates
-_OVERHEAD = 1.7  # time of a trial, with loading and warming up, by the time of its decoding
+_TRIED_SHARE = 0.65  # of the budget, for the candidates
+_OVERHEAD = 1.7  # time of a trial or round, with loading and warming up, by that of decoding
 
 
 @dataclass
@@ -51,10 +46,9 @@ class TuningOutcome:
     options: TuneOptions
     model: str
     prompt_count: int = 0
-    costs: KnownCosts | None = None
     trials: list[DrafterTrial] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    finalists: list[Finalist] = field(default_factory=list)
+    finalists: list[DrafterCandidate] = field(default_factory=list)
     job_results: list[runner.JobResult] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=list)
     size: int = 0
@@ -75,18 +69,10 @@ class TuningOutcome:
         wanted = min(MIN_ROUNDS, self.options.rounds)
         return winner(self.results) if len(self.job_results) >= wanted else None
 
-    @property
-    def timing_spread(self) -> float:
-        """Step time of plain decoding in the slowest run divided by that in the fastest."""
-        plain = [trial.plain for trial in self.trials]
-        plain += [job_result.runs[PLAIN] for job_result in self.job_results]
-        rates = [run.decoding.rate for run in plain if run.decoding.rate]
-        return max(rates) / min(rates) if rates else 1.0
-
 
 def num_tasks(candidates: Sequence[DrafterCandidate], options: TuneOptions) -> int:
     """Roughly how often ``tune`` calls ``advance``, for a progress bar."""
-    return 8 + len(candidates) + 6 * options.rounds
+    return 3 + len(candidates) + 4 * options.rounds
 
 
 def tune(
@@ -110,7 +96,7 @@ def tune(
     default = next((candidate for candidate in candidates if candidate.default), None)
     tried = interleave([c for c in candidates if not c.default], lambda c: c.family)
     for requested in {c.spec.partition(",")[0]: c for c in tried if c.requested}.values():
-        run.open("", requested.spec, 0).llm.close()  # fail early, before minutes of measuring
+        run.open(requested, 0).llm.close()  # fail early, before minutes of measuring
     try:
         if default is not None:
             default = run.resolve_default(default)
@@ -166,22 +152,21 @@ class _Tuning:
         jobs = self.prompts[::-1], ROUND_SIZES[0], 1, options.concurrency, self.params
         self.jobs, _ = rounds_of(*jobs)
 
-    def open(
-        self, name: str, draft: str | None, length: runner.Length, batch: int | None = None
-    ) -> Paceline:
-        """An engine with this batch size (None: the concurrency). Raises what loading raises."""
-        clients, method = self.outcome.options.concurrency, runner.Method(name, draft, length)
-        return self.factory.create(method, clients, max_batch_size=batch or clients)
+    def open(self, candidate: DrafterCandidate, length: runner.Length = "auto") -> Paceline:
+        """An engine with the batch size of the tuned one. Raises what loading raises."""
+        method = runner.Method(candidate.spec, candidate.spec, length)
+        clients = self.outcome.options.concurrency
+        return self.factory.create(method, clients, max_batch_size=self.outcome.batch)
 
     @cached_property
     def plain(self) -> Paceline:
-        return self.open(PLAIN, None, 0, self.outcome.batch)
+        return self.open(PLAIN_CANDIDATE, 0)
 
-    def load(self, candidate: DrafterCandidate, length: runner.Length) -> Paceline | None:
-        """An engine with the batch size of the tuned one. A candidate that fails to load is left
-        out (None), unless it was requested: then PacelineError is raised."""
+    def load(self, candidate: DrafterCandidate, length: runner.Length = "auto") -> Paceline | None:
+        """An engine. A candidate that fails to load is left out (None), unless it was requested:
+        then PacelineError is raised."""
         try:
-            return self.open(candidate.spec, candidate.spec, length, self.outcome.batch)
+            return self.open(candidate, length)
         except PacelineError as error:
             if candidate.requested:
                 raise
@@ -198,25 +183,10 @@ class _Tuning:
         return default if spec == default.spec else default_candidate(spec)
 
     def measure_target(self) -> None:
-        """Measure the target's forwards, at batch sizes that fit, whose costs all engines use."""
-        budget, batch = self.budget.part(_TARGET_SHARE), self.outcome.batch
-
-        def begin(size: int) -> AbstractContextManager[Any] | None:
-            if not budget.fits("rows", size):
-                return None
-            self.advance(f"measuring the target: {size} at once")
-            return budget.task("rows", size)
-
-        sizes = sorted({batch, *(1 << power for power in range(batch.bit_length()))})
-        counts = dict.fromkeys(sizes, _TOKENS)
-        target, cache = self.llm.target, self.plain.llm.engine.cache
-        costs = measure_target(target, cache, counts, rounds=2, begin=begin)
-        self.outcome.costs = self.llm.known_costs = KnownCosts(
-            batches=costs.batches,
-            tokens=costs.curves[0].tokens,
-            target=tuple(curve.seconds for curve in costs.curves),
-            passes={},
-        )
+        """Measure the target's forwards, whose costs all engines use."""
+        self.advance("measuring the target")
+        cache = self.plain.llm.engine.cache
+        self.llm.target_costs = measure_costs(self.llm.target, cache, self.outcome.batch)
 
     def measure_plain(self) -> None:
         """Measure how long a request takes without drafts, after a warm-up."""
@@ -240,38 +210,33 @@ class _Tuning:
                 self._try(candidate, jobs)
 
     def _try(self, candidate: DrafterCandidate, jobs: Sequence[runner.BenchJob]) -> None:
-        engine = self.load(candidate, "auto")
+        engine = self.load(candidate)
         if engine is None:
             return
         record = list[runner.JobResult]()
         try:
             runner.warm_up(jobs[:1], [engine])
             runner.take_turns(jobs, [self.plain, engine], 1, record)
-            cost = getattr(engine.llm.engine.controller, "cost", None)
-            measured = {} if cost is None else cost.drafters  # at start-up
-            curves = {str(k): v.seconds for k, v in measured.items() if not v.model_free}
-            passes = {k: PassCosts(curve.tokens, curve.seconds) for k, curve in curves.items()}
         finally:
             engine.llm.close()
-        plain, run = (
-            runner.merged([r.runs[name] for r in record]) for name in (PLAIN, engine.name)
-        )
+        names = engine.name, self.plain.name
+        run, plain = (runner.merged([r.runs[name] for r in record]) for name in names)
         if run.counts.drafted:
-            self.outcome.trials.append(DrafterTrial(candidate, run, plain, passes))
+            self.outcome.trials.append(DrafterTrial(candidate, run, plain))
         else:
             self.outcome.left_out.append((candidate.label, "it drafted nothing for these prompts"))
 
     def confirm(self, default: DrafterCandidate | None) -> None:
         """Let the finalists take turns for as many rounds as the budget allows."""
         outcome, options = self.outcome, self.outcome.options
-        finalists = choose(outcome.trials, default)
-        seconds, budget = self.request_seconds, self.budget
-        outcome.finalists, outcome.size = affordable(finalists, seconds, options, budget)
+        outcome.finalists = choose(outcome.trials, default)
+        count, seconds = len(outcome.finalists), _OVERHEAD * self.request_seconds
+        outcome.size = round_size(count, seconds, options, self.budget)
         size = outcome.size, options.concurrency
         jobs, repeats = rounds_of(self.prompts, options.rounds, *size, self.params)
-        drafting = (self.open(one.key, one.spec, one.length) for one in outcome.finalists[1:])
-        engines = [self.plain, *drafting]
+        engines = [self.plain, *map(self.open, outcome.finalists[1:])]
         runner.warm_up(jobs[:1], engines[1:])
-        runner.take_turns(jobs, engines, repeats, outcome.job_results, self.advance, budget)
+        record = outcome.job_results
+        runner.take_turns(jobs, engines, repeats, record, self.advance, self.budget)
         for engine in engines:
             engine.llm.close()

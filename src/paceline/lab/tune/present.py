@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from msgspec import to_builtins
-from msgspec.structs import replace
-
-from paceline.lab.bench.engines import PLAIN
 from paceline.lab.report.document import (
     NOTES,
     Column,
@@ -20,7 +16,7 @@ from paceline.lab.report.document import (
     table_of,
     times,
 )
-from paceline.lab.tune.candidates import MAX_TIMING_SPREAD, Confirmation, DrafterTrial
+from paceline.lab.tune.candidates import PLAIN_CANDIDATE, Confirmation, DrafterTrial
 from paceline.lab.tune.plan import TuningOutcome
 from paceline.llm import LLM
 from paceline.settings import tuned
@@ -37,7 +33,6 @@ def _drafting_share(trial: DrafterTrial) -> str:
 _TRIED = (
     Column("method", "method", "candidate.label"),
     Column("spec", "", "candidate.spec"),
-    Column("draft_length", "len.", "length"),
     Column("acceptance", "", "run.counts.rates"),
     Column("reached", "", "run.counts.reached_at"),
     Column("", "accepted", "run.counts.acceptance_rate", share),
@@ -51,14 +46,13 @@ _TRIED = (
 
 
 def _speedup(result: Confirmation) -> str:
-    drafted = result.run.counts.drafted or result.finalist.name == PLAIN
+    drafted = result.run.counts.drafted or result.finalist == PLAIN_CANDIDATE
     return times(result.speedup) if drafted else "never drafted"
 
 
 _CONFIRMED = (
-    Column("finalist", "finalist", "finalist.name"),
+    Column("finalist", "finalist", "finalist.label"),
     Column("spec", "", "finalist.spec"),
-    Column("draft_length", "", "finalist.length"),
     Column("tokens_per_second", "tok/s", "rate", _rounded),
     Column("tokens_per_step", "tok/step", "run.tokens_per_step", number),
     Column("drafted", "", "run.counts.drafted"),
@@ -74,10 +68,10 @@ def decision(outcome: TuningOutcome) -> str:
     chosen, results = outcome.chosen, outcome.results
     drafting = [r for r in results[1:] if r.ratios and r.run.counts.drafted]
     drafting.sort(key=lambda result: -result.speedup)
-    shown = ", ".join(f"{r.finalist.name} {r.speedup:.2f}x" for r in drafting)
+    shown = ", ".join(f"{r.finalist.label} {r.speedup:.2f}x" for r in drafting)
     if chosen is not None and chosen.finalist != results[0].finalist:
         return (
-            f"{chosen.finalist.name}: {chosen.rate:.0f} tokens/s against {results[0].rate:.0f}, "
+            f"{chosen.finalist.label}: {chosen.rate:.0f} tokens/s against {results[0].rate:.0f}, "
             f"{chosen.speedup:.2f}x plain decoding, {chosen.run.tokens_per_step:.2f} tokens/step."
         )
     if chosen is not None:
@@ -98,12 +92,10 @@ def report_of(outcome: TuningOutcome) -> Report:
     report = Report(f"Tuning {outcome.model}")
     if trials:
         how = f"{options.concurrency} at once, temperature {options.temperature:g}"
-        title = f"Each drafter compared with plain decoding, adaptive length, {how}"
-        spread = outcome.timing_spread
-        busy = _NOTES["busy"].format(spread) if spread > MAX_TIMING_SPREAD else ""
+        title = f"Each drafter compared with plain decoding, {how}"
         table = table_of(trials, _TRIED, _NOTES["tried"].format(outcome), title)
         left_out = "; ".join(f"{what}: {why}" for what, why in outcome.left_out)
-        report.add("Search", Text(busy, True), table, Text(left_out and f"Left out: {left_out}"))
+        report.add("Search", table, Text(left_out and f"Left out: {left_out}"))
     if results and results[0].ratios:
         note = _NOTES["confirmed"].format(len(results[0].ratios))
         report.add("Confirmed by decoding", table_of(results, _CONFIRMED, note))
@@ -119,8 +111,6 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
         "prompts": outcome.prompt_count,
         "decision": decision(outcome),
         "confirmed": outcome.chosen is not None,
-        "timing_spread": outcome.timing_spread,
-        "target_costs": outcome.costs and to_builtins(outcome.costs),
         "search": [record_of(trial, _TRIED) for trial in outcome.trials],
         "confirmation": [record_of(result, _CONFIRMED) for result in outcome.results],
         "budget": outcome.completed and asdict(outcome.completed),
@@ -130,14 +120,13 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
 
 def tuned_settings(outcome: TuningOutcome, llm: LLM) -> tuned.TunedSettings:
     """The settings of a confirmed outcome; ``llm`` has the target loaded."""
-    chosen, costs = outcome.chosen, outcome.costs
-    assert chosen is not None and costs is not None
-    finalist, options, run = chosen.finalist, outcome.options, chosen.run
-    passes = {name: one for trial in finalist.trials for name, one in trial.passes.items()}
+    chosen, options = outcome.chosen, outcome.options
+    assert chosen is not None
+    spec, run = chosen.finalist.spec, chosen.run
     return tuned.TunedSettings(
         version=tuned.VERSION,
         model=tuned.ModelIdentity.of(llm.target),
-        draft=tuned.DraftChoice(finalist.spec, finalist.length, _MAX_LENGTH),
+        draft=tuned.DraftChoice(spec, "auto", _MAX_LENGTH),
         engine=tuned.EngineChoice(outcome.batch, "auto"),
         measured=tuned.Measured(
             concurrency=options.concurrency,
@@ -151,6 +140,5 @@ def tuned_settings(outcome: TuningOutcome, llm: LLM) -> tuned.TunedSettings:
             acceptance=tuple(round(rate, 3) for rate in run.counts.rates),
             why=(decision(outcome),),
         ),
-        costs=replace(costs, passes=passes),
         machine=tuned.MachineIdentity.of(llm.target),
     )
