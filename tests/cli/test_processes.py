@@ -237,7 +237,7 @@ def test_an_end_while_loading(victim: str) -> None:
 def test_connections_beyond_the_files_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They get 503, and a line says so at the start."""
+    """They get 503."""
     limited = tmp_path / "python"
     limited.write_text(f'#!/bin/sh\nulimit -n 120\nexec "{sys.executable}" "$@"\n')
     limited.chmod(0o755)
@@ -250,5 +250,3 @@ def test_connections_beyond_the_files_allowed(
         server.wait_for_status("/health", 200)
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
-    said = [line for line in server.errors if "ulimit" in line]
-    assert len(said) == 1 and "allows 120 open files, so connections beyond 56" in said[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -42,9 +41,8 @@ def test_a_free_port_is_found_and_told() -> None:
 def test_a_taken_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(
-            run.AddressError, match=f"port {port} of 127.0.0.1 is already in use.*--port"
-        ):
+        message = f"cannot listen on 127.0.0.1, port {port}: Address already in use; choose another"
+        with pytest.raises(run.AddressError, match=message):
             run.bind("127.0.0.1", port)
 
 
@@ -61,19 +59,10 @@ def test_a_port_that_was_just_left_is_free() -> None:
 
 
 def test_addresses_that_cannot_be() -> None:
-    with pytest.raises(run.AddressError, match="'no such host' cannot be resolved"):
+    with pytest.raises(run.AddressError, match="cannot listen on no such host, port 0: "):
         run.bind("no such host", 0)
-    with pytest.raises(run.AddressError, match=r"no address 192\.0\.2\.1; choose another --host"):
+    with pytest.raises(run.AddressError, match=r"cannot listen on 192\.0\.2\.1, .*another --host"):
         run.bind("192.0.2.1", 0)
-
-
-def test_a_privileged_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: socket.socket, address: object) -> None:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(socket.socket, "bind", refuse)
-    with pytest.raises(run.AddressError, match="port 80 needs root privileges; choose a --port of"):
-        run.bind("127.0.0.1", 80)
 
 
 def test_somebody_was_quicker(target: LLM) -> None:
@@ -97,24 +86,6 @@ def test_the_line_of_the_start(target: LLM) -> None:
     )
     assert "drafters: none; " in run.describe(Facts.of(target), config, Keys(), "")
     assert "2 API keys" in run.describe(Facts.of(target), config, Keys.of(["a", "b"]), "")
-
-
-@pytest.mark.parametrize(
-    ("device", "backend", "warned"),
-    [
-        ("cpu", "reference (no g++ is there)", True),
-        ("cpu", "native (avx2)", False),
-        ("cuda:0", "reference (the device is cuda:0)", False),
-    ],
-)
-def test_a_slow_backend_is_a_warning_with_its_cure(
-    target: LLM, device: str, backend: str, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    facts = Facts.of(target)
-    facts.device, facts.backend = device, backend
-    run.warn_of_backend(facts)
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [backend in line and "install g++" in line for line in said] == [True] * warned
 
 
 # -- the end ---------------------------------------------------------------------------------------

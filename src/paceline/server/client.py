@@ -25,8 +25,6 @@ from paceline.server import failures, wire
 from paceline.server.config import ServeConfig
 
 SCRAPE_SECONDS = 5.0
-# New requests are refused while more bytes than this wait for the engine to read them.
-MAX_UNSENT = 64 * 2**20
 
 
 class EngineEndpoint(Protocol):
@@ -147,7 +145,6 @@ class EngineClient:
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[str]] = {}  # awaited, by message number
         self._draining = self._started = self._stopped = False
-        self._request_seconds = 1.0  # moving average, for Retry-After
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -215,14 +212,7 @@ class EngineClient:
                 "a smaller n"
             )
         if sequences + count > capacity:
-            batch = self.facts.max_batch_size
-            waiting, running = max(0, sequences - batch), min(sequences, batch)
-            seconds = max(1, round(self._request_seconds * (1 + waiting) / max(1, running)))
-            raise failures.queue_full(
-                f"the queue is full ({waiting} requests are waiting, the limit is "
-                f"{self.config.max_queue}); try again in {seconds} s",
-                seconds,
-            )
+            raise failures.queue_full()
 
     def cancel(self, number: int, missed: failures.APIError | None = None) -> None:
         """Cancel a ticket, unless it is finished; ``missed`` is the error if it missed a deadline.
@@ -284,9 +274,6 @@ class EngineClient:
                 if ticket is None:  # cancelled in the meantime
                     continue
                 ticket.add(event)
-                if event.completion is not None:
-                    seconds = event.completion.stats.decode_seconds
-                    self._request_seconds += 0.1 * (seconds - self._request_seconds)
                 if not ticket.unfinished:
                     self._remove(number)
         elif isinstance(message, wire.Done):
@@ -325,16 +312,13 @@ class EngineClient:
         self._started = True
 
     def _send(self, message: wire.WireMessage) -> None:
-        """Send a message. Raises ConfigError if it cannot be encoded, APIError if nobody reads."""
+        """Send a message. Raises ConfigError if it cannot be encoded, APIError without an engine."""
         if self._writer is None or self._writer.is_closing():
             raise failures.engine_lost()
         try:
             data = wire.encode_message(message)
         except (UnicodeEncodeError, OverflowError) as error:
             raise ConfigError(f"the request cannot be encoded: {error}") from None
-        unsent = self._writer.transport.get_write_buffer_size()
-        if isinstance(message, wire.Submit) and unsent > MAX_UNSENT:
-            raise failures.queue_full("the engine is not accepting requests; try again in 5 s", 5)
         self._writer.write(data)
 
     async def _read(self, stream: asyncio.StreamReader) -> None:

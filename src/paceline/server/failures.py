@@ -31,12 +31,6 @@ class APIError(PacelineError):
         self.headers = dict(headers or {})
 
 
-def queue_full(message: str, retry_after: int) -> APIError:
-    """The error 429 for a full queue; ``retry_after`` is in seconds."""
-    headers = {"Retry-After": str(retry_after)}
-    return APIError(message, 429, "rate_limit_error", code="queue_full", headers=headers)
-
-
 def deadline_exceeded(by_request: bool) -> APIError:
     """The error for a missed deadline: that of the request (408), or the server's (504)."""
     status, kind = (408, _INVALID_REQUEST) if by_request else (504, _SERVER_ERROR)
@@ -45,6 +39,14 @@ def deadline_exceeded(by_request: bool) -> APIError:
     return APIError(message, status, kind, code="deadline_exceeded")
 
 
+queue_full = partial(
+    APIError,
+    "the queue is full; try again later, or raise max_queue",
+    429,
+    "rate_limit_error",
+    code="queue_full",
+    headers={"Retry-After": "1"},
+)
 _unavailable = partial(APIError, status=503, kind=_SERVER_ERROR, headers=_RETRY_ELSEWHERE)
 shutting_down = partial(_unavailable, code="shutting_down")  # takes the message
 # The engine has stopped, and this process does not start another.

@@ -8,7 +8,6 @@ the engine is lost        all clients get an error; one line on stderr; exit sta
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import resource
@@ -43,14 +42,12 @@ def bind(host: str, port: int) -> socket.socket:
     """Bind a socket to the address, for ``run``, before the model is loaded: if the port is taken
     the user learns it at once. Raises AddressError."""
     try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise AddressError(
-            f"host {host!r} cannot be resolved ({error.strerror}); use 127.0.0.1, 0.0.0.0 or a "
-            "host name"
-        ) from None
-    family, kind, protocol, _, address = addresses[0]
-    listener = socket.socket(family, kind, protocol)
+        raise _cannot_listen(host, port, error) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -59,21 +56,13 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise AddressError(_bind_problem(error, host, port)) from None
+        raise _cannot_listen(host, port, error) from None
     return listener
 
 
-def _bind_problem(error: OSError, host: str, port: int) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} of {host} is already in use; stop the program that listens there, or "
-            "choose another --port (0 takes a free one)"
-        )
-    if error.errno == errno.EACCES:
-        return f"port {port} needs root privileges; choose a --port of 1024 or above"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"this machine has no address {host}; choose another --host"
-    return f"cannot listen on {host}, port {port}: {error.strerror}"
+def _cannot_listen(host: str, port: int, error: OSError) -> AddressError:
+    advice = "choose another --host or --port"
+    return AddressError(f"cannot listen on {host}, port {port}: {error.strerror}; {advice}")
 
 
 def url_of(listener: socket.socket, host: str) -> str:
@@ -96,7 +85,7 @@ def run(service: Service, keys: Keys, listener: socket.socket) -> None:
     try:
         listener.listen(2048)
     except OSError as error:  # taken while the model was loading
-        raise AddressError(_bind_problem(error, config.host, config.port)) from None
+        raise _cannot_listen(config.host, config.port, error) from None
     uvicorn_config = uvicorn.Config(
         create_app(service, keys, local=not keys and is_loopback(config.host)),
         log_config=None,
@@ -108,7 +97,6 @@ def run(service: Service, keys: Keys, listener: socket.socket) -> None:
         limit_concurrency=max_connections,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
-    warn_of_backend(service.facts)
     announcement = describe(service.facts, config, keys, url_of(listener, config.host))
     server = DrainingServer(uvicorn_config, service.client, config.drain_seconds, announcement)
     server.run([listener])
@@ -128,19 +116,6 @@ def describe(facts: Facts, config: ServeConfig, keys: Keys, url: str) -> str:
     )
 
 
-def warn_of_backend(facts: Facts) -> None:
-    """If the engine runs on a CPU without the native kernels, log how to get them."""
-    if facts.device != "cpu" or facts.backend.startswith("native"):
-        return
-    log.warning(
-        "the backend is %s: it runs at 0.2 to 0.6 times the speed of the native kernels, and its "
-        "texts may differ in near ties. If the kernels are missing, install g++ and set "
-        "PACELINE_CACHE to a folder that the server may write, or ship the kernels "
-        "(docs/guides/deploy.md). For other reasons see docs/troubleshooting.md",
-        facts.backend,
-    )
-
-
 def raise_file_limit() -> int | None:
     """Raise the limit of open files to the hard limit. Returns how many connections that allows, or
     None if there is no limit. Connections beyond it get 503. If the process ran out of files
@@ -149,17 +124,7 @@ def raise_file_limit() -> int | None:
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY:
-        return None
-    max_connections = max(1, files - _OTHER_FILES)
-    if max_connections < 1000:
-        log.warning(
-            "the system allows %d open files, so connections beyond %d get 503; raise the limit "
-            "with ulimit -n",
-            files,
-            max_connections,
-        )
-    return max_connections
+    return None if files == resource.RLIM_INFINITY else max(1, files - _OTHER_FILES)
 
 
 class DrainingServer(uvicorn.Server):
