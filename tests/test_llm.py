@@ -155,7 +155,7 @@ def test_chat_uses_the_template(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": [{"type": "image_url"}]}])
     with pytest.raises(PromptError, match="role"):
         llm.chat([{"role": "wizard", "content": "x"}])
-    with pytest.raises(PromptError, match="empty"):
+    with pytest.raises(PromptError, match=r"a message is \[\]; give"):
         llm.chat([])
 
 
@@ -386,7 +386,9 @@ def test_a_cache_of_a_few_blocks_is_measured_within_its_room() -> None:
 
 def test_a_prompt_longer_than_the_cache_is_refused(random_pair: tuple[str, str]) -> None:
     small = small_cache(random_pair)
-    with pytest.raises(PromptError, match="has 64 tokens, but the cache holds 64 of the 160") as no:
+    with pytest.raises(
+        PromptError, match="has 64 tokens, .* sees 160 and the cache holds 64"
+    ) as no:
         small.generate([[7] * 64])
     assert "raise kv_cache_memory" in str(no.value) and "\n" not in str(no.value)
     with pytest.raises(PromptError, match=r"^prompts\[1\]: the prompt has 64 tokens"):

@@ -86,15 +86,9 @@ class ContextBudget:
         """The error message for a prompt of ``count`` tokens if it leaves no room to answer."""
         if count < self.limit:
             return None
-        if self.positions <= self.cached:
-            return (
-                f"the prompt has {count} tokens, but {self.model} sees {self.positions} "
-                "with the answer; shorten the prompt"
-            )
         return (
-            f"the prompt has {count} tokens, but the cache holds {self.cached} of the "
-            f"{self.positions} that {self.model} sees with the answer; shorten the prompt or "
-            "raise kv_cache_memory"
+            f"the prompt has {count} tokens, but with the answer {self.model} sees "
+            f"{self.positions} and the cache holds {self.cached}; shorten the prompt or raise kv_cache_memory"
         )
 
 
@@ -205,19 +199,11 @@ def _part(part: Any) -> str:
 
 def render_chat(tokenizer: Tokenizer, model: str, messages: Sequence[Message]) -> list[int]:
     """Render a conversation by the model's chat template to token ids. Raises PromptError."""
-    items = None if isinstance(messages, str) else _listed(messages)
-    for item in [messages] if items is None else items:
-        if not isinstance(item, dict):
-            raise PromptError(
-                f'a message is {shown(item)}; give {{"role": "user", "content": "..."}}'
-            )
-        if "role" not in item or not {"content", "tool_calls"} & item.keys():
-            lacks = "content" if "role" in item else "role"
-            raise PromptError(
-                f'a message has no {lacks}; give {{"role": "user", "content": "..."}}'
-            )
-    if not items:
-        raise PromptError("the conversation is empty; give at least one message")
+    items = [] if isinstance(messages, str) else _listed(messages) or []
+    wrong = [item for item in items if not _is_message(item)]
+    if wrong or not items:
+        refused = shown(wrong[0] if wrong else messages)
+        raise PromptError(f'a message is {refused}; give {{"role": "user", "content": "..."}}')
     if tokenizer.chat_template is None:
         raise PromptError(f"{model} has no chat template; use generate with a plain prompt")
     try:
@@ -229,6 +215,10 @@ def render_chat(tokenizer: Tokenizer, model: str, messages: Sequence[Message]) -
         for item, text in zip(items, texts, strict=True)
     ]
     return apply_template(tokenizer, asked, add_generation_prompt=True)
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and "role" in item and bool({"content", "tool_calls"} & {*item})
 
 
 def apply_template(

@@ -312,7 +312,7 @@ class EngineClient:
         self._started = True
 
     def _send(self, message: wire.WireMessage) -> None:
-        """Send a message. Raises ConfigError if it cannot be encoded, APIError without an engine."""
+        """Raises ConfigError if the message cannot be encoded, APIError without an engine."""
         if self._writer is None or self._writer.is_closing():
             raise failures.engine_lost()
         try:

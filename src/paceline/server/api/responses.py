@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -229,12 +229,11 @@ class StoredResponse:
 class ResponseStore:
     """Stores responses that later requests may continue, by owner (the API key; without keys there
     is one owner) and id. They are JSON in memory: their size is known, and they cannot be changed.
-    Beyond ``MAX_BYTES`` in all, the owner with the most bytes loses the least recently used."""
+    Beyond ``MAX_BYTES`` in all the least recently used are dropped."""
 
     def __init__(self) -> None:
-        # By owner and id, the least recently used first.
-        self._owners: dict[str, OrderedDict[str, bytes]] = {}
-        self.sizes = Counter[str]()  # bytes by owner
+        self._stored: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self.size = 0  # bytes
 
     def add(self, owner: str, stored: StoredResponse) -> None:
         """Store a response with a new id, unless it is larger than ``MAX_BYTES``."""
@@ -242,21 +241,19 @@ class ResponseStore:
         text = json.dumps(vars(stored), ensure_ascii=False).encode("utf-8", "surrogatepass")
         if len(text) > MAX_BYTES:
             return
-        self._owners.setdefault(owner, OrderedDict())[stored.response["id"]] = text
-        self.sizes[owner] += len(text)
-        while self.sizes.total() > MAX_BYTES:
-            largest = max(self.sizes, key=self.sizes.__getitem__)
-            self.remove(largest, next(iter(self._owners[largest])))
+        self._stored[owner, stored.response["id"]] = text
+        self.size += len(text)
+        while self.size > MAX_BYTES:
+            self.remove(*next(iter(self._stored)))
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        responses = self._owners.get(owner, OrderedDict())
-        if response_id not in responses:
+        if (owner, response_id) not in self._stored:
             return None
-        responses.move_to_end(response_id)
-        return StoredResponse(**json.loads(responses[response_id]))
+        self._stored.move_to_end((owner, response_id))
+        return StoredResponse(**json.loads(self._stored[owner, response_id]))
 
     def remove(self, owner: str, response_id: str) -> None:
-        self.sizes[owner] -= len(self._owners[owner].pop(response_id))
+        self.size -= len(self._stored.pop((owner, response_id)))
 
     def item(self, owner: str, item_id: str) -> dict[str, Any] | None:
         """An output item of one of the owner's responses; its id contains the response's id."""
