@@ -387,7 +387,7 @@ def test_a_cache_of_a_few_blocks_is_measured_within_its_room() -> None:
 def test_a_prompt_longer_than_the_cache_is_refused(random_pair: tuple[str, str]) -> None:
     small = small_cache(random_pair)
     with pytest.raises(
-        PromptError, match="has 64 tokens, .* sees 160 and the cache holds 64"
+        PromptError, match=r"has 64 tokens, .* sees 160 and the cache holds 64"
     ) as no:
         small.generate([[7] * 64])
     assert "raise kv_cache_memory" in str(no.value) and "\n" not in str(no.value)

@@ -74,7 +74,7 @@ BY_PATH: dict[str, dict[str, tuple[Any, ...]]] = {
         "n": (2, 3),
         "echo": (True,),
         "logprobs": (0, 1, 4),
-        "max_tokens": (0, 1, 4, 40),
+        "max_tokens": (1, 4, 40),
     },
     CHATS: {
         "n": (2, 3),

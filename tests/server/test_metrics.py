@@ -95,8 +95,6 @@ def test_metrics_add_up(fresh: Running) -> None:
         drafts = value(samples, "spec_decode_num_drafts_total", **labels)
         assert drafts == reached[0] >= reached[1] >= reached[2] >= reached[3]
     assert total(samples, "spec_decode_num_drafts_total", drafter="none") == 0
-    for phase in ("draft", "target", "verify", "other"):
-        assert value(samples, "step_seconds_total", phase=phase, drafter="model") > 0
 
 
 def test_samples_of_a_prompt_are_no_hits_of_the_cache(fresh: Running) -> None:

@@ -48,8 +48,7 @@ _CHAT_OPTIONS: tuple[dict[str, Any], ...] = (
 )
 _COMPLETION_OPTIONS: tuple[dict[str, Any], ...] = (
     {"echo": True},
-    {"echo": True, "max_tokens": 0, "logprobs": 1},
-    {"max_tokens": 0},
+    {"echo": True, "max_tokens": 1, "logprobs": 1},
 )
 
 

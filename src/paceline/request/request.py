@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -118,19 +119,13 @@ class Request:
             self.apply_commit(Commit(seq_id, (), finish_reason="error", error=message))
 
     def _end_with_error(self, error: str) -> str:
-        """Build the completion of a failed request; returns the rest of its text. The text is
-        decoded again, because the text stream may be what failed."""
-        shown = "".join(self._shown)
-        try:
-            text = self._decode_all()
-            text.finish()
-            whole = text.text
-        except Exception:
-            whole = shown
-        if not whole.startswith(shown):
-            whole = shown
-        self._build_completion(whole, "error", error)
-        return whole[len(shown) :]
+        """Build the completion of a failed request; returns the rest of its text."""
+        rest, text = "", "".join(self._shown)
+        with suppress(Exception):  # the text stream may be what failed
+            stream = self._stream or self._decode_all()
+            rest, text = stream.finish(), stream.text
+        self._build_completion(text, "error", error)
+        return rest
 
     def _build_completion(
         self, text: str, reason: str, error: str | None = None, stop: str | None = None

@@ -88,7 +88,8 @@ class ContextBudget:
             return None
         return (
             f"the prompt has {count} tokens, but with the answer {self.model} sees "
-            f"{self.positions} and the cache holds {self.cached}; shorten the prompt or raise kv_cache_memory"
+            f"{self.positions} and the cache holds {self.cached}; shorten the prompt or raise "
+            "kv_cache_memory"
         )
 
 

@@ -7,7 +7,6 @@ requests choose it) and ``adapter``."""
 from __future__ import annotations
 
 import time
-from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from paceline.core.batch import Commit
-from paceline.engine.clock import PHASES
 from paceline.files import read_toml
 
 if TYPE_CHECKING:
@@ -42,16 +40,14 @@ class Metrics:
     def __init__(self, alias_of: str | None = None) -> None:
         self.registry, self._alias_of = CollectorRegistry(), alias_of
         self.named: dict[str, Any] = {name: self._new(name, **row) for name, row in _TABLE.items()}
-        self._phases = dict.fromkeys(PHASES, 0.0)
-        self._last_step: Tally[str] = Tally()  # number of sequences by drafter
         self._preempted = 0
         self._started: set[int] = set()  # sequences that have been in a step
 
     def _new(self, name: str, kind: str, help: str, labels: Sequence[str] = (), **more: Any) -> Any:
         """Make the metric of a row of the table."""
         buckets = {"buckets": _BUCKETS[more["buckets"]]} if "buckets" in more else {}
-        make, text = getattr(prometheus_client, kind), help.format(phases=", ".join(PHASES))
-        return make(name, text, labels, namespace="paceline", registry=self.registry, **buckets)
+        make = getattr(prometheus_client, kind)
+        return make(name, help, labels, namespace="paceline", registry=self.registry, **buckets)
 
     # -- called on the worker threads that prepare requests ------------------------------------
 
@@ -65,10 +61,8 @@ class Metrics:
 
     def record_step(self, llm: LLM, advanced: Sequence[tuple[Request, Commit]]) -> None:
         self.named["batch_size"].observe(len(advanced))
-        sequences: Tally[str] = Tally()
         for request, commit in advanced:
             drafter = request.seq.params.drafter or next(iter(llm.drafters), "none")
-            sequences[drafter] += 1
             if (seq := request.seq).seq_id not in self._started:
                 self._started.add(seq.seq_id)
                 self.named["queue_seconds"].observe(max(0.0, seq.started - seq.queued))
@@ -76,7 +70,6 @@ class Metrics:
                     self.named["prefix_cache_hit_tokens"].inc(seq.prefix_hit_tokens)
             if commit.tokens:
                 self._record_commit(request, commit, drafter)
-        self._record_phases(llm, sequences)
         preempted = llm.engine.scheduler.preemptions
         self.named["preemptions"].inc(preempted - self._preempted)
         self._preempted = preempted
@@ -102,16 +95,6 @@ class Metrics:
             for name in ("draft", "accepted") if accepted else ("draft",):
                 by_position = self.named[f"spec_decode_num_{name}_tokens_per_pos"]
                 by_position.labels(drafter, position).inc()
-
-    def _record_phases(self, llm: LLM, sequences: Tally[str]) -> None:
-        """Record the previous step's times: reading the current one's would wait for the GPU."""
-        seconds = dict(llm.engine.clock.seconds)
-        total = sum(self._last_step.values())
-        for phase in PHASES:
-            elapsed = max(0.0, seconds[phase] - self._phases[phase])
-            for drafter, count in self._last_step.items():
-                self.named["step_seconds"].labels(phase, drafter).inc(elapsed * count / total)
-        self._phases, self._last_step = seconds, sequences
 
     def record_finished(self, request: Request, outcome: str) -> None:
         """``outcome``: "stop", "length", "cancelled", "deadline" or "error"."""

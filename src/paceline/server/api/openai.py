@@ -169,7 +169,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         prompts = [await _encode(service, body, prompt) for prompt in body.prompt]
         remaining = min(service.remaining(len(prompt), "prompt") for prompt in prompts)
-        limit = remaining if body.max_tokens is None else max(1, body.max_tokens)
+        limit = remaining if body.max_tokens is None else body.max_tokens
         params = sampling_params(body, service.facts.sampling, limit, body.logprobs)
         params = replace(params, prompt_logprobs=body.logprobs if body.echo else None)
         ticket = await service.submit(body, prompts, params)
@@ -194,11 +194,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
             for prompt in (() if body.logprobs is None else self._prompts)
         ]
 
-    def complete(self, events: Sequence[StreamEvent]) -> Chunk:
-        return super().complete(list(map(self._without_extra_token, events)))
-
     def feed(self, event: StreamEvent) -> list[Chunk]:
-        event = self._without_extra_token(event)
         choice = self._choice(self._register(event), event)
         columns = choice["logprobs"]
         has_output = choice["text"] or choice["finish_reason"] or (columns and columns["tokens"])
@@ -239,18 +235,6 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         if echoed:  # the first token of a prompt has no log-probability
             columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
         return columns
-
-    def _without_extra_token(self, event: StreamEvent) -> StreamEvent:
-        """The event; with ``max_tokens`` 0, without the token that the engine always decodes."""
-        if self._body.max_tokens != 0:
-            return event
-        completion = event.completion
-        if completion is not None:
-            empty: dict[str, Any] = {"text": "", "token_ids": [], "draft_mask": []}
-            completion = replace(completion, **empty, finish_reason="length", receipt=None)
-        logprobs: list[TokenLogprob] | None = None if event.logprobs is None else []
-        empty = {"text": "", "token_ids": [], "from_draft": [], "logprobs": logprobs}
-        return replace(event, **empty, completion=completion)
 
 
 class ChatAnswer(OpenAIAnswer[ChatRequest]):

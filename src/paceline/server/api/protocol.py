@@ -141,7 +141,7 @@ Prompts = Annotated[
 
 class CompletionRequest(Generation):
     prompt: Prompts
-    max_tokens: int | None = Field(default=16, ge=0)
+    max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     add_special_tokens: bool = True
