@@ -20,7 +20,7 @@ from paceline.draft.spec import DraftSpec
 from paceline.drafters import RECORDS
 from paceline.server.api.protocol import ChatRequest, CompletionRequest, Speculation
 from paceline.server.config import SECTIONS, keys
-from paceline.server.metrics import VLLM_NAMES, Metrics
+from paceline.server.metrics import Metrics
 from paceline.settings import TableEntry
 
 
@@ -137,14 +137,6 @@ def metrics() -> str:
     return table(("Metric", "Type", "Meaning"), rows)
 
 
-def vllm_metrics() -> str:
-    rows = [
-        (f"`paceline_{ours}`", ", ".join(f"`vllm:{theirs}`" for theirs in names))
-        for ours, names in VLLM_NAMES.items()
-    ]
-    return table(("Here", "vLLM"), rows)
-
-
 # -- commands --------------------------------------------------------------------------------------
 
 _SHARED = 4  # commands from which on an option is described once, behind all of them
@@ -208,7 +200,6 @@ def _option(parameter: Any) -> tuple[str, str, str]:
 TABLES: dict[str, Callable[[], str]] = {
     "commands": commands,
     "metrics": metrics,
-    "vllm_metrics": vllm_metrics,
     "settings": settings,
     "request_fields": request_fields,
     "drafters": drafters,

@@ -235,7 +235,6 @@ def test_print_config_is_a_config(tmp_path: Path) -> None:
     arguments += ["--tensor-parallel", "2", "--offload", "disk", "--weights-memory", "1G"]
     arguments += ["--draft-offload", "disk", "--draft-device", "cuda", "--kv-cache-dtype", "int8"]
     arguments += ["--max-model-len", "512", "--lora", "sql=folder", "--lora-updates"]
-    arguments += ["--metrics-alias", "vllm"]
     arguments += ["--max-queue", "1", "--deadline", "5", "--max-request-bytes", "1K"]
     arguments += ["--generation-config", "none", "--default-temperature", "0.7"]
     arguments += ["--default-top-p", "0.9", "--default-top-k", "20", "--default-min-p", "0.1"]

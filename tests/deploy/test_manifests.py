@@ -52,7 +52,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def served() -> tuple[FastAPI, str]:
-    """An application and what its /metrics shows, as behind --metrics-alias."""
+    """An application and what its /metrics shows."""
     service = service_of(LLM("paceline/tiny", draft="ngram"), "paceline/tiny")
     return create_app(service), service.client.engine.loop.metrics.render()
 

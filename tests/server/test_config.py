@@ -49,7 +49,6 @@ port = 9000
 log_level = "debug"
 log_prompts = true
 single_process = true
-metrics_alias = "vllm"
 drain_seconds = 2.5
 [limits]
 max_queue = 7

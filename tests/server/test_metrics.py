@@ -140,38 +140,3 @@ def test_promtool_accepts_the_rules() -> None:
     for arguments in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts.test.yml"]):
         done = subprocess.run([promtool, *arguments], capture_output=True, text=True, cwd=DOCS)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_same_under_vllm_s_names(target: LLM) -> None:
-    llm = target.with_draft(["paceline/tiny-draft", "ngram"], draft_length=4)
-    service = service_of(llm, served_model_name="served", metrics_alias="vllm")
-    for running in serve(service):
-        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-        for drafter in ("model", "ngram"):
-            client.completions.create(
-                model="served",
-                prompt="Once upon a time",
-                max_tokens=20,
-                temperature=0,
-                extra_body={"speculation": {"drafter": drafter}},
-            )
-        samples = scrape(running)
-    theirs = {name: labels for name, labels in samples if name.startswith("vllm:")}
-    assert all(("model_name", "served") in labels for labels in theirs.values())
-
-    def vllm(name: str, **labels: str) -> float:
-        named = {"model_name": "served", "engine": "0", **labels}
-        return samples[f"vllm:{name}", frozenset(named.items())]
-
-    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-        whole = f"spec_decode_{name}_total"
-        assert vllm(whole) == total(samples, whole) > 0
-    position = "spec_decode_num_accepted_tokens_per_pos_total"
-    assert vllm(position, position="0") == total(samples, position, position="0")
-    assert vllm("num_requests_running") == 0 and vllm("generation_tokens_total") == 40
-    assert vllm("request_success_total", finished_reason="length") == 2
-    assert vllm("time_to_first_token_seconds_count") == 2
-    assert vllm("e2e_request_latency_seconds_bucket", le="+Inf") == 2
-    cache = llm.engine.cache
-    layout = {"block_size": str(cache.block_size), "num_gpu_blocks": str(cache.num_blocks)}
-    assert vllm("cache_config_info", **layout, enable_prefix_caching="True") == 1

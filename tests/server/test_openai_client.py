@@ -155,7 +155,7 @@ def test_forced_tool_call(client: openai.OpenAI, choice: object, stream: bool) -
         ({"extra_body": {"best": 1}}, "unknown or unsupported field 'best'"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"best_of": 2}, "best_of: not supported; sample n answers"),
-        ({"logit_bias": {"x": 1}}, "not a token id"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: Input should be a valid integer"),
         ({"logit_bias": {"99999999": 1}}, "not in the vocabulary"),
         ({"extra_body": {"speculation": {"drafter": "magic"}}}, "not loaded"),
         ({"prompt": ""}, "empty"),

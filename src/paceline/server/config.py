@@ -66,12 +66,6 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
     drain_seconds: float = _server(
         30.0, "Seconds that running requests get to finish after SIGTERM.", low=0
     )
-    metrics_alias: str | None = _server(
-        None,
-        "Also export metrics under another server's names, for its dashboards.",
-        choices=("vllm",),
-        shown="none",
-    )
     single_process: bool = _server(
         False, "Run HTTP and the engine in one process: slower, but easier to debug."
     )
@@ -114,11 +108,6 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
     def name(self) -> str:
         """The model's name in the API."""
         return self.served_model_name or self.model
-
-    @property
-    def alias_of(self) -> str | None:
-        """The model's name for ``metrics_alias``; None if that is not set."""
-        return None if self.metrics_alias is None else self.name
 
 
 def keys() -> tuple[TableEntry, ...]:

@@ -108,6 +108,8 @@ def validation_error(
     same_field = [one for one in errors if one["loc"][: skip + 1] == field]
     error = max(same_field, key=lambda one: len(one["loc"]))
     location = error["loc"][skip:]
+    if location[-1:] == ("[key]",):  # of a key, which may be long, not of its value
+        location = location[:-2]
     if renamed and location and location[0] in renamed:
         location = (renamed[location[0]],)
     if error["type"] == "json_invalid":

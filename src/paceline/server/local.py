@@ -48,7 +48,7 @@ def main() -> None:
     threading.Thread(target=link.read, name="paceline-link", daemon=True).start()
     set_up_logging(config.log_level)
     try:
-        loop = link.loop = EngineLoop(load_llm(config), link.send, config.alias_of)
+        loop = link.loop = EngineLoop(load_llm(config), link.send)
     except Exception as error:
         if debugging():
             traceback.print_exc()
@@ -66,11 +66,11 @@ _JOIN_SECONDS = 10.0  # how long ``close`` waits for the thread that reads the c
 class EngineThread:
     """An engine on a thread of this process; messages cross a socket pair as between processes."""
 
-    def __init__(self, llm: LLM, alias_of: str | None = None) -> None:
+    def __init__(self, llm: LLM) -> None:
         self.llm, self.facts = llm, wire.Facts.of(llm)
         self._connection, self._engine_end = socket.socketpair()
         link = Link(self._engine_end, self._engine_end.close)
-        self.loop = link.loop = EngineLoop(llm, link.send, alias_of)
+        self.loop = link.loop = EngineLoop(llm, link.send)
         self._reader = threading.Thread(target=link.read, name="paceline-link", daemon=True)
 
     def start(self) -> socket.socket:
@@ -92,4 +92,4 @@ class EngineThread:
 
 def local_service(llm: LLM, config: ServeConfig) -> Service:
     """The service of a loaded model, with the names and limits of ``config``."""
-    return Service(EngineThread(llm, config.alias_of), llm.tokenizer, config)
+    return Service(EngineThread(llm), llm.tokenizer, config)

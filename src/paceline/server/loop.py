@@ -77,14 +77,12 @@ class EngineJob:
 
 class EngineLoop:
     """Runs an ``LLM`` on an engine thread; start it once. ``post`` sends a message to the HTTP side
-    and is called on several threads. ``alias_of``: see ``Metrics``."""
+    and is called on several threads."""
 
-    def __init__(
-        self, llm: LLM, post: Callable[[wire.WireMessage], None], alias_of: str | None = None
-    ) -> None:
+    def __init__(self, llm: LLM, post: Callable[[wire.WireMessage], None]) -> None:
         self.llm = llm
         self.lost: str | None = None  # why the engine thread failed
-        self.metrics = Metrics(alias_of)
+        self.metrics = Metrics()
         self.metrics.watch_engine(llm.engine, lambda: self.waiting)
         self._post = post
         self._jobs: dict[int, EngineJob] = {}  # by ticket number, in order of arrival

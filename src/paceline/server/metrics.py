@@ -7,15 +7,12 @@ requests choose it) and ``adapter``."""
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from paceline.core.batch import Commit
 from paceline.files import read_toml
@@ -27,18 +24,13 @@ if TYPE_CHECKING:
 
 _FILE = read_toml(Path(__file__).with_name("metrics.toml"), "the table of metrics")
 _TABLE, _BUCKETS = _FILE["metrics"], _FILE["buckets"]
-# vLLM's names (after vllm:) for each of our metrics (after paceline_). Some have two.
-VLLM_NAMES: Mapping[str, Sequence[str]] = {
-    name: row["vllm"] for name, row in _TABLE.items() if "vllm" in row
-}
 
 
 class Metrics:
-    """The metrics of one ``EngineLoop``, in their own registry. If ``alias_of`` is given, they are
-    also rendered under vLLM's names, for a model of that name."""
+    """The metrics of one ``EngineLoop``, in their own registry."""
 
-    def __init__(self, alias_of: str | None = None) -> None:
-        self.registry, self._alias_of = CollectorRegistry(), alias_of
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
         self.named: dict[str, Any] = {name: self._new(name, **row) for name, row in _TABLE.items()}
         self._preempted = 0
         self._started: set[int] = set()  # sequences that have been in a step
@@ -120,41 +112,4 @@ class Metrics:
 
     def render(self) -> str:
         """All metrics in Prometheus' text format."""
-        rendered: list[Collector] = [self.registry]
-        if self._alias_of is not None:
-            rendered.append(VllmNames(self.registry, self._alias_of))
-        return b"".join(map(generate_latest, rendered)).decode()
-
-
-_KEPT_LABELS = "position", "le", "block_size", "num_gpu_blocks", "enable_prefix_caching"
-_LABELS = {"outcome": "finished_reason", **{name: name for name in _KEPT_LABELS}}
-
-
-class VllmNames(Collector):
-    """The metrics of a registry under vLLM's names, with the label ``model_name``; the labels that
-    vLLM does not have, such as the drafter, are summed over."""
-
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        self._registry, self._model = registry, model
-
-    def collect(self) -> Iterable[Metric]:
-        metrics = {metric.name: metric for metric in self._registry.collect()}
-        return [
-            self._renamed(metrics[f"paceline_{ours}"], f"paceline_{ours}", f"vllm:{theirs}")
-            for ours, names in VLLM_NAMES.items()
-            for theirs in names
-        ]
-
-    def _renamed(self, metric: Metric, ours: str, theirs: str) -> Metric:
-        sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
-        for sample in metric.samples:
-            labels = {_LABELS[k]: v for k, v in sample.labels.items() if k in _LABELS}
-            name = theirs + sample.name.removeprefix(ours)
-            if not name.endswith("_created"):
-                sums[name, tuple(sorted(labels.items()))] += sample.value
-        renamed = Metric(theirs, metric.documentation, metric.type)
-        for (name, pairs), value in sums.items():
-            renamed.add_sample(
-                name, {"model_name": self._model, "engine": "0", **dict(pairs)}, value
-            )
-        return renamed
+        return generate_latest(self.registry).decode()

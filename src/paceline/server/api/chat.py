@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any
 
-from paceline.core.params import Grammar, SamplingParams, shown
+from paceline.core.params import Grammar, SamplingParams
 from paceline.errors import PromptError
 from paceline.model.tokenizer import Tokenizer
 from paceline.request.options import SamplingDefaults
@@ -32,7 +32,6 @@ from paceline.server.failures import APIError, check_text
 from paceline.server.service import Service
 
 PREDICTED_LENGTH = 16  # draft tokens per step for a request with a predicted output
-_MAX_DIGITS = 12  # of a token id
 _END_OF_PROMPT = 16  # tokens in which a template may begin the thoughts
 # Request fields that are fields of SamplingParams by the same name.
 _SAME_NAMED = (
@@ -208,7 +207,7 @@ def sampling_params(
     return SamplingParams(
         **sampling_settings(request, defaults),
         **{name: getattr(request, name) for name in _SAME_NAMED},
-        logit_bias=_parse_logit_bias(request.logit_bias or {}),
+        logit_bias=request.logit_bias or {},
         seed=None if request.seed in (None, -1) else request.seed % 2**63,
         max_tokens=max_tokens,
         logprobs=0 if logprobs is None and speculation.tokens else logprobs,
@@ -226,20 +225,6 @@ def sampling_settings(request: protocol.Generation, defaults: SamplingDefaults) 
     if request.top_p == 0:  # greedy
         requested |= {"top_p": 1.0, "top_k": 1}
     return SamplingDefaults(**requested).over(defaults).filled()
-
-
-def _parse_logit_bias(logit_bias: dict[str, float]) -> dict[int, float]:
-    """The biases by token id. Raises APIError."""
-    biases = {}
-    for token, bias in logit_bias.items():
-        if not token.isdecimal() or len(token) > _MAX_DIGITS:
-            raise APIError(f"logit_bias: {shown(token)} is not a token id", param="logit_bias")
-        if not -100 <= bias <= 100:
-            raise APIError(
-                f"logit_bias: {bias} for token {token} is not from -100 to 100", param="logit_bias"
-            )
-        biases[int(token)] = bias
-    return biases
 
 
 def _text_grammar(request: protocol.Generation) -> Grammar | None:

@@ -62,6 +62,7 @@ class StructuredOutputs(Body):
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def _as_stop_list(stops: Any) -> Any:
@@ -93,7 +94,7 @@ class Generation(Body):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
+    logit_bias: dict[TokenId, Bias] | None = Field(default=None, max_length=1024)
     response_format: ResponseFormat | None = None
     # beyond OpenAI
     top_k: int | None = Field(default=None, ge=-1)
