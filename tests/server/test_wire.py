@@ -79,7 +79,7 @@ def test_answers_arrive_as_they_were_sent() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
-        (queue_full("full", 7), 429, "queue_full"),
+        (queue_full(), 429, "queue_full"),
         (deadline_exceeded(True), 408, "deadline_exceeded"),
         (deadline_exceeded(False), 504, "deadline_exceeded"),
         (shutting_down("over"), 503, "shutting_down"),
