@@ -15,7 +15,7 @@ from paceline.lab.budget import Budget
 from paceline.lab.certify.certificate import Certificate
 from paceline.lab.certify.effort import Effort
 from paceline.lab.certify.server import ServerCertifier, connect, name_of
-from paceline.lab.openai_client import ScoredText, AnswerToken, OpenAIClient, ServerError
+from paceline.lab.openai_client import AnswerToken, OpenAIClient, ScoredText, ServerError
 from support.diagonal import diagonal
 from support.planted_server import FAULTS, PlantedServer, served
 

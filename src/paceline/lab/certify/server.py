@@ -26,7 +26,7 @@ from paceline.lab.certify.certificate import (
 from paceline.lab.certify.chisquare import RankCounts
 from paceline.lab.certify.decoding import first_difference
 from paceline.lab.certify.effort import MAX_SERVER_TOKENS, Effort
-from paceline.lab.openai_client import ScoredText, OpenAIClient, ServerError
+from paceline.lab.openai_client import OpenAIClient, ScoredText, ServerError
 from paceline.lab.report.document import Column
 
 # In nats: logprobs that differ by no more are a near tie. Two logits of a bf16 model may each be
