@@ -170,8 +170,7 @@ def test_a_text_comes_back(kind: Kind) -> None:
     """Or the rest of the tests would say little."""
     for text in (TEXT, ODD):
         assert kind.decode(kind.llm.tokenizer.encode(text)) == text
-    assert texts(kind.name).bytes_of(texts(kind.name).encode(ODD)).decode().strip() == ODD.strip()
-    emoji = texts(kind.name).encode("x🙂")
+    emoji = kind.llm.tokenizer.encode("x🙂", add_special_tokens=False)
     assert len(emoji) >= 3, "an emoji is cut across tokens"
 
 

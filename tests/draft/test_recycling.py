@@ -145,7 +145,7 @@ def test_rehearsal_leaves_no_trace() -> None:
     assert (drafter.passes(0), drafter.passes(3)) == (0, 1)
 
 
-@pytest.mark.parametrize("k, nodes", [(0, 8), (VOCAB + 1, 8), (8, 0)])
+@pytest.mark.parametrize("k, nodes", [(0, 8), (8, 0)])
 def test_sizes_that_make_no_tree(k: int, nodes: int) -> None:
     with pytest.raises(ConfigError, match="recycling"):
         RecyclingDrafter("cpu", VOCAB, Recycling(k=k, nodes=nodes))

@@ -23,7 +23,7 @@ from paceline.core.sequence import PerSequence, SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import TokenTree
 from paceline.draft.base import LookupDrafter
-from paceline.draft.spec import DraftInfo, DraftSpec, LoadContext, PreparedDraft, Target, option
+from paceline.draft.spec import DraftSpec, LoadContext, PreparedDraft, option
 from paceline.draft.trees.grow import levels_of
 from paceline.draft.trees.shape import Shape, best_shape
 
@@ -76,7 +76,7 @@ class Recycling(DraftSpec):
     tune_tries = "always"
     examples = ("recycling", "recycling:k=4,nodes=20,share=off")
 
-    k: int = 8
+    k: int = option(8, least=1)
     nodes: int = option(12, least=1)
     share: bool = True
 
@@ -84,14 +84,10 @@ class Recycling(DraftSpec):
         drafter = RecyclingDrafter(loading.target.device, loading.target.vocab_size, self)
         return PreparedDraft(lambda context: drafter)
 
-    def examine(self, target: Target, read: Any = None) -> DraftInfo:
-        RecyclingDrafter("cpu", target.vocab_size, self)  # checks k
-        return super().examine(target)
-
 
 class RecyclingDrafter(LookupDrafter):
     """Proposes a tree if the last committed token has a row in the matrix. ``vocab``: width of the
-    target's logits. Raises ConfigError."""
+    target's logits."""
 
     name = "recycling"
     reads_logits = True
@@ -103,9 +99,7 @@ class RecyclingDrafter(LookupDrafter):
     ) -> None:
         super().__init__(device)
         spec = spec or Recycling()
-        k = spec.k
-        if not 1 <= k <= vocab:
-            raise spec.refuse(f"k is {k}; use 1 to the vocabulary's {vocab}")
+        k = min(spec.k, vocab)
         self._vocab, self._k = vocab, k
         chances = (*CHANCES, *(CHANCES[-1],) * k)[:k]
         self._shape = best_shape((chances,) * DEPTH, spec.nodes)

@@ -74,11 +74,6 @@ class TokenTexts:
     def longest(self) -> int:
         return max(map(len, self.ids), default=0)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text without special tokens around it."""
-        ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
     def bytes_of(self, ids: Sequence[int]) -> bytes:
         """The bytes of some ids; a special token stands for its name."""
         return b"".join(
