@@ -90,7 +90,7 @@ def test_a_server_takes_the_engine_s_settings() -> None:
 def test_tuned_settings_fill_settings_of_the_engine() -> None:
     known = {item.name for item in fields(EngineSettings)}
     assert set(EngineChoice.__struct_fields__) <= known
-    open_ones = {"draft_length", "max_draft_length", *EngineChoice.__struct_fields__}
+    open_ones = {"draft_length", *EngineChoice.__struct_fields__}
     assert all(getattr(EngineSettings(), name) is None for name in open_ones)
     assert all(getattr(EngineOptions(), name) is not None for name in open_ones)
 

@@ -31,21 +31,9 @@ def settings(random_pair: tuple[str, str], target: CausalModel) -> TunedSettings
     return TunedSettings(
         version=tuned.VERSION,
         model=ModelIdentity.of(target),
-        draft=tuned.DraftChoice(f"model:{random_pair[1]}", "auto", 5),
-        engine=tuned.EngineChoice(3, "block"),
-        measured=tuned.Measured(
-            concurrency=2,
-            temperature=0.0,
-            prompts="some.jsonl",
-            prompt_count=7,
-            plain_tokens_per_second=100.0,
-            tokens_per_second=150.5,
-            speedup=1.505,
-            tokens_per_step=2.5,
-            acceptance=(0.8, 0.75),
-            why=("it was faster", 'says "so"'),
-        ),
-        machine=tuned.MachineIdentity.of(target),
+        draft=tuned.DraftChoice(f"model:{random_pair[1]}", "auto"),
+        engine=tuned.EngineChoice(3),
+        why='it was faster, says "so"',
     )
 
 
@@ -62,8 +50,6 @@ def test_round_trip(settings: TunedSettings, path: Path) -> None:
     assert TunedSettings.read(path) == settings
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# Tuned settings by `paceline tune`")
-    assert "[0.8, 0.75]" in text  # one line, not two
-    assert max(map(len, text.splitlines())) < 400
 
 
 Damage = Callable[[str], str]
@@ -77,25 +63,20 @@ def swap(old: str, new: str) -> Damage:
     return change
 
 
-def without_machine(text: str) -> str:
-    return "machine = 3\n" + text.partition("[machine]")[0]
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (swap(r"^version = 1", "version = 9"), "have version 9, but this paceline reads 1"),
         (lambda text: "x = [", "is not valid TOML"),
         (lambda text: "", "have version None"),
-        (swap(r"^rule = .*\n", ""), "missing required field `rule` - at `engine`"),
-        (swap(r"^rule = .*", "rule = 5"), "Expected `str`, got `int` - at `engine.rule`"),
+        (swap(r"^spec = .*\n", ""), "missing required field `spec` - at `draft`"),
+        (swap(r"^spec = .*", "spec = 5"), "Expected `str`, got `int` - at `draft.spec`"),
         (swap(r"^max_batch_size = 3", "max_batch_size = true"), "Expected `int`, got `bool`"),
         (swap(r"^max_batch_size = 3", "max_batch_size = 0"), ">= 1 - at `engine.max_batch_size`"),
         (swap(r'^length = "auto"', 'length = "long"'), "at `draft.length`"),
         (swap(r'^length = "auto"', "length = -1"), ">= 0 - at `draft.length`"),
         (swap(r"^length = .*", "length = 1.5"), "got `float` - at `draft.length`"),
-        (swap(r"^max_length = 5", "max_length = 0"), ">= 1 - at `draft.max_length`"),
-        (lambda text: without_machine(text), "got `int` - at `machine`"),
+        (lambda text: "engine = 3\n" + text.partition("[engine]")[0], "got `int` - at `engine`"),
     ],
 )
 def test_a_damaged_file_is_one_line(path: Path, damage: Damage, message: str) -> None:
@@ -109,9 +90,8 @@ def test_a_damaged_file_is_one_line(path: Path, damage: Damage, message: str) ->
 def test_a_file_of_before(settings: TunedSettings, path: Path) -> None:
     """Versions before had more to say about the model and the measurements."""
     text = path.read_text(encoding="utf-8")
-    for table, line in (("model", "layers = 3"), ("measured", "break_even_batch = 6")):
-        text = text.replace(f"[{table}]\n", f"[{table}]\n{line}\n")
-    path.write_text(f"{text}\n[costs]\nbatches = [1]\n", encoding="utf-8")
+    text = text.replace("[model]\n", "[model]\nlayers = 3\n") + "\n[costs]\nbatches = [1, 2]\n"
+    path.write_text(text, encoding="utf-8")
     assert TunedSettings.read(path) == settings
 
 
@@ -200,14 +180,12 @@ def test_a_fixed_length_comes_from_the_file(
 # -- elsewhere -------------------------------------------------------------------------------
 
 
-def test_an_export_takes_what_was_tuned(
-    settings: TunedSettings, path: Path, random_pair: tuple[str, str]
-) -> None:
+def test_an_export_takes_what_was_tuned(path: Path, random_pair: tuple[str, str]) -> None:
     from paceline.lab.export import export
 
-    made = export("vllm", random_pair[0], config=path)
+    made = export("vllm", random_pair[0], config=path, rule="block")
     assert made.config["model"] == str(Path(random_pair[1]).resolve())
-    assert made.config["rejection_sample_method"] == settings.engine.rule
+    assert made.config["rejection_sample_method"] == "block"
     assert made.command[made.command.index("--max-num-seqs") + 1] == "3"
     assert "adaptive draft length" in [each.what for each in made.approximations]
     own = export("vllm", random_pair[0], "ngram", config=path, draft_length=2, max_batch_size=5)

@@ -87,7 +87,7 @@ class LLM:
     it); see ``default_params``.
 
     ``config``: the file of tuned settings that ``paceline tune`` writes. It sets
-    ``max_batch_size``, ``rule``, the draft (if that is "auto") and, with that draft, its length.
+    ``max_batch_size``, the draft (if that is "auto") and, with that draft, its length.
     Other arguments override it. ``lora``: folders of LoRA adapters by
     name (``adapters.load`` loads more).
 

@@ -93,12 +93,11 @@ def test_without_methods_those_at_hand_are_compared(monkeypatch: pytest.MonkeyPa
 
 
 def test_tuned_settings_give_what_the_options_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, engine = SimpleNamespace(spec="ngram", length=3), SimpleNamespace(rule="block")
-    settings = SimpleNamespace(draft=draft, engine=engine)
+    settings = SimpleNamespace(draft=SimpleNamespace(spec="ngram", length=3))
     monkeypatch.setattr("paceline.settings.tuned.TunedSettings.read", lambda path: settings)
     for options, expected in (
-        (ModelOptions(config="p"), (3, "block")),
-        (ModelOptions(config="p", draft="suffix"), ("auto", "block")),
+        (ModelOptions(config="p"), (3, "auto")),
+        (ModelOptions(config="p", draft="suffix"), ("auto", "auto")),
         (ModelOptions(config="p", draft_length=2, rule="token"), (2, "token")),
         (ModelOptions(), ("auto", "auto")),
     ):

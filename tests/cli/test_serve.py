@@ -177,10 +177,8 @@ def test_tuned_settings(tmp_path: Path) -> None:
     TunedSettings(
         version=tuned.VERSION,
         model=ModelIdentity.of(target),
-        draft=tuned.DraftChoice("ngram:max=3", 3, 5),
-        engine=tuned.EngineChoice(5, "block"),
-        measured=tuned.Measured(1, 0.0, "p", 1, 1.0, 1.0, 1.0, 1.0, (0.5,), ("so",)),
-        machine=tuned.MachineIdentity.of(target),
+        draft=tuned.DraftChoice("ngram:max=3", 3),
+        engine=tuned.EngineChoice(5),
     ).write(path)
     said = {"config": str(path), "dtype": "float32"}
     llm = load_llm(configure(said))

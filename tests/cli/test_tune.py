@@ -44,7 +44,7 @@ def test_the_embedded_target(prompts: str, tmp_path: Path) -> None:
     settings = TunedSettings.read(out)
     assert settings.model.name == "paceline/tiny"
     assert settings.draft.spec in ("none", "ngram")
-    assert settings.measured.prompts == prompts
+    assert settings.why == record["decision"]
     text = paceline("generate", "--config", out, "--json", "--max-tokens", "12", "one two one two")
     plain = paceline(
         "generate", "--draft", "none", "--json", "--max-tokens", "12", "one two one two"

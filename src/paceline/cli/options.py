@@ -319,13 +319,12 @@ class ModelOptions(EngineSettings, _PairNames):
 
     @property
     def length_and_rule(self) -> tuple[Any, str]:
-        """Those given, else those tuned (the length for their draft only), else "auto"."""
-        length, rule = self.draft_length, self.rule
-        if self.tuned is not None:
-            rule = rule or self.tuned.engine.rule
-            if length is None and self.resolved_draft == self.tuned.draft.spec:
-                length = self.tuned.draft.length
-        return ("auto" if length is None else length), rule or "auto"
+        """Those given, else "auto", or the length of the tuned draft if it is used."""
+        length = self.draft_length
+        if self.tuned is not None and length is None:
+            follows = self.resolved_draft == self.tuned.draft.spec
+            length = self.tuned.draft.length if follows else None
+        return ("auto" if length is None else length), self.rule or "auto"
 
     def with_draft(self, llm: LLM, **sizes: int) -> LLM:
         """An LLM with the draft of these options that shares the weights of ``llm``."""

@@ -4,15 +4,20 @@ texts with plain decoding's, and its JSON object."""
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
 from operator import truediv
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import to_builtins
+import torch
 
 from paceline.lab.bench.engines import PLAIN
 from paceline.lab.bench.runner import BenchRequest, JobResult, Method, TimedRun, merged
@@ -20,7 +25,6 @@ from paceline.lab.budget import Spending
 from paceline.lab.certify.decoding import Difference, explain
 from paceline.lab.report.document import Spread
 from paceline.llm import LLM
-from paceline.settings.tuned import MachineIdentity
 
 OVERALL = "overall"
 _MIN_PROMPTS = 4  # for a confidence interval
@@ -313,9 +317,27 @@ class BenchResult:
 
 
 def machine_of(llm: LLM) -> dict[str, Any]:
-    """The machine on which the figures were measured, and its load before."""
-    about: dict[str, Any] = to_builtins(MachineIdentity.of(llm.target))
-    about["cores"] = os.cpu_count()
-    if hasattr(os, "getloadavg"):
-        about["load_before"] = os.getloadavg()[0]
-    return about
+    """The machine on which the figures were measured, its software, and its load before."""
+    device, cuda = llm.target.device, llm.target.device.type == "cuda"
+    return {
+        "processor": torch.cuda.get_device_name(device) if cuda else _processor(),
+        "device": device.type,
+        "threads": 0 if cuda else torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "dtype": llm.target.dtype_text,
+        "backend": llm.target.backend.name,
+        "torch": str(torch.__version__),
+        "transformers": version("transformers"),
+        "paceline": version("paceline"),
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "load_before": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }
+
+
+def _processor() -> str:
+    with suppress(OSError):  # not Linux
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

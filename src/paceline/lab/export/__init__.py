@@ -49,13 +49,11 @@ def export(
         raise ConfigError("there is no draft to export; give one with --draft or --config")
     usual = "auto" if measured is None else measured.length
     length = usual if draft_length is None else draft_length
-    rule = rule or (tuned.engine.rule if tuned else "auto")
+    rule = rule or "auto"
     batch = max_batch_size or (tuned.engine.max_batch_size if tuned else 8)
     dialect = DIALECTS[to]
     for chosen in specs:
         levels = chosen.default_draft_length if isinstance(length, str) else length
-        if length == "auto" and measured is not None:
-            levels = min(levels, measured.max_length)
         if levels < 1:
             raise ConfigError("a draft length of 0 is plain decoding; there is nothing to export")
         speculation = levels, length == "auto", rule, batch

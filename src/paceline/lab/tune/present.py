@@ -22,7 +22,6 @@ from paceline.llm import LLM
 from paceline.settings import tuned
 
 _NOTES = NOTES["tune"]
-_MAX_LENGTH = 8  # of adaptive drafts
 _rounded = "{:.0f}".format
 
 
@@ -120,25 +119,11 @@ def tuning_record(outcome: TuningOutcome) -> dict[str, Any]:
 
 def tuned_settings(outcome: TuningOutcome, llm: LLM) -> tuned.TunedSettings:
     """The settings of a confirmed outcome; ``llm`` has the target loaded."""
-    chosen, options = outcome.chosen, outcome.options
-    assert chosen is not None
-    spec, run = chosen.finalist.spec, chosen.run
+    assert outcome.chosen is not None
     return tuned.TunedSettings(
         version=tuned.VERSION,
         model=tuned.ModelIdentity.of(llm.target),
-        draft=tuned.DraftChoice(spec, "auto", _MAX_LENGTH),
-        engine=tuned.EngineChoice(outcome.batch, "auto"),
-        measured=tuned.Measured(
-            concurrency=options.concurrency,
-            temperature=options.temperature,
-            prompts=options.source,
-            prompt_count=outcome.prompt_count,
-            plain_tokens_per_second=round(outcome.results[0].rate, 1),
-            tokens_per_second=round(chosen.rate, 1),
-            speedup=round(chosen.speedup, 3),
-            tokens_per_step=round(run.tokens_per_step, 3),
-            acceptance=tuple(round(rate, 3) for rate in run.counts.rates),
-            why=(decision(outcome),),
-        ),
-        machine=tuned.MachineIdentity.of(llm.target),
+        draft=tuned.DraftChoice(outcome.chosen.finalist.spec, "auto"),
+        engine=tuned.EngineChoice(outcome.batch),
+        why=decision(outcome),
     )
