@@ -31,7 +31,7 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = lab._ROWS
     curve = CostCurve(rows, tuple(_BYTE * (1 + _ROW * (n - 1)) for n in rows))
     monkeypatch.setattr(lab, "_sample", lambda model, dtype: None)
-    monkeypatch.setattr(lab, "_prices", lambda sample, forms: (dict.fromkeys(forms, curve), 1.0))
+    monkeypatch.setattr(lab, "_prices", lambda sample, forms: dict.fromkeys(forms, curve))
     monkeypatch.setattr(lab, "_added", lambda: _ADDED)
 
 
@@ -70,15 +70,6 @@ def headers(tmp_path: Path) -> Path:
 def few_layers(tmp_path: Path) -> Path:
     """Read sooner, where the size does not matter."""
     return write_headers(tmp_path, num_hidden_layers=2, vocab_size=32000)
-
-
-def test_a_busy_machine_is_told(
-    few_layers: Path, priced: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not any("processors" in note for note in record(str(few_layers))["notes"])
-    quick = lab._prices
-    monkeypatch.setattr(lab, "_prices", lambda *asked: (quick(*asked)[0], 0.4))
-    assert any("took 60% of the processors" in note for note in record(str(few_layers))["notes"])
 
 
 def record(*arguments: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from paceline.errors import ConfigError
 from paceline.lab.bench import PromptOptions
 from paceline.lab.budget import Budget
 from paceline.lab.certify.effort import Effort
-from paceline.lab.report.document import Text
 from paceline.request.options import DistributionOptions, SamplingDefaults
 from paceline.settings import TableEntry, entries, under
 
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
 
 _server = under("Testing a server")
 _MIN_BATCH = 32  # samples are drawn in batches; smaller ones would only take longer
-_QUANTISED_NOTE = (
-    "The reference is the target as it was loaded, which is quantised: its text differs from that "
-    "of the unquantised model."
-)
 
 
 def _certify_entry(entry: TableEntry) -> TableEntry:
@@ -125,7 +120,6 @@ def certify(
     batch = max(_MIN_BATCH, engine.max_batch_size or 0)
     base = replace(engine, max_batch_size=1, kv_cache_memory=None).open(None)
     from paceline.lab.certify.run import Certifier
-    from paceline.model.precision import usual_bits
 
     encoded = [(prompt.name, prompt.encode(base)) for prompt in chosen]
     needed = tokens_needed(base, (ids for _, ids in encoded), effort.max_tokens)
@@ -135,9 +129,6 @@ def certify(
         certifier.run(interrupted.advance)
     with stage("testing the samples"):
         certificate = certifier.certificate()
-    report = certificate.report()
-    if llm.target.cache_dtype != llm.target.dtype or usual_bits(llm.target.hf) <= 8:
-        report.add("A quantised target", Text(_QUANTISED_NOTE))
     given = {entry.name: getattr(params, entry.name) for entry in _DISTRIBUTION}
-    run.emit({**certificate.record(), "sampling": given}, report)
+    run.emit({**certificate.record(), "sampling": given}, certificate.report())
     return interrupted.code or _code(certificate)

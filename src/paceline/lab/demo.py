@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.lab.report.document import (
-    NONE_TRIED,
     Column,
     Table,
     number,
@@ -19,7 +18,6 @@ from paceline.lab.report.document import (
     share,
     table_of,
     times,
-    untried,
 )
 from paceline.model.names import EMBEDDED
 
@@ -75,10 +73,6 @@ def total(measurements: Sequence[Measurement]) -> Measurement:
     )
 
 
-def _acceptance(counts: DraftCounts) -> str:
-    return NONE_TRIED if counts.acceptance_rate is None else share(counts.acceptance_rate)
-
-
 _rate = "{:.0f}".format
 _FIGURES = (
     Column("name", "prompt"),
@@ -86,7 +80,7 @@ _FIGURES = (
     Column("plain_tokens_per_second", "plain\ntok/s", "plain.rate", _rate),
     Column("speculative_tokens_per_second", "spec.\ntok/s", "fast.rate", _rate),
     Column("speedup", "speedup", shown=times),
-    Column("acceptance_rate", "accept.\nrate", "counts", _acceptance, lambda c: c.acceptance_rate),
+    Column("acceptance_rate", "accept.\nrate", "counts.acceptance_rate", share),
     Column("mean_accepted_length", "accepted\nlength", shown=number),
     Column("drafters", path="counts.by_drafter"),
     Column("not_drafted", path="counts.not_drafted"),
@@ -115,8 +109,6 @@ def with_memory(llm: LLM) -> list[SuffixDrafter]:
 
 def demo_table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
     """The first run of all prompts and, for drafters that learn from answers, the second run."""
-    counted = [item.counts for group in groups for item in group]
-    silent = [counts.not_drafted for counts in counted if counts.acceptance_rate is None]
     first, *repeated = ([*group, total(group)] for group in groups)
     again = [replace(item, name=f"{item.name} again") for group in repeated for item in group]
     note = (
@@ -125,8 +117,6 @@ def demo_table(groups: Sequence[Sequence[Measurement]], draft: str) -> Table:
     )
     if again:
         note += " Again: the same prompts once more; the drafter now remembers the answers."
-    if silent:
-        note += f" {untried(silent)}"
     title = f"Greedy decoding, plain and with --draft {draft}"
     return table_of([*first, *again], _FIGURES, note, title)
 

@@ -50,7 +50,6 @@ _ROWS = (1, 3, 9, 17)
 _SECONDS, _LONGEST = 5.0, 1.5
 _TOKENS = 48  # decoded with the toy
 _CONTEXT = 4096  # tokens for which the memory of keys and values is counted
-_BUSY = 0.75  # below this share of its threads' time the process was disturbed by others
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -93,14 +92,12 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Recommendation:
-    """``memory``: bytes that the process may use. ``auto``: the drafters that "auto" stands for.
-    ``got``: the share of its threads' time that the process got while it measured."""
+    """``memory``: bytes that the process may use. ``auto``: the drafters that "auto" stands for."""
 
     model: str
     memory: int
     forms: tuple[PricedForm, ...]
     auto: Composition
-    got: float = 1.0
 
     @property
     def best(self) -> PricedForm | None:
@@ -124,10 +121,6 @@ class Recommendation:
             if best is not None and form.fits and form.rate > best.rate:
                 times = f"{form.rate / best.rate:.1f} times as fast as {best.name}"
                 notes.append(f"{form.name}: {times}, but rounding changes its text:{form.flags}")
-        if self.got < _BUSY:
-            notes.append(
-                f"other programs took {1 - self.got:.0%} of the processors: close them, and repeat"
-            )
         if best is None:
             notes.append("nothing fits: use --offload disk, a smaller model, or a 4-bit GGUF file")
         return notes
@@ -170,7 +163,7 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
     with stage("measuring this machine"), listening(Listener()):
         sample, added = _sample(model, setting.loaded), _added()
         asked = {8 * setting.width: None} | {bits: precision for precision, bits in BITS.items()}
-        curves, got = _prices(sample, tuple(asked.values()))
+        curves = _prices(sample, tuple(asked.values()))
         prices = {bits: curves[precision] for bits, precision in asked.items()}
 
     def forward(bits: int, size: float) -> CostCurve:
@@ -199,7 +192,7 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
         if bits < machine.held_bits(model, setting) and model.quantisation is None:
             needs = Needs.of_model(model, how, how.cache_dtype)
             forms.append(form(f"{bits} bits", how, "none", needs))
-    return Recommendation(name, budget, tuple(forms), composed, got)
+    return Recommendation(name, budget, tuple(forms), composed)
 
 
 def _is_mxfp4(model: Model) -> bool:
@@ -245,29 +238,24 @@ def _sample(model: Model, dtype: torch.dtype) -> CausalModel:
     return CausalModel(hf, "a sample").use_requested_backend()
 
 
-def _prices(
-    sample: CausalModel, precisions: Sequence[str | None]
-) -> tuple[dict[str | None, CostCurve], float]:
-    """Seconds for each byte that a forward reads, by precision and rows; the share of its threads'
-    time that the process got. Threads that wait for one another spin, so it gets all unless others
-    run."""
+def _prices(sample: CausalModel, precisions: Sequence[str | None]) -> dict[str | None, CostCurve]:
+    """Seconds for each byte that a forward reads, by precision and rows."""
     forms: dict[str | None, CausalModel] = {None: sample}
     forms |= {name: quantised_copy(sample, name) for name in precisions if name}
     caches = {name: form.new_cache(16, 16, share=False) for name, form in forms.items()}
     times: dict[tuple[str | None, int], list[float]] = {key: [] for key in product(forms, _ROWS)}
-    began, used = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
     while time.perf_counter() - began < _SECONDS:
         for (name, rows), taken in times.items():
             measured = measure_target(forms[name], caches[name], {1: (rows,)}, 1, 0.0)
             taken += measured.curves[0].seconds
-    whole = (time.perf_counter() - began) * torch.get_num_threads()
     curves = {}
     for name in forms:
         plain = sum(matrix.bytes for matrix in matrix_sizes(sample.hf))
         read = rounded_bytes(sample.hf, name, sample.dtype.itemsize) if name else plain
         means = (_mean(times[name, rows]) / read for rows in _ROWS)
         curves[name] = CostCurve(_ROWS, tuple(accumulate(means, max)))
-    return curves, (time.process_time() - used) / whole
+    return curves
 
 
 def _mean(seconds: Sequence[float]) -> float:

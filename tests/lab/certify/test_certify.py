@@ -146,6 +146,6 @@ def test_refusals(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:
         certify(llm, [("a", [])])
     with pytest.raises(PromptError, match=r"prompt b has 150 tokens; give .* at most "):
         certify(llm, [("b", [1] * 150)])
-    for wrong in ({"num_prompts": 0}, {"samples": 5}, {"alpha": 0.0}, {"seed": -1}):
+    for wrong in ({"num_prompts": 0}, {"samples": 5}, {"seed": -1}):
         with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} is "):
             Effort(**wrong)

@@ -11,6 +11,7 @@ from paceline.lab.report.document import NOTES, Column, Report, Text, record_of,
 
 # The minimum of evidence for the verdict CERTIFIED, whatever the effort settings ask for.
 MIN_TEXTS = 2  # compared in every setting
+ALPHA = 0.001  # probability that a lossless engine fails any of the distribution tests
 MAX_BIAS = 0.25  # a larger bias must have been detectable
 
 
@@ -44,15 +45,12 @@ class DistributionTest:
         return [Problem(self.part, f"{self.what} are biased ({odds})")]
 
 
-def rank_tests(
-    tested: Sequence[tuple[str, str, RankCounts]], alpha: float
-) -> list[DistributionTest]:
+def rank_tests(tested: Sequence[tuple[str, str, RankCounts]]) -> list[DistributionTest]:
     """Tests of ranks, each given with its part and what its tokens are. Few tokens, and certain
-    ones, give no test. Together they fail for a lossless engine with probability ``alpha`` at most
-    (Bonferroni)."""
+    ones, give no test. Each has the same share of ``ALPHA`` (Bonferroni)."""
     outcomes = [(part, what, ranks.test()) for part, what, ranks in tested]
     enough = [outcome for outcome in outcomes if outcome[2].df > 0]
-    return [DistributionTest(*outcome, alpha / len(enough)) for outcome in enough]
+    return [DistributionTest(*outcome, ALPHA / len(enough)) for outcome in enough]
 
 
 def missing_evidence(texts: int, bias: float) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.keywords import forgiving
-from paceline.errors import ConfigError
 from paceline.settings import entries, under
 
 MIN_SAMPLES = 100  # at a prefix, for a test there
@@ -18,9 +17,8 @@ _effort = under("How much is tested")
 @forgiving("Effort")
 @dataclass(frozen=True)
 class Effort:
-    """Sample sizes of a certification. ``alpha`` is the probability that a lossless engine fails
-    any of the distribution tests (family-wise error rate). A server gets ``num_prompts`` prompts in
-    turn, in up to ``requests`` requests. Raises ConfigError on a value out of range."""
+    """Sample sizes of a certification. A server gets ``num_prompts`` prompts in turn, in up to
+    ``requests`` requests. Raises ConfigError on a value out of range."""
 
     num_prompts: int = _effort(8, "Prompts whose texts are compared token by token.", low=1)
     max_tokens: int = _effort(64, "New tokens per prompt.", low=8)
@@ -28,7 +26,6 @@ class Effort:
     samples: int = _effort(
         2000, "Samples per prefix; four times as many detect a bias half as large.", low=MIN_SAMPLES
     )
-    alpha: float = _effort(0.001, "Probability that a lossless engine fails by chance.")
     seed: int = _effort(0, "Seed; makes the run repeatable.", low=0, high=2**63 - 1)
     requests: int = _effort(
         400,
@@ -39,5 +36,3 @@ class Effort:
     def __post_init__(self) -> None:
         for entry in entries(Effort):
             entry.read(getattr(self, entry.name), entry.name)
-        if not 0 < self.alpha < 1:
-            raise ConfigError(f"alpha is {self.alpha}; it must be between 0 and 1")

@@ -249,12 +249,12 @@ class Certifier:
                 self.problems.append(Problem("rule", f"{start.name}: {what} (total variation)"))
 
     def certificate(self) -> Certificate:
-        llm, effort = self.llm, self.effort
+        llm = self.llm
         tested = [("drafter", "tokens drawn by the drafter", self.draft_ranks)]
         for prefix in (prefix for prefix in self.prefixes if prefix.drawn):
             for what, ranks in prefix.ranks(llm.target).items():
                 tested.append(("sampling", f"{what} after {prefix.start.name}", ranks))
-        tests = rank_tests(tested, effort.alpha)
+        tests = rank_tests(tested)
         problems = [*self.problems, *(problem for test in tests for problem in test.problems)]
         if impossible := self.draft_ranks.impossible:
             what = f"it drafted {impossible} tokens to which its declared distribution gives"

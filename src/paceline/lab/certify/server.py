@@ -211,7 +211,7 @@ class ServerCertifier:
     def certificate(self) -> Certificate:
         parts, reference = (self.greedy, self.logprobs, self.sampling), self.reference
         tested = ("sampling", "sampled tokens, by their logprobs,", self.ranks)
-        tests = rank_tests([tested], self.effort.alpha)
+        tests = rank_tests([tested])
         problems = [Problem(part.name, what) for part in parts for what in part.problems]
         problems += (problem for test in tests for problem in test.problems)
         lacks = missing_evidence(self.greedy.checked, bias := smallest_bias(tests))
