@@ -28,7 +28,7 @@ run = partial(paceline, "bench", COLUMNS="120")
 
 def test_the_embedded_pair(tmp_path: Path) -> None:
     report = tmp_path / "bench.html"
-    methods = ["-m", "draft@3", "-m", "ngram@2", "--allow-idle"]
+    methods = ["-m", "draft@3", "-m", "ngram@2"]
     result = run(*FEW, *SHORT, *methods, "--concurrency", "1,2", "--json", "--report", str(report))
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
@@ -64,11 +64,11 @@ def test_tables_and_markdown(tiny_pair: TinyPair, tmp_path: Path) -> None:
         *pair,
         *("--prompts", str(prompts), "--rounds", "2", "--max-tokens", "24"),
         *("-m", "draft@2", "-m", "ngram", "--concurrency", "1,2"),
-        *("--temperature", "0,1", "--seed", "3", "--price", "2", "--allow-idle"),
+        *("--temperature", "0,1", "--seed", "3"),
         *("--report", str(report), "--details"),
     )
     assert result.exit_code == 0, result.output
-    for words in ("By category", "cost", "Acceptance by position", "Same text"):
+    for words in ("By category", "Acceptance by position", "Same text"):
         assert words in result.stdout, words
     text = report.read_text(encoding="utf-8")
     assert "## By category at temperature 1" in text and "| position 2 |" in text
@@ -130,7 +130,7 @@ def test_another_text_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         return Liar(honest) if method.name == "ngram@4" else honest
 
     monkeypatch.setattr(EngineFactory, "create", lying)
-    result = run(*FEW, *SHORT, "-m", "ngram@4", "--allow-idle", "--json")
+    result = run(*FEW, *SHORT, "-m", "ngram@4", "--json")
     assert result.exit_code == 1
     record = json.loads(result.stdout)  # the result is still shown
     assert record["bugs"] == ["ngram@4"]
@@ -148,14 +148,12 @@ def errors(result: Result) -> list[str]:
     return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
 
 
-def test_a_method_that_did_nothing_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_did_nothing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes(monkeypatch, plain=Fake("plain"), ngram=Fake("ngram"))
     result = run(*FEW, "-m", "ngram")
-    assert result.exit_code == 1
-    assert "Methods" in result.stdout
-    (line,) = errors(result)
-    assert "ngram drafted nothing in the whole run" in line and "plain decoding" in line
-    assert run(*FEW, "-m", "ngram", "--allow-idle").exit_code == 0
+    assert result.exit_code == 0
+    assert "Methods" in result.stdout and "Verdict" not in result.stdout
+    assert "ngram drafted nothing in the whole run" in " ".join(result.stdout.split())
 
 
 def test_ctrl_c_shows_what_was_complete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +179,6 @@ def test_ctrl_c_before_anything_was_complete(monkeypatch: pytest.MonkeyPatch) ->
     -m ngrm | no drafter 'ngrm' and no model folder 'ngrm'; did you mean ngram
     -m transformers:assisted | no drafter 'transformers'
     -m draft --draft none | no draft is named
-    --price -1 | --price is -1
-    --price nan | --price is nan
     --category cooking | no category cooking in the shipped prompt set; there are
     --prompts /nowhere.jsonl | /nowhere.jsonl
     --report x.pdf | .md or .html

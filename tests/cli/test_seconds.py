@@ -30,7 +30,7 @@ def certify(tiny_pair: TinyPair, prompts: str) -> list[str]:
 @pytest.fixture(scope="module")
 def bench(prompts: str) -> list[str]:
     few = ["--rounds", "1", "--max-tokens", "6", "--per-category", "2", "--prompts", prompts]
-    return ["bench", "-m", "ngram@2", *few, "--allow-idle", "--json"]
+    return ["bench", "-m", "ngram@2", *few, "--json"]
 
 
 @pytest.fixture

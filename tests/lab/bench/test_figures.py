@@ -7,7 +7,7 @@ import pytest
 from paceline.lab.bench.result import OVERALL, idle, percentile, rows
 from paceline.lab.bench.runner import JobResult, take_turns
 from paceline.lab.report.document import Spread
-from support.made_outcomes import Fake, job, job_result, outcome, sums
+from support.made_outcomes import Fake, job, job_result, outcome
 
 
 def test_rates_and_speedups() -> None:
@@ -83,7 +83,7 @@ def test_nearest_rank(share: float, expected: int) -> None:
     assert percentile(list(range(100, 0, -1)), share) == expected
 
 
-def test_drafts_and_phases_add_up() -> None:
+def test_drafts_add_up() -> None:
     runs = [
         outcome(
             1.0,
@@ -91,7 +91,6 @@ def test_drafts_and_phases_add_up() -> None:
             accepted=accepted,
             reached_at=reached,
             accepted_at=accepted_at,
-            decoding=sums(2, {"draft": 1.0, "target": 2.0, "verify": 0.0, "other": 1.0}),
         )
         for drafted, accepted, reached, accepted_at in (
             (6, 3, [2, 1], [2, 1]),
@@ -104,7 +103,6 @@ def test_drafts_and_phases_add_up() -> None:
     assert row.drafts["reached"] == (4, 1) and row.drafts["acceptance"] == (0.75, 1.0)
     assert row.drafts["mean_accepted_length"] == 8 / 4
     assert row.drafts["length"] == 10 / 4
-    assert row.phases == {"draft": 0.5, "target": 1.0, "verify": 0.0, "other": 0.5}
 
 
 def test_idle_methods_are_found() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.errors import ConfigError
 from paceline.settings import under
 
 if TYPE_CHECKING:
@@ -68,18 +67,12 @@ class BenchOptions:
         flags=("--ignore-eos/--stop-at-eos",),
     )
     seed: int | None = _measuring(None, "Makes sampled texts comparable.", low=0)
-    price: float | None = _measuring(
-        None, "Price of a machine hour: adds the cost per million tokens."
-    )
-    allow_idle: bool = _measuring(False, "Do not fail if none of a method's drafts was accepted.")
 
     def sweep(self, rule: str) -> Sweep:
         """The measurements that were asked for. The verification ``rule`` "coupled" needs a seed, 0
-        by default. Raises ConfigError on an invalid price."""
+        by default."""
         from paceline.lab.bench.runner import Sweep
 
-        if self.price is not None and not 0 < self.price < float("inf"):
-            raise ConfigError(f"--price is {self.price:g}; give a machine hour's price above 0")
         return Sweep(
             self.max_tokens,
             sorted(set(self.concurrency)),

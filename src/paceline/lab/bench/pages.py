@@ -8,8 +8,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
-from paceline.engine.driver import StepTotals
-from paceline.lab.bench.result import KINDS, OVERALL, BenchResult, Row
+from paceline.lab.bench.result import OVERALL, BenchResult, Row
 from paceline.lab.bench.runner import ALL_PROMPTS
 from paceline.lab.report.document import (
     NONE_TRIED,
@@ -42,10 +41,6 @@ _LATENCIES = (
     Column("", "ITL p99 ms", "inter_token_p99", milliseconds),
     Column("", "stall p99 ms", "stall_p99", milliseconds),
 )
-_PHASES = (
-    *(Column("", f"{name} ms", f"phases.{name}", milliseconds) for name in StepTotals().seconds),
-    Column("", "step ms", "step", milliseconds),
-)
 _SWEPT = (
     Column("", "clients", "concurrency"),
     Column("", "temperature", "temperature", "{:g}".format),
@@ -74,7 +69,6 @@ def report_of(result: BenchResult) -> Report:
     for temperature in pages.temperatures:
         pages.categories(temperature)
     pages.acceptance()
-    pages.steps()
     pages.texts()
     if result.spending is not None:
         pages.report.add("Time", Text(result.spending.line))
@@ -125,9 +119,8 @@ class _Pages:
             line = f"use no draft: the best, {name}, reaches {figures}"
         elif low < 1:
             line = f"undecided, give more --seconds: {name} reaches {figures}"
-        texts = self.result.texts.counts.get(best.method, {})
-        identical, all_texts = texts.get(KINDS[0], 0), sum(texts.values())
-        same = f" {identical} of {all_texts} texts are the same." if texts else ""
+        texts = self.result.texts.get(best.method)
+        same = "" if texts is None else f" {texts.shown} texts are the same."
         self.report.add("Verdict", Text(f"{line}.{same}"))
 
     def run(self) -> None:
@@ -145,9 +138,6 @@ class _Pages:
             f"{settings['max_tokens']} tokens per answer; the methods take turns, {rounds} "
             f"{'round' if rounds == 1 else 'rounds'}"
         )
-        warnings = [line + "." for line in result.failures()]
-        if result.interrupted:
-            warnings.append("Interrupted: the figures are those of the completed runs.")
         drafts = {method.name.partition("@")[0]: method.draft for method in result.methods}
         lines = [f"{name}: {spec}." for name, spec in drafts.items() if spec not in (None, name)]
         if result.left_out:
@@ -155,17 +145,14 @@ class _Pages:
         self.report.add(
             "Run",
             Text(f"{where}, {machine['dtype']}, torch {machine['torch']}; {how}."),
-            *(Text(words, warning=True) for words in warnings),
+            *(Text(words, warning=True) for words in result.warnings()),
             *map(Text, lines),
         )
 
     def methods(self) -> None:
-        price, note = self.result.settings.get("price"), _NOTES["methods"]
+        note = _NOTES["methods"]
         swept = self.swept(self.totals)
         columns = [*swept, *_SPEEDS, self.tried]
-        if price is not None:
-            note += f" Cost: per million tokens, at {price:g} per machine hour."
-            columns.append(Column("", "cost", "", lambda row: f"{row.cost_per_million(price):.3g}"))
         if len({row.concurrency for row in self.totals}) > 1:
             note += f" {_NOTES['clients']}"
         without_drafts = [row for row in self.totals if self.accepted(row) == NONE_TRIED]
@@ -208,20 +195,11 @@ class _Pages:
         table = table_across("", rows, [_DRAFTED, self.tried, *columns], _NOTES["acceptance"])
         self.report.add("Acceptance by position", table, detail=True)
 
-    def steps(self) -> None:
-        first = self.temperatures[0]
-        rows = [row for row in self.totals if row.temperature == first and row.phases]
-        table = table_of(rows, [*self.swept(rows), *_PHASES], _NOTES["steps"])
-        self.report.add("Time per step", table, detail=True)
-
     def texts(self) -> None:
-        counts = self.result.texts.counts
-        rows = [
-            [self.label[name], *(str(kinds.get(kind, 0)) for kind in KINDS)]
-            for name, kinds in counts.items()
-        ]
-        table = Table(["method", *KINDS], rows, note=_NOTES["texts"])
-        self.report.add("Same text", table, detail=not self.result.texts.divergences)
+        rows = [[self.label[name], texts.shown] for name, texts in self.result.texts.items()]
+        self.report.add(
+            "Same text as plain decoding", Table(["method", "texts"], rows), detail=True
+        )
 
 
 def labels(names: Sequence[str]) -> dict[str, str]:

@@ -3,10 +3,8 @@ of public benchmarks. The format of a record is recognised by its fields; a file
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -25,57 +23,38 @@ _SEPARATOR = re.compile(r"^[^\S\n]*---[^\S\n]*$", re.MULTILINE)
 
 def read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The records of a file, each with its location ("prompts.jsonl, line 3"). Plain text (.txt,
-    .md, .text) is split at lines of ``---`` into records ``{"text": ...}``. Other files are JSON:
-    an object per line, a list of objects, or one object. Raises DataError."""
+    .md, .text) is split at lines of ``---`` into records ``{"text": ...}``. Other files are JSONL.
+    Raises DataError."""
     text = _text_of(file)
-    suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
-    if suffix.lower() in _TEXT_SUFFIXES:
+    if file.suffix.lower() in _TEXT_SUFFIXES:
         parts = (part.strip("\n") for part in _SEPARATOR.split("\n".join(text.splitlines())))
         for number, part in enumerate((part for part in parts if part.strip()), 1):
             yield f"{file}, part {number}", {"text": part}
         return
-    try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError):
-        kind, records = "line", _lines(file, text)
-    else:
-        several = isinstance(whole, list)
-        kind, records = "item" if several else "line", enumerate(whole if several else [whole], 1)
-    for number, record in records:
-        where = f"{file}, {kind} {number}"
+    # ``splitlines`` would be wrong: JSON strings may contain U+2028 and other line separators.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{where}: not JSON ({getattr(error, 'msg', error)}); write one "
+                "object per line, or let the name of a plain text file end in .txt"
+            ) from None
         if not isinstance(record, dict):
             raise DataError(f"{where}: not a JSON object; each record is one, with a prompt")
         yield where, record
 
 
-def _lines(file: Path, text: str) -> Iterable[tuple[int, Any]]:
-    """JSON values by line number. ``splitlines`` would be wrong: JSON strings may contain U+2028
-    and other line separators unescaped."""
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            if line.strip():
-                yield number, json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{file}, line {number}: not JSON ({getattr(error, 'msg', error)}); write one "
-                "object per line, or let the name of a plain text file end in .txt"
-            ) from None
-
-
 def _text_of(file: Path) -> str:
     try:
-        content = file.read_bytes()
-        return (gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8-sig")
-    except FileNotFoundError:
-        reason = f"there is no file {file}; check the path"
-    except IsADirectoryError:
-        reason = f"{file} is a folder; give one file of prompts"
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         reason = f"{file} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        reason = f"{file} is not a complete gzip file ({error}); compress it again"
     except OSError as error:
-        reason = f"{file} cannot be read: {error.strerror or error}"
+        reason = f"{file} cannot be read: {error.strerror or error}; check the path"
     raise DataError(reason)
 
 
