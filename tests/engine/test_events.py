@@ -166,17 +166,14 @@ class Events(RuleBasedStateMachine):
             COUNTS["step"] += 1
             self.nothing_is_wrong()
 
-    @rule(pick=st.integers(0, 9), forgotten=st.booleans())
-    def abort(self, pick: int, forgotten: bool) -> None:
+    @rule(pick=st.integers(0, 9))
+    def abort(self, pick: int) -> None:
         """Which are alive depends on time, and a strategy may not."""
         if not self.requests:
             return
         request = self.requests[pick % len(self.requests)][0]
-        if forgotten:
-            self.llm.owner.release([request])
-            self.requests = [item for item in self.requests if item[0] is not request]
-        else:
-            self.llm.owner.abort([request])
+        self.llm.owner.release([request])
+        self.requests = [item for item in self.requests if item[0] is not request]
         COUNTS["abort"] += 1
 
     @rule()
@@ -331,7 +328,7 @@ class Events(RuleBasedStateMachine):
         assert done.token_ids == request.seq.tokens[request.seq.prompt_length :]
         if done.finish_reason == "error":
             assert request.seq.seq_id in self.may_fail, done.error
-        elif done.finish_reason != "abort":
+        else:
             for name in ("token_ids", "text", "finish_reason"):
                 assert getattr(done, name) == getattr(wanted, name), name
             for name in ("logprobs", "prompt_logprobs"):

@@ -301,31 +301,6 @@ def test_an_interrupt_passes_and_the_next_step_goes_on(
     assert broken <= 1
 
 
-def test_what_an_interrupted_step_committed_is_in_an_aborted_requests_stream(
-    llm: LLM, alone: list[Completion]
-) -> None:
-    requests = prepared(llm)
-    fault = Fault(
-        *(llm.engine.drafter, "observe"),
-        lambda own, *_: own.calls > 2 and llm.engine.ready,
-        KeyboardInterrupt(),
-    )
-    llm.owner.enqueue(requests)
-    with pytest.raises(KeyboardInterrupt):
-        finish(llm, requests)
-    assert fault.raised and llm.engine.ready
-    llm.owner.requests.update({request.seq.seq_id: request for request in requests})
-    llm.owner.abort(requests)
-    for request, expected in zip(requests, alone, strict=True):
-        assert request.completion is not None
-        streamed = [token for event in request.events for token in event.token_ids]
-        assert request.completion.finish_reason == "abort" or streamed == expected.token_ids
-        assert request.events[-1].completion is request.completion
-        made = request.completion.token_ids
-        assert made == expected.token_ids[: len(made)]
-    assert not llm.engine.has_work
-
-
 def test_scores_that_are_no_numbers_end_their_own_request(
     llm: LLM, alone: list[Completion]
 ) -> None:

@@ -4,8 +4,8 @@
     concurrent callers     a thread of the owner runs the steps for all, and wakes each caller when
                            its requests have what it waits for
 
-Only the thread that holds the lock touches the engine. Other threads put their commands (add, drop
-or abort a request) into an inbox and do not wait; the lock's holder runs these commands between two
+Only the thread that holds the lock touches the engine. Other threads put their commands (add or
+drop a request) into an inbox and do not wait; the lock's holder runs these commands between two
 steps. Steps run only while a caller waits for one.
 """
 
@@ -80,10 +80,6 @@ class EngineOwner:
         """Forget requests; unfinished ones are cancelled and their cache blocks freed."""
         self._order(self._drop_request, requests)
 
-    def abort(self, requests: Iterable[Request]) -> None:
-        """End unfinished requests with the tokens they have and ``finish_reason`` "abort"."""
-        self._order(self._abort_request, requests)
-
     def close(self) -> None:
         """Drop all requests and the engine; callers that wait get a PacelineError. Waits for a
         running step, unless called from within it: the engine is then dropped after it."""
@@ -113,14 +109,6 @@ class EngineOwner:
         if request.completion is None:
             engine.abort(request.seq.seq_id)
         self.requests.pop(request.seq.seq_id, None)
-
-    def _abort_request(self, request: Request, engine: Engine) -> None:
-        seq_id = request.seq.seq_id
-        unreturned = [commit for commit in engine.ready if commit.seq_id == seq_id]
-        for commit in (*unreturned, Commit(seq_id, (), finish_reason="abort")):
-            if request.completion is None:
-                request.apply_commit(commit)
-        engine.abort(seq_id)
 
     # -- running steps ---------------------------------------------------------------------------
 
