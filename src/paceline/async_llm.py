@@ -9,7 +9,7 @@ from functools import partial, wraps
 from typing import Concatenate, ParamSpec
 
 from paceline.core.params import SamplingParams
-from paceline.llm import LLM, Lora, Prompt
+from paceline.llm import LLM, Prompt
 from paceline.request.completion import Completion, StreamEvent
 from paceline.request.request import Request, any_events, completions_of
 from paceline.request.validation import Conversations, Params, as_conversations
@@ -51,18 +51,18 @@ class AsyncLLM:
         await self.close()
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Lora = None
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None
     ) -> list[Completion]:
         """As ``LLM.generate``."""
-        async with self._running(prompts, params, False, lora) as requests:
+        async with self._running(prompts, params, False) as requests:
             await self._until(lambda: all(request.completion for request in requests))
         return completions_of(requests)
 
     async def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Lora = None
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None
     ) -> AsyncIterator[StreamEvent]:
         """As ``LLM.stream``, for ``async for``. The first event raises errors of the arguments."""
-        async with self._running(prompts, params, True, lora) as requests:
+        async with self._running(prompts, params, True) as requests:
             while any(request.completion is None or request.events for request in requests):
                 await self._until(partial(any_events, requests))
                 for request in requests:
@@ -70,14 +70,14 @@ class AsyncLLM:
                         yield request.events.popleft()
 
     async def chat(
-        self, messages: Conversations, params: SamplingParams | None = None, *, lora: Lora = None
+        self, messages: Conversations, params: SamplingParams | None = None
     ) -> list[Completion]:
         """As ``LLM.chat``."""
         prompts: list[Prompt] = [
             await asyncio.to_thread(self.llm.render_chat, item)
             for item in as_conversations(messages)
         ]
-        return await self.generate(prompts, params, lora=lora)
+        return await self.generate(prompts, params)
 
     async def close(self) -> None:
         """As ``LLM.close``; running calls raise PacelineError."""
@@ -85,11 +85,11 @@ class AsyncLLM:
 
     @asynccontextmanager
     async def _running(
-        self, prompts: Prompt | Sequence[Prompt], params: Params, streams: bool, lora: Lora
+        self, prompts: Prompt | Sequence[Prompt], params: Params, streams: bool
     ) -> AsyncIterator[list[Request]]:
         owner = self.llm.owner
         # On a thread, because long prompts and grammars would block the event loop.
-        requests = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams, lora)
+        requests = await asyncio.to_thread(self.llm.prepare_all, prompts, params, streams)
         try:
             owner.enqueue(requests)
             yield requests

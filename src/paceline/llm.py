@@ -43,7 +43,6 @@ from paceline.request.validation import (
     endings,
     params_of_sample,
 )
-from paceline.request.validation import Lora as Lora
 from paceline.request.validation import Message as Message
 from paceline.request.validation import Prompt as Prompt
 from paceline.request.validation import render_chat as rendered
@@ -254,22 +253,17 @@ class LLM:
 
     @forgiving("LLM.generate")
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params = None,
-        *,
-        lora: Lora = None,
-        progress: bool = False,
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, progress: bool = False
     ) -> list[Completion]:
         """Complete prompts (texts or lists of token ids) in one continuous batch.
 
         Returns ``n`` completions for each prompt, in the order of the prompts. ``params``: for all
-        prompts, or a list with one per prompt; ``default_params`` if left out. ``lora``: an
-        adapter's name, or a list with one per prompt (None: no adapter). ``progress`` shows a bar.
+        prompts, or a list with one per prompt; ``default_params`` if left out. ``progress``
+        shows a bar.
         A request that fails ends alone, with ``finish_reason`` "error". Raises PromptError or
         ConfigError before anything is decoded, PacelineError after ``close``, EngineLostError if
         the model can no longer run."""
-        requests = self.prepare_all(prompts, params, False, lora)
+        requests = self.prepare_all(prompts, params, False)
         with bars(progress), stage("decoding", len(requests), "answers") as shown:
             try:
                 self.owner.enqueue(requests)
@@ -285,20 +279,20 @@ class LLM:
 
     @forgiving("LLM.stream")
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, lora: Lora = None
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None
     ) -> Iterator[StreamEvent]:
         """Like ``generate``, but yields what each step adds. Errors in the arguments are raised by
         this call; decoding starts when the first event is requested. Closing or dropping the
         iterator cancels unfinished requests. Several streams may be read in turn."""
-        return self._events(self.prepare_all(prompts, params, True, lora))
+        return self._events(self.prepare_all(prompts, params, True))
 
     @forgiving("LLM.chat")
     def chat(
-        self, messages: Conversations, params: SamplingParams | None = None, *, lora: Lora = None
+        self, messages: Conversations, params: SamplingParams | None = None
     ) -> list[Completion]:
         """Answer one conversation, ``[{"role": "user", "content": ...}]``, or a list of them."""
         prompts: list[Prompt] = [self.render_chat(item) for item in as_conversations(messages)]
-        return self.generate(prompts, params, lora=lora)
+        return self.generate(prompts, params)
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """Render a conversation by the model's chat template to token ids. Raises PromptError."""
@@ -328,11 +322,11 @@ class LLM:
     # -- requests ----------------------------------------------------------------------------
 
     def prepare_all(
-        self, prompts: Prompt | Sequence[Prompt], params: Params, streams: bool, lora: Lora = None
+        self, prompts: Prompt | Sequence[Prompt], params: Params, streams: bool
     ) -> list[Request]:
         """Make the requests of all prompts, or none if one is refused. See ``prepare``."""
         listed, given = as_prompts(prompts), self.default_params if params is None else params
-        pairs = zip(listed, as_params(given, len(listed), lora), strict=True)
+        pairs = zip(listed, as_params(given, len(listed)), strict=True)
         requests = []
         for number, (prompt, prompt_params) in enumerate(pairs):
             try:

@@ -227,7 +227,8 @@ def test_a_request_s_adapter_is_as_if_merged(
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
     theirs = merged.generate(PROMPTS, GREEDY)
     for _ in range(2):  # with shared prefixes, too
-        made = llm.generate(prompts, GREEDY, lora=["one", None] * len(PROMPTS))
+        names = ["one", None] * len(PROMPTS)
+        made = llm.generate(prompts, [replace(GREEDY, lora=name) for name in names])
         assert [out.token_ids for out in made[1::2]] == expected[: len(PROMPTS)]
         assert [out.token_ids for out in made[::2]] == [out.token_ids for out in theirs]
     assert [out.token_ids for out in theirs] != expected[: len(PROMPTS)]
@@ -294,7 +295,8 @@ def test_adapters_of_a_recurrences_projections(
     prompts = [prompt for prompt in PROMPTS for _ in texts]
     for llm in llms:
         for _ in range(2):  # with shared prefixes, too
-            made = llm.generate(prompts, params, lora=[None, "one", "two"] * len(PROMPTS))
+            names = [None, "one", "two"] * len(PROMPTS)
+            made = llm.generate(prompts, [replace(params, lora=name) for name in names])
             assert [[out.token_ids for out in made[n::3]] for n in range(3)] == texts
         check_cache(llm.engine.cache)
 

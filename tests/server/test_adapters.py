@@ -48,8 +48,8 @@ def text(server: Running, model: str) -> str:
 
 
 def test_a_request_names_an_adapter(server: Running, llm: LLM) -> None:
-    params = SamplingParams(max_tokens=24)
-    base, adapted = (llm.generate(PROMPT, params, lora=name)[0].text for name in (None, "one"))
+    asked = (SamplingParams(max_tokens=24, lora=name) for name in (None, "one"))
+    base, adapted = (llm.generate(PROMPT, params)[0].text for params in asked)
     assert base != adapted
     assert [text(server, name) for name in (MODEL, "one", MODEL)] == [base, adapted, base]
 

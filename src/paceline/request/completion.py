@@ -67,9 +67,10 @@ class Completion:
 
     ``finish_reason``: "stop" (end token or stop string), "length" or "error" (``error`` says why in
     one line; text and tokens are those decoded before). ``draft_mask[i]``: whether token i was
-    proposed by a drafter. ``index``: number of the completion among the ``n`` of a prompt. ``prompt_logprobs``: if asked for, those of all prompt
-    tokens but the first. ``receipt``: if asked for, the record of an answer that ended with "stop"
-    or "length" (request/receipt.py). ``stop_string``: the one that ended the text."""
+    proposed by a drafter. ``index``: number of the completion among the ``n`` of a prompt.
+    ``prompt_logprobs``: if asked for, those of all prompt tokens but the first. ``receipt``: if
+    asked for, the record of an answer that ended with "stop" or "length" (request/receipt.py).
+    ``stop_string``: the one that ended the text."""
 
     prompt: str | list[int]
     text: str

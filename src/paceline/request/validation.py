@@ -14,7 +14,6 @@ Prompt = str | list[int]
 Message = dict[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
-Lora = str | Sequence[str | None] | None  # an adapter's name for all prompts, or one for each
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -35,19 +34,9 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_params(
-    params: SamplingParams | Sequence[SamplingParams], count: int, lora: Lora = None
+    params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
-    """The parameters of each of ``count`` prompts, with ``lora``'s adapters. Raises ConfigError."""
-    if lora is not None:
-        if not isinstance(lora, str | list | tuple):
-            raise ConfigError(f"lora is {shown(lora)}; give an adapter's name, or a list of them")
-        names = [lora] * count if isinstance(lora, str) else lora
-        if len(names) != count:
-            raise ConfigError(
-                f"{len(names)} adapters for {count} prompts; give one for all or one each"
-            )
-        pairs = zip(as_params(params, count), names, strict=True)
-        return [replace(item, lora=name) for item, name in pairs]
+    """The parameters of each of ``count`` prompts. Raises ConfigError."""
     if isinstance(params, SamplingParams):
         return [params] * count
     items = _listed(params)
