@@ -36,7 +36,7 @@ _QUANTILES = (0.025, 0.975)
 class Row:
     """One method on one category at one concurrency and temperature. Times in seconds.
 
-    ``speedup``: over our plain decoding in the same jobs and rounds (``jobs_per_round``).
+    ``speedup``: over plain decoding in the same jobs and rounds (``jobs_per_round``).
     ``interval``: 95 % confidence interval of the speedup, by bootstrap over prompts; None for few
     prompts, or several requests at once. ``mean_speedup``: as Spec-Bench computes it (speed.py),
     the mean over jobs of tokens per second divided by plain decoding's mean. ``inter_token_*``:
