@@ -130,7 +130,7 @@ def test_the_heads_of_a_target(trainer: TargetTrainer, corpus: str, tmp_path: Pa
                 parameter.add_(number)
         medusa.write_result()
 
-    check(medusa.out, write, lambda: small_files(9999))
+    check(medusa.out, write, lambda: small_files(1000))
     for fault in PLACES[1:]:
         check(medusa.out, write, lambda fault=fault: full_disk(fault))
 

@@ -323,6 +323,7 @@ FREE = {
     ("lab/quantize.py", "save_pretrained"),
     ("lab/quantize.py", "save_file"),
     ("lab/profiling/steady.py", "export_chrome_trace"),
+    ("model/backends/native/copies.py", "save_file"),  # to the file that is given
 }
 WRITERS = {"write_text", "write_bytes", "save_file", "save_pretrained", "export_chrome_trace"}
 
