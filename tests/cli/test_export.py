@@ -26,23 +26,28 @@ def test_the_command_line_goes_to_standard_output() -> None:
 
 
 def test_what_is_approximated_is_said(tmp_path: Path) -> None:
-    _, said = run("--to", "sglang", *PAIR, "--out", str(tmp_path / "there"))
-    assert "approximated: matches of " in said and ": a trie over all requests" in said
-    assert {file.name for file in (tmp_path / "there").iterdir()} == {"run.sh", "export.json"}
+    _, said = run("--to", "openvino", *PAIR, "--out", str(tmp_path / "there"))
+    assert "approximated: 1 candidates from both: one match; " in said
+    assert {file.name for file in (tmp_path / "there").iterdir()} == {
+        "run.sh",
+        "export.json",
+        "openvino_generate.py",
+    }
 
 
-def test_a_head_that_the_command_needs_is_named() -> None:
-    """The command was printed without a word about the head that only --out writes."""
-    head = ["--model", "paceline/tiny", "--draft", "eagle3:paceline/tiny-eagle3"]
-    assert "give --out FOLDER to get the converted head" in run("--to", "vllm", *head)[1]
+def test_files_that_the_command_needs_are_named() -> None:
+    """The command was printed without a word about the file that only --out writes."""
+    for to, file in (("tensorrt-llm", "tensorrt_llm.yaml"), ("openvino", "openvino_generate.py")):
+        out, said = run("--to", to, *PAIR)
+        assert file in out and f"nothing was written; give --out FOLDER to get {file}" in said
     assert "nothing was written" not in run("--to", "vllm", *PAIR)[1]
 
 
 def test_json() -> None:
-    out, _ = run("--to", "sglang", *PAIR, "--json")
+    out, _ = run("--to", "tensorrt-llm", *PAIR, "--json")
     record = json.loads(out)
-    assert record["config"]["speculative_algorithm"] == "NGRAM"
-    assert record["engine"] == "sglang"
+    assert record["config"]["speculative_config"]["decoding_type"] == "NGram"
+    assert record["engine"] == "tensorrt-llm"
 
 
 @pytest.mark.parametrize(("to", "named"), [("tgi", "cannot export"), ("llm", "cannot export")])

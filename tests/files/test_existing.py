@@ -80,7 +80,7 @@ def test_export_and_datastore_with_force(tmp_path: Path) -> None:
     out, words = tmp_path / "out", tmp_path / "words.txt"
     planted(out)
     words.write_text("Once upon a time, there was a little girl. " * 9)
-    export = ["export", "--model", "paceline/tiny", "--to", "vllm", "--draft", "ngram"]
+    export = ["export", "--model", "paceline/tiny", "--to", "openvino", "--draft", "ngram"]
     datastore = ["datastore", "build", str(words), "--model", "paceline/tiny"]
     for command, path in ((export, out), (datastore, words)):
         refused = CliRunner().invoke(app, [*command, "--out", str(path)])

@@ -137,7 +137,9 @@ def quantize(
 def export(
     engine: ModelOptions,
     output: WriteOptions,
-    to: str = setting(MISSING, "vllm, sglang or llama.cpp.", metavar="ENGINE"),
+    to: str = setting(
+        MISSING, "vllm, sglang, tensorrt-llm, llama.cpp or openvino.", metavar="ENGINE"
+    ),
     out: Path | None = setting(
         None, "Folder for the command, the configuration and converted heads."
     ),
@@ -145,7 +147,7 @@ def export(
     """Write another engine's command for the same speculation.
 
     With --config the draft, length and rule are those that `paceline tune` found. Settings without
-    an equivalent there are refused by name, or approximated with a note.
+    an equivalent there are refused by name, or approximated with a note on the cost.
     """
     from paceline.lab.export import export as run
 
@@ -160,9 +162,11 @@ def export(
     for line in (*exported.steps, exported.command_line):  # ready to be pasted
         print(line)
     for approximation in exported.approximations:
-        info(f"approximated: {approximation}")
-    if out is None and "eagle" in str(exported.config):
-        info("note: nothing was written; give --out FOLDER to get the converted head")
+        info(f"approximated: {approximation.line()}")
+    needed = [name for name in exported.files if name in exported.command_line]
+    needed += ["the converted head"] if "eagle" in str(exported.config) else []
+    if out is None and needed:
+        info(f"note: nothing was written; give --out FOLDER to get {' and '.join(needed)}")
     info(f"checked against {exported.dialect.version}")
 
 

@@ -32,7 +32,7 @@ def exported(to: str, draft: str = HEAD, out: Path | None = None, **more: Any) -
 
 
 def approximated(made: Export) -> str:
-    return "; ".join(item.split(": ")[0] for item in made.approximations)
+    return "; ".join(item.what for item in made.approximations)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -62,7 +62,8 @@ def test_an_unsupported_default_is_replaced_by_the_next_best(tmp_path: Path) -> 
     made = exported("vllm", "auto")
     assert made.config["method"] == "eagle3"
     first = made.approximations[0]
-    assert first.startswith("--draft auto: the next best, --draft eagle3:")
+    assert first.what == "--draft auto" and "--draft eagle3:" in first.instead
+    assert "lost" in first.cost
     with pytest.raises(ConfigError, match="no equivalent of --draft quantized"):
         exported("vllm", "quantized:int4")  # the user named it
 
@@ -102,6 +103,13 @@ def test_sglang_numbers_layers_by_outputs_under_eagle_config(tmp_path: Path) -> 
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
 
 
+def test_tensorrt_llm_numbers_layers_by_outputs(tmp_path: Path) -> None:
+    made = exported("tensorrt-llm", out=tmp_path)
+    spec = made.config["speculative_config"]
+    assert spec["eagle3_layers_to_capture"] == [number - 1 for number in INPUTS]
+    assert json.loads((tmp_path / "tensorrt_llm.yaml").read_text()) == made.config
+
+
 def test_llama_cpp_numbers_layers_by_inputs(tmp_path: Path) -> None:
     made = exported("llama.cpp", out=tmp_path)
     assert config_of(tmp_path)[LAYERS] == INPUTS
@@ -115,7 +123,7 @@ def test_the_embedding_cannot_be_numbered_by_outputs() -> None:
         outputs_of([0, 3, 5])
 
 
-@pytest.mark.parametrize("to", ["vllm", "sglang", "llama.cpp"])
+@pytest.mark.parametrize("to", ["vllm", "sglang", "tensorrt-llm", "llama.cpp"])
 def test_the_weights_of_a_head_are_the_same(tmp_path: Path, to: str) -> None:
     exported(to, out=tmp_path)
     layers = (2, 6, 11)
@@ -246,10 +254,10 @@ def test_a_tree_drafts_its_default_shape() -> None:
     assert approximated(made) == "trees of 10 nodes"
 
 
-def test_what_is_approximated_is_named() -> None:
+def test_what_is_approximated_is_named_with_its_cost() -> None:
     made = exported("vllm", f"{HEAD},nodes=16", draft_length="auto", rule="coupled")
     assert approximated(made) == "adaptive draft length; trees of 16 nodes; rule 'coupled'"
-    assert "trees of 16 nodes: chains of " in made.approximations[1]
+    assert all(item.cost and item.instead for item in made.approximations)
     assert "trees" in approximated(exported("vllm"))  # the default of an EAGLE-3 head
     assert "trees" not in approximated(exported("sglang"))
 
@@ -261,8 +269,9 @@ def test_what_is_approximated_is_named() -> None:
         ("vllm", "hybrid:ngram+eagle3:paceline/tiny-eagle3", "hybrid"),
         ("vllm", "medusa:paceline/tiny-medusa", "output layer"),
         ("sglang", "suffix", "suffix"),
+        ("tensorrt-llm", "eagle:paceline/tiny-eagle", "eagle:"),
         ("llama.cpp", "medusa:paceline/tiny-medusa", "medusa"),
-        ("llama.cpp", "eagle:paceline/tiny-eagle", "eagle:"),
+        ("openvino", HEAD, "eagle3"),
     ],
 )
 def test_what_has_no_equivalent_is_refused_by_name(to: str, draft: str, named: str) -> None:
@@ -291,6 +300,15 @@ def test_run_sh_has_the_command(tmp_path: Path, to: str) -> None:
     script = (tmp_path / "run.sh").read_text()
     assert script.splitlines()[-1] == f"exec {made.command_line}"
     assert json.loads((tmp_path / "export.json").read_text()) == made.record()
+    assert all((tmp_path / name).read_text() == text for name, text in made.files.items())
+
+
+def test_the_openvino_program_is_python(tmp_path: Path) -> None:
+    made = exported("openvino", "ngram:max=3", tmp_path)
+    (program,) = made.files.values()
+    compile(program, "openvino", "exec")
+    assert "config.num_assistant_tokens = 4\nconfig.max_ngram_size = 3\n" in program
+    assert "prompt_lookup=True" in program
 
 
 @pytest.mark.parametrize("draft", [f"{HEAD},nodes=0", "paceline/tiny-draft", *BLOCKS])

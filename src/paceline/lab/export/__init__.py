@@ -14,6 +14,8 @@ from paceline.lab.export.dialects import DIALECTS as DIALECTS
 from paceline.lab.export.speculation import Export, note_missing_features
 from paceline.settings.tuned import TunedSettings
 
+_LOST = "its other drafts are lost; `paceline bench --draft` shows what this one gains alone"
+
 
 @forgiving("export")
 def export(
@@ -63,7 +65,7 @@ def export(
             if chosen is specs[-1] or isinstance(error, WriteError):
                 raise
     if made.draft is not spec:
-        made.approximations.append(f"--draft {spec}: the next best, --draft {made.draft}")
+        made.approximate(f"--draft {spec}", f"the next best, --draft {made.draft}", _LOST)
     note_missing_features(made)
     if made.out is not None:
         _write(made, made.out)
@@ -72,8 +74,8 @@ def export(
 
 def _write(made: Export, folder: Path) -> None:
     lines = ["#!/bin/sh", f"# Made by `paceline export` for {made.dialect.version}."]
-    lines += [f"# Approximated: {approximation}" for approximation in made.approximations]
+    lines += [f"# Approximated: {approximation.line()}" for approximation in made.approximations]
     lines += ["set -e", *made.steps, f"exec {made.command_line}", ""]
     record = json.dumps(made.record(), indent=2) + "\n"
-    texts = {"run.sh": "\n".join(lines), "export.json": record}
+    texts = {**made.files, "run.sh": "\n".join(lines), "export.json": record}
     write_files({folder / name: text.encode() for name, text in texts.items()}, "the export")

@@ -4,10 +4,12 @@ an export. It raises ConfigError for drafts without an equivalent in the engine.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from paceline.drafters import DFlash, DraftModel, DSpark, Eagle, Medusa, Mtp, NGram, Suffix
-from paceline.lab.export.speculation import Dialect, Export
+from paceline.files import render_template
+from paceline.lab.export.speculation import FEWER_MATCHES, Dialect, Export, eagle_of, outputs_of
 from paceline.model.gguf import gguf_file
 
 # Methods of vLLM that draft greedily by default.
@@ -25,6 +27,7 @@ def _vllm(export: Export) -> None:
     export.config = config
     export.command = ["vllm", "serve", export.target_path, "--max-num-seqs", str(export.batch)]
     export.command += ["--speculative-config", json.dumps(config)]
+    export.files["vllm.json"] = json.dumps(config, indent=2) + "\n"
 
 
 def _vllm_method(export: Export) -> dict[str, Any]:
@@ -53,7 +56,8 @@ def _vllm_method(export: Export) -> dict[str, Any]:
     if isinstance(draft, NGram):
         if draft.candidates > 1 or draft.source != "both":
             what = f"{draft.candidates} candidates from {draft.source}"
-            export.approximations.append(f"{what}: only the earliest match in prompt and answer")
+            instead = "only the earliest match, from prompt and answer"
+            export.approximate(what, instead, FEWER_MATCHES)
         limits = {"prompt_lookup_min": draft.min, "prompt_lookup_max": draft.max}
         return {"method": "ngram", **limits}
     raise export.refuse(
@@ -74,7 +78,9 @@ def _sglang(export: Export) -> None:
         flags |= {"algorithm": algorithm, "draft-model-path": model}
         flags |= {"num-steps": str(levels), "eagle-topk": str(width)}
         if draft.branching:
-            export.approximations.append(f"a static tree: the {nodes} likeliest of a dynamic one")
+            instead = f"the {nodes} likeliest nodes of a dynamic tree"
+            cost = "usually at least as many tokens per step; nodes=N here grows the same tree"
+            export.approximate("a static tree", instead, cost)
         if width == 1:
             # Otherwise SGLang accepts a draft only if the target samples it: fewer are accepted.
             switch = "block-verification" if export.rule == "block" else "rejection-sampling"
@@ -91,7 +97,8 @@ def _sglang(export: Export) -> None:
         depth = str(max(draft.max + export.length, 2))
         flags |= {"algorithm": "NGRAM", "ngram-max-trie-depth": depth}
         what = f"matches of {draft.min} to {draft.max} tokens in the request"
-        export.approximations.append(f"{what}: a trie over all requests")
+        cost = "drafts depend on other requests' texts, so acceptance differs"
+        export.approximate(what, "a trie over all requests", cost)
     else:
         raise export.refuse("export eagle, eagle3, dflash, dspark, a draft model or ngram")
     flags["num-draft-tokens"] = str(nodes + 1)  # including the root
@@ -100,6 +107,30 @@ def _sglang(export: Export) -> None:
     for name, value in flags.items():
         export.command += [f"--speculative-{name}", *([value] if value else [])]
         export.config[f"speculative_{name.replace('-', '_')}"] = value or True
+
+
+def _tensorrt_llm(export: Export) -> None:
+    """YAML with speculative_config; feature layers numbered by outputs."""
+    draft, config = export.draft, dict[str, Any](max_draft_len=export.length)
+    if isinstance(draft, Eagle) and draft.version == 3:
+        layers = outputs_of(eagle_of(draft, export.target).config.feature_layers)
+        model = export.write_eagle(draft, "eagle")
+        config |= {"decoding_type": "Eagle3", "speculative_model": model}
+        config["eagle3_layers_to_capture"] = layers
+    elif isinstance(draft, DraftModel):
+        config |= {"decoding_type": "Draft_Target", "speculative_model": export.draft_path}
+    elif isinstance(draft, NGram):
+        config |= {"decoding_type": "NGram", "max_matching_ngram_size": draft.max}
+        config |= {"is_keep_all": True, "is_use_oldest": False, "is_public_pool": False}
+        if draft.candidates > 1:
+            what = f"{draft.candidates} candidates"
+            export.approximate(what, "only the newest match", FEWER_MATCHES)
+    else:
+        raise export.refuse("export eagle3, a draft model or ngram")
+    file = "tensorrt_llm.yaml"
+    export.config = {"max_batch_size": export.batch, "speculative_config": config}
+    export.files[file] = json.dumps(export.config, indent=2) + "\n"  # JSON is YAML
+    export.command = ["trtllm-serve", export.target_path, "--config", export.in_folder(file)]
 
 
 def _llama_cpp(export: Export) -> None:
@@ -119,7 +150,8 @@ def _llama_cpp(export: Export) -> None:
         flags += ["--spec-ngram-simple-size-m", str(export.length)]
         if draft.min < draft.max or draft.candidates > 1:
             what = f"matches of {draft.min} to {draft.max} tokens, {draft.candidates} candidates"
-            export.approximations.append(f"{what}: one match of exactly {draft.max}")
+            instead = f"one match of exactly {draft.max}"
+            export.approximate(what, instead, "fewer drafts; ngram-map-k may draft more")
     else:
         raise export.refuse("export eagle3, a draft model or ngram")
     if draft_file:
@@ -137,8 +169,46 @@ def _gguf(export: Export, path: str, name: str, *more: str) -> str:
     return export.convert(name, convert)
 
 
+def _openvino(export: Export) -> None:
+    """A short Python program; models converted by optimum."""
+    draft = export.draft
+    export.config["num_assistant_tokens"] = export.length
+    target = _openvino_model(export, export.target_path, "target")
+    if isinstance(draft, DraftModel):
+        folder = _openvino_model(export, export.draft_path, "draft")
+        speculation = f'draft_model=genai.draft_model({folder!r}, "CPU")'
+    elif isinstance(draft, NGram):
+        export.config["max_ngram_size"] = draft.max
+        speculation = "prompt_lookup=True"
+        if draft.candidates > 1 or draft.source != "prompt":
+            what = f"{draft.candidates} candidates from {draft.source}"
+            export.approximate(what, "one match", FEWER_MATCHES)
+    else:
+        raise export.refuse(
+            "export a draft model or ngram (its EAGLE-3 numbers layers by outputs and reads the "
+            "numbers from the converted model, so a head of ours would read one layer too far)"
+        )
+    file = "openvino_generate.py"
+    values = {"target": repr(target), "draft": speculation, "settings": export.config}
+    export.files[file] = render_template(Path(__file__).with_name("openvino.py.txt"), **values)
+    export.command = ["python", export.in_folder(file), "Once upon a time"]
+
+
+def _openvino_model(export: Export, path: str, name: str) -> str:
+    """The folder of a converted model; a model in another format is converted by a step."""
+    if (Path(path) / "openvino_model.xml").is_file():
+        return path
+    convert = ["optimum-cli", "export", "openvino", "--model", path, "--weight-format", "fp32"]
+    return export.convert(f"{name}-openvino", convert)
+
+
 DIALECTS = {
     "vllm": Dialect("vllm 0.32.0", _vllm, parallel=True, rules=("token", "block")),
     "sglang": Dialect("sglang 0.5.23", _sglang, trees=True, rules=("token", "block")),
+    "tensorrt-llm": Dialect(
+        "TensorRT-LLM 1.2 (its documented classes; it cannot be installed without a GPU)",
+        _tensorrt_llm,
+    ),
     "llama.cpp": Dialect("llama.cpp 0.5.0-dev", _llama_cpp, rules=("token", "coupled")),
+    "openvino": Dialect("openvino-genai 2026.4.1", _openvino),
 }

@@ -1,7 +1,7 @@
 """Speculative decoding as it is exported to another engine, with heads converted to its layout.
 
 Feature layers are numbered by the layers whose inputs a head reads here, in vLLM and in llama.cpp.
-SGLang numbers them by the layers whose outputs these are, which is one less."""
+SGLang and TensorRT-LLM number them by the layers whose outputs these are, which is one less."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core.stages import stage
 from paceline.draft.heads.block_head import layouts_of, load_block, save_block
@@ -24,6 +24,8 @@ from paceline.files import user_path, write_files
 from paceline.model.loading import read_config
 from paceline.model.names import resolve
 
+# The cost of looking up one candidate instead of several.
+FEWER_MATCHES = "fewer tokens per step where a text was continued in several ways"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 _NODES = 8  # of a dynamic tree whose number of nodes is not given
 
@@ -39,14 +41,25 @@ class Dialect:
     rules: tuple[str, ...] = ("token",)
 
 
+class Approximation(NamedTuple):
+    """A feature without an equivalent in the engine: what is used instead, and the cost."""
+
+    what: str
+    instead: str
+    cost: str
+
+    def line(self) -> str:
+        return f"{self.what}: {self.instead}; {self.cost}"
+
+
 @dataclass
 class Export:
     """Speculative decoding as chosen or measured here, and its equivalent for another engine.
 
     ``length``: draft depth; the maximum if the length is ``adaptive``. ``batch``: sequences decoded
     together. ``out``: folder for converted heads, None to write none. ``command`` starts the engine
-    after the command lines ``steps``; ``config``: its configuration; ``head``: the folder of a
-    converted one; ``approximations``: features without an equivalent, and what is used instead."""
+    after the command lines ``steps``; ``config``: its configuration; ``files``: texts by name;
+    ``head``: folder of a converted one."""
 
     engine: str
     dialect: Dialect
@@ -60,8 +73,9 @@ class Export:
     command: list[str] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
     head: str | None = None
-    approximations: list[str] = field(default_factory=list)
+    approximations: list[Approximation] = field(default_factory=list)
 
     @property
     def target_path(self) -> str:
@@ -106,6 +120,9 @@ class Export:
         written = self.in_folder(name)
         self.steps.append(shlex.join([*command, written]))
         return written
+
+    def approximate(self, what: str, instead: str, cost: str) -> None:
+        self.approximations.append(Approximation(what, instead, cost))
 
     def refuse(self, instead: str) -> ConfigError:
         return ConfigError(f"{self.engine} has no equivalent of --draft {self.draft}; {instead}")
@@ -176,9 +193,10 @@ class Export:
         return self.head
 
     def record(self) -> dict[str, Any]:
-        names = ("engine", "command", "steps", "config", "head", "approximations")
-        record = {name: getattr(self, name) for name in names}
-        return record | {"checked_against": self.dialect.version}
+        names = ("engine", "command", "steps", "config", "files", "head")
+        approximations = [approximation._asdict() for approximation in self.approximations]
+        more = {"approximations": approximations, "checked_against": self.dialect.version}
+        return {name: getattr(self, name) for name in names} | more
 
 
 def _absolute(name: str) -> str:
@@ -191,15 +209,20 @@ def _absolute(name: str) -> str:
 def note_missing_features(export: Export) -> None:
     """Note features that engines lack: adaptive length, trees, other rules, one-pass drafts."""
     (_, nodes, width), dialect = export.tree(), export.dialect
-    notes = export.approximations
     if export.adaptive:
-        notes.append(f"adaptive draft length: {export.length} tokens in every step")
+        cost = "it also drafts where nothing is accepted, so measure it at your load"
+        export.approximate("adaptive draft length", f"{export.length} tokens in every step", cost)
     if width > 1 and not dialect.trees:
-        notes.append(f"trees of {nodes} nodes: chains of {export.length}")
+        cost = "fewer tokens per step than measured with trees; first measure a chain here"
+        export.approximate(f"trees of {nodes} nodes", f"chains of {export.length}", cost)
     if not dialect.parallel and export.in_one_pass():
-        notes.append("a draft in one pass: token by token")
+        cost = "a forward of the draft model for each token"
+        export.approximate("a draft in one pass", "token by token", cost)
     if export.rule not in ("auto", *dialect.rules):
-        notes.append(f"rule {export.rule!r}: rule {dialect.rules[0]!r}")
+        cost = "at most as many tokens per step when sampling; greedy text is the same"
+        if export.rule == "coupled":
+            cost = "seeded text depends on drafts and batch; greedy text is the same"
+        export.approximate(f"rule {export.rule!r}", f"rule {dialect.rules[0]!r}", cost)
 
 
 def outputs_of(inputs: Sequence[int]) -> list[int]:
