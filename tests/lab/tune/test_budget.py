@@ -10,12 +10,13 @@ import pytest
 from paceline import LLM
 from paceline.core.costs import CostCurve
 from paceline.lab.bench.prompts import BenchPrompt
+from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
 from paceline.lab.tune.candidates import DrafterCandidate, variants
 from paceline.lab.tune.plan import TuningOutcome, tune
 from paceline.lab.tune.present import decision, report_of, tuning_record
 from support.engine_models import write_pair
-from support.simulated_clock import SecondEach
+from support.simulated_clock import Clock
 
 OPTIONS = TuneOptions(concurrency=1, max_tokens=12, rounds=2)
 
@@ -45,8 +46,7 @@ def candidates(folders: tuple[str, str]) -> list[DrafterCandidate]:
 
 
 @pytest.fixture(autouse=True)
-def exact_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.lab.budget._CAUTION", 1.0)
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     cheap = CostCurve((1, 2), (1e-6, 1e-6))  # a draft as large as the target would not be asked
     monkeypatch.setattr("paceline.build.measure", lambda *_, **__: cheap)
 
@@ -55,22 +55,26 @@ def run(
     llm: LLM, folders: tuple[str, str], seconds: float | None
 ) -> tuple[TuningOutcome, list[str]]:
     """Each drafter and each round of all take a second."""
-    said: list[str] = []
-    outcome = TuningOutcome(OPTIONS, "m")
-    tune(llm, candidates(folders), prompts(), outcome, said.append, SecondEach(seconds))
+    said, clock, outcome = list[str](), Clock(), TuningOutcome(OPTIONS, "m")
+
+    def advance(what: str) -> None:
+        said.append(what)
+        clock.now += what.startswith("trying ") or what == "confirming: none"
+
+    tune(llm, candidates(folders), prompts(), outcome, advance, Budget(seconds, clock))
     return outcome, said
 
 
 def test_a_drafter_is_tried_completely_or_not_at_all(llm: LLM, folders: tuple[str, str]) -> None:
     outcome, said = run(llm, folders, 5)
     assert outcome.completed is not None and outcome.completed.spent <= 5
-    assert len(outcome.not_tried) == 2 and outcome.completed.missing == tuple(outcome.not_tried)
+    assert len(outcome.not_tried) == 1 and outcome.completed.missing == tuple(outcome.not_tried)
     tried = [what for what in said if what.startswith("trying ")]
     assert not any(label in what for label in outcome.not_tried for what in tried)
-    assert len(tried) == len(outcome.trials) + len(outcome.left_out) == 3
-    assert outcome.completed.done["drafters"] == 3 and outcome.completed.wanted["drafters"] == 5
-    families = [trial.candidate.family for trial in outcome.trials]
-    assert len(set(families)) == len(families)  # first one of each kind, then their variants
+    assert len(tried) == len(outcome.trials) + len(outcome.left_out) == 4
+    assert outcome.completed.done["drafters"] == 4 and outcome.completed.wanted["drafters"] == 5
+    family = {f"trying {c.label}": c.family for c in candidates(folders)}
+    assert len({family[what] for what in tried[:3]}) == 3  # one of each kind, then variants
     assert (
         "Not measured: " in outcome.completed.line
         and "More --seconds measure the rest" in outcome.completed.line
@@ -87,7 +91,7 @@ def test_the_default_draft_is_confirmed_if_it_loads(llm: LLM, folders: tuple[str
         default = DrafterCandidate("usual", spec, spec.partition(":")[0], default=True)
         outcome = TuningOutcome(OPTIONS, "m")
         tried = [*variants("ngram"), default]
-        tune(llm, tried, prompts(), outcome, lambda what: None, SecondEach(None))
+        tune(llm, tried, prompts(), outcome, lambda what: None)
         confirmed = [result.finalist.label for result in outcome.results]
         assert (confirmed[1:2] == ["usual"]) == there
         assert ("usual" in dict(outcome.left_out)) != there

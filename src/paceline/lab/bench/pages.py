@@ -11,7 +11,6 @@ from typing import Any
 from paceline.lab.bench.result import OVERALL, BenchResult, Row
 from paceline.lab.bench.runner import ALL_PROMPTS
 from paceline.lab.report.document import (
-    NONE_TRIED,
     NOTES,
     Column,
     Report,
@@ -23,7 +22,6 @@ from paceline.lab.report.document import (
     table_across,
     table_of,
     times,
-    untried,
 )
 
 _NOTES = NOTES["bench"]
@@ -46,6 +44,7 @@ _SWEPT = (
     Column("", "temperature", "temperature", "{:g}".format),
 )
 _DRAFTED = Column("", "drafted/step", "drafts.length", number)
+_ACCEPTED = Column("", "accepted", "drafts.acceptance_rate", share)
 # Tables with a column for each category.
 _BY_CATEGORY: tuple[tuple[Column, str], ...] = (
     (Column("", "", "speedup.median", times), "Speedup."),
@@ -84,7 +83,6 @@ class _Pages:
         self.drafting = {method.name for method in result.methods if method.draft}
         self.label = labels([method.name for method in result.methods])
         self.method = Column("", "method", "method", self.label.__getitem__)
-        self.tried = Column("", "accepted", "", self.accepted)
         self.base = min(row.concurrency for row in self.rows)
         self.temperatures = list(dict.fromkeys(row.temperature for row in self.rows))
         single = len({row.category for row in self.rows if row.concurrency == self.base}) == 1
@@ -152,20 +150,12 @@ class _Pages:
     def methods(self) -> None:
         note = _NOTES["methods"]
         swept = self.swept(self.totals)
-        columns = [*swept, *_SPEEDS, self.tried]
+        columns = [*swept, *_SPEEDS, _ACCEPTED]
         if len({row.concurrency for row in self.totals}) > 1:
             note += f" {_NOTES['clients']}"
-        without_drafts = [row for row in self.totals if self.accepted(row) == NONE_TRIED]
-        if without_drafts:
-            note += f" {untried(row.drafts['not_drafted'] for row in without_drafts)}"
         self.report.add("Methods", table_of(self.totals, columns, note))
         latencies = table_of(self.totals, [*swept, *_LATENCIES], _NOTES["latency"])
         self.report.add("Latency", latencies, detail=True)
-
-    def accepted(self, row: Row) -> str | None:
-        if row.drafts["acceptance_rate"] is not None:
-            return share(row.drafts["acceptance_rate"])
-        return NONE_TRIED if row.drafts["drafted"] == 0 and row.method in self.drafting else None
 
     def categories(self, temperature: float) -> None:
         """Speedup and tokens per step by category, if there are several."""
@@ -192,7 +182,7 @@ class _Pages:
         columns = (
             Column("", f"position {n}", "drafts", partial(_acceptance_at, n)) for n in positions
         )
-        table = table_across("", rows, [_DRAFTED, self.tried, *columns], _NOTES["acceptance"])
+        table = table_across("", rows, [_DRAFTED, _ACCEPTED, *columns], _NOTES["acceptance"])
         self.report.add("Acceptance by position", table, detail=True)
 
     def texts(self) -> None:

@@ -127,7 +127,6 @@ class JobResult:
 
 ALL_PROMPTS = "all prompts"
 _WARM_UP_TOKENS = 16
-_RESERVED = 0.15  # share of a budget that is kept for the comparisons after the last run
 _MIN_REQUESTS = 2  # per client, if there are several clients
 OnProgress = Callable[[str], None]  # receives a description of the next run
 
@@ -156,23 +155,25 @@ def take_turns(
 ) -> None:
     """Let all engines do every job ``rounds`` times and append the results to ``record``. All jobs
     have the same concurrency. The order of the engines rotates from job to job. The budget may end
-    the first round after any job; a later round is started only if all of it fits.
-    ``advance(description)`` is called before every run. KeyboardInterrupt is passed on."""
-    budget, kind = budget or Budget(), f"requests, {todo[0].concurrency} at once"
+    the first round after any job; a later round is started only if there is as much time as the
+    one before took. ``advance(description)`` is called before every run. KeyboardInterrupt is
+    passed on."""
+    budget, round_seconds = budget or Budget(), 0.0
     for number in range(rounds):
-        if number and not budget.fits(kind, sum(len(job.requests) for job in todo)):
+        if number and budget.left <= round_seconds:
             break
+        began = budget.spent
         for engine in engines:
             engine.refresh()
         for index, job in enumerate(todo):
-            if not budget.fits(kind, len(job.requests)):
+            if not number and budget.left <= 0:
                 break
             runs: dict[str, TimedRun] = {}
-            with budget.task(kind, len(job.requests)):
-                for engine in rotated(engines, number + index):
-                    advance(f"{job.category}: {engine.name}")
-                    runs[engine.name] = engine.run(job.requests)
+            for engine in rotated(engines, number + index):
+                advance(f"{job.category}: {engine.name}")
+                runs[engine.name] = engine.run(job.requests)
             record.append(JobResult(job, number, {e.name: runs[e.name] for e in engines}))
+        round_seconds = budget.spent - began
 
 
 CategoryPrompts = Sequence[tuple[str, Sequence[int]]]  # category and token ids
@@ -243,8 +244,6 @@ class Sweep:
             todo = self.jobs(prompts, concurrency, time_limited=share.seconds is not None)
             advance("warming up")
             warm_up(todo, engines)
-            if share.seconds is not None:
-                share.reserve = _RESERVED * share.left
             take_turns(todo, engines, self.rounds, record, advance, share)
 
 

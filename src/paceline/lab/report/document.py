@@ -5,7 +5,6 @@ tables."""
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,18 +72,6 @@ def is_number(cell: Cell) -> bool:
     if isinstance(cell, str):
         return bool(cell) and (cell[0].isdigit() or (cell[0] in "+-±<" and len(cell) > 1))
     return cell is not None
-
-
-# Shown as the acceptance rate of a drafter that drafted nothing.
-NONE_TRIED = "none tried"
-
-
-def untried(reasons: Iterable[Mapping[str, int]]) -> str:
-    """The note for a table with ``NONE_TRIED``, with the most frequent reason in ``reasons``, the
-    ``not_drafted`` counts of the drafters that drafted nothing."""
-    counts = sum(map(Counter, reasons), Counter[str]())
-    why = "".join(f" ({reason})" for reason, _ in counts.most_common(1))
-    return f"{NONE_TRIED}: no draft was tried{why}."
 
 
 times = "{:.2f}x".format

@@ -202,12 +202,11 @@ class _Tuning:
         job_seconds = _OVERHEAD * 2 * size * self.request_seconds * max(1, len(candidates))
         jobs = self.jobs[: max(1, int(min(share.left / job_seconds, len(self.jobs))))]
         for candidate in candidates:
-            if not share.fits("candidate"):
+            if share.left <= 0:
                 self.outcome.not_tried.append(candidate.label)
                 continue
             self.advance(f"trying {candidate.label}")
-            with self.budget.task("candidate"):
-                self._try(candidate, jobs)
+            self._try(candidate, jobs)
 
     def _try(self, candidate: DrafterCandidate, jobs: Sequence[runner.BenchJob]) -> None:
         engine = self.load(candidate)
