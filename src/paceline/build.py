@@ -47,6 +47,7 @@ from paceline.verify.verifier import Verifier
 _MEASURED_TOKENS, _MAX_MEASURED_ROWS = (1, 2, 3, 5, 8, 16, 32), 64
 _MEASURING_SECONDS = 1.0  # after this time no further batch size is measured
 _SECONDS_PER_BATCH_SIZE = 0.15
+_MAX_DRAFT_LENGTH = 8  # limit of "auto"; higher for drafters that run no forward
 _WARM_UP_SECONDS = 0.1  # for measuring a drafter's pass
 _COSTLESS = 4  # drafters without forwards may draft this many times as many levels
 # Slots for states of recurrent layers per sequence: the committed state, those of a step's pending
@@ -60,7 +61,6 @@ class EngineOptions(EngineSettings):
 
     max_batch_size: int = 8
     draft_length: int | str = "auto"  # tree levels; "auto" adapts, 0 decodes plainly
-    max_draft_length: int = 8  # limit of "auto"; higher for drafters that run no forward
     rule: str = "auto"
     controller: Controller | None = None  # replaces the adaptive controller
     costs: TargetCosts | None = None  # of target steps; None: measured at start-up
@@ -278,7 +278,7 @@ def adaptive_controller(
             batches = sorted({1, costs.batches[-1]})
             seconds = measure(member.warm_up, batches, device, budget=_WARM_UP_SECONDS)
         kind = DRAFTERS.get(member.name, DraftSpec)
-        longest = max(options.max_draft_length, kind.max_useful_length)
+        longest = max(_MAX_DRAFT_LENGTH, kind.max_useful_length)
         cost.add(name, costs_of(member, longest, seconds, _COSTLESS))
         if isinstance(member, LookupDrafter) and member.drafts_before_choice:
             lookups[name] = member

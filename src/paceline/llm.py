@@ -185,7 +185,6 @@ class LLM:
         max_model_len: int | None = None,
         kv_cache_memory: int | str | None = None,
         draft_length: int | str | None = None,
-        max_draft_length: int | None = None,
         rule: str | None = None,
         max_batch_size: int | None = None,
         prefix_sharing: bool = True,
@@ -199,8 +198,8 @@ class LLM:
         controller: Controller | None = None,
     ) -> LLM:
         """Another LLM over the same weights, with its own drafter, cache and settings, to compare
-        settings without loading a model twice. ``max_draft_length`` limits the draft length "auto"
-        (None: 8). The other arguments, and the errors, are those of the constructor."""
+        settings without loading a model twice. Arguments and errors are those of the
+        constructor."""
         given = explicit(locals(), "with_draft")
         given |= {"controller": controller, "costs": self.target_costs}
         options = EngineOptions(dtype=self._dtype, **given)

@@ -280,9 +280,6 @@ class EngineSettings(LoadSettings):
     draft_offload: str | None = _model(
         None, "Like --offload, but for the draft model.", choices=("cpu", "disk"), shown="no"
     )
-    max_draft_length: int | None = _model(
-        None, "Upper bound of the draft length auto.", low=1, except_in=("LLM", "command", "server")
-    )
     rule: str | None = _model(
         None,
         "Acceptance rule for drafts of requests that sample without a seed.",
