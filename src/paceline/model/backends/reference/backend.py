@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import cached_property
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -108,29 +107,29 @@ class TorchBackend(Backend):
                 f"{type(self.hf).__name__}: others attend to the keys of layers {sorted(shared)}, "
                 "so these cannot be left out; use another drafter"
             )
-        view, cache = self._view(skipped), _TrialCache(self)
-        logits = view(_TRIAL, cache).logits
         layers = [n for n, shape in enumerate(self.shapes) if any(shape) and n not in skipped]
-        # A patched forward may run other layers, or compute NaN.
-        if cache.layers != layers or not logits.isfinite().all():
-            raise UnsupportedModelError(
-                f"{type(self.hf).__name__}: asked to run layers {layers} it ran {cache.layers}; "
-                "it cannot draft with a part of itself, use another drafter"
-            )
-        return view
+        for in_tuple in (False, True):  # some models' layers return hidden states in a tuple
+            view, cache = self._view(skipped, in_tuple), _TrialCache(self)
+            with suppress(Exception):  # the modules of transformers may raise any
+                logits = view(_TRIAL, cache).logits
+                if cache.layers == layers and logits.dim() == 2 and logits.isfinite().all():
+                    return view
+        raise UnsupportedModelError(
+            f"{type(self.hf).__name__} cannot draft with layers {layers} alone; use another drafter"
+        )
 
     def _layers_with(self, flag: str) -> set[int]:
         """Layers whose attention module sets ``flag`` (Gemma 3n and 4 share keys by such flags)."""
         attention = (getattr(self.layer(n), "self_attn", None) for n in range(len(self.shapes)))
         return {n for n, module in enumerate(attention) if getattr(module, flag, False)}
 
-    def _view(self, skipped: frozenset[int]) -> TorchBackend:
+    def _view(self, skipped: frozenset[int], in_tuple: bool) -> TorchBackend:
         """A backend without the skipped layers. It has copies of the modules above them, shares all
         others, and keeps the lengths of module lists, so that layers keep their indices."""
         parents, replaced = set[torch.nn.Module](), dict[torch.nn.Module, Any]()
         for layer in skipped:
             module = self.layer(layer)
-            replaced[module] = _passing_through(module, self._tuple_lengths.get(layer, 0))
+            replaced[module] = _passing_through(module, in_tuple)
             parts = self.layer_names[layer].split(".")
             parents |= {self.hf.get_submodule(".".join(parts[:end])) for end in range(len(parts))}
 
@@ -138,30 +137,6 @@ class TorchBackend(Backend):
             return replaced.get(module, None if module in parents else module)
 
         return self.on(copy_sharing_parameters(self.hf, replacement_of))
-
-    @cached_property
-    def _tuple_lengths(self) -> dict[int, int]:
-        """The layers that return tuples, and the tuples' lengths. Raises UnsupportedModelError for
-        a layer that returns more than hidden states."""
-        lengths: dict[int, int] = {}
-
-        def note(layer: int, output: Any) -> None:
-            tensors = [output]
-            if isinstance(output, tuple):
-                lengths[layer] = len(output)
-                tensors = [part for part in output if isinstance(part, torch.Tensor)]
-            if len(tensors) != 1 or not isinstance(tensors[0], torch.Tensor):
-                raise UnsupportedModelError(
-                    f"{type(self.hf).__name__}: layer {layer} does not return hidden states alone, "
-                    "so it cannot be left out; use another drafter"
-                )
-
-        with ExitStack() as hooks:
-            for n in range(len(self.layer_names)):
-                hook = self.layer(n).register_forward_hook(lambda *call, n=n: note(n, call[2]))
-                hooks.enter_context(hook)
-            self(_TRIAL, _TrialCache(self))
-        return lengths
 
     def _hook(self, layer: int) -> None:
         """Capture the input of a layer, or after the last one the final norm's output."""
@@ -203,13 +178,12 @@ class TorchBackend(Backend):
             self.layer_names = [f"{stack}.{layer}" for layer in range(len(self.shapes))]
 
 
-def _passing_through(layer: Any, tuple_length: int) -> Any:
-    """A copy of a layer, with the attributes that models read, which returns its input: in a tuple
-    of ``tuple_length`` parts, or alone if that is 0."""
+def _passing_through(layer: Any, in_tuple: bool) -> Any:
+    """A copy of a layer, with the attributes that models read, which returns its input."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        return (hidden, *(None,) * (tuple_length - 1)) if tuple_length else hidden
+        return (hidden, None) if in_tuple else hidden
 
     copied = copy.copy(layer)
     copied.forward = forward
