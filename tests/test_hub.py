@@ -80,8 +80,7 @@ def test_no_hub_is_asked_for_names_without_an_owner(name: str) -> None:
         with pytest.raises(ModelLoadError) as caught:
             way()
         assert "\n" not in str(caught.value)
-    meant = {"smolm2": "paceline/smollm2?", "tinny": "paceline/tiny?"}.get(name, "")
-    assert meant in str(caught.value)
+        assert "paceline/smollm2" in str(caught.value)
 
 
 def test_all_files_of_a_model_come_at_one_asking(
@@ -112,7 +111,7 @@ def test_a_hub_that_fails_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     for _ in range(3):
         for way in (model_path, load_tokenizer):
-            with pytest.raises(ModelLoadError, match="the model hub cannot be reached"):
+            with pytest.raises(ModelLoadError, match="the model hub does not deliver it"):
                 way("owner/model")
     assert asked == ["owner/model"]
 

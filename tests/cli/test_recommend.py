@@ -161,7 +161,7 @@ def test_the_toy_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     assert_one_line(run(str(tmp_path / "nothing")), "does not exist; check the path")
     assert_one_line(run(str(tmp_path)), "has no config.json")
-    assert_one_line(run("nobody/nothing"), "hub cannot be reached")
+    assert_one_line(run("nobody/nothing"), "hub does not deliver it")
     cache = {"PACELINE_CACHE": str(tmp_path)}
     assert_one_line(run("paceline/smollm2", **cache), "run `paceline pull smollm2` once")
     assert run("paceline/tiny", "--memory", "much").exit_code == 2

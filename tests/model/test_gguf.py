@@ -185,7 +185,7 @@ def test_a_quantisation_that_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(gguf, "dequantize", unable)
-        assert "tensors in F32, which" in refused(path) or "tensors in Q8_0, which" in refused(path)
+        assert "in a quantisation that is not read" in refused(path)
     name = b"token_embd.weight"
     content = bytearray(path.read_bytes())
     place = content.index(name) + len(name) + 4 + 2 * 8  # after the number and size of dimensions

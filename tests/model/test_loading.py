@@ -249,7 +249,7 @@ def test_a_forward_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     def fails(original: Any, *_: Any, **options: Any) -> Any:
         return options["token_type_ids"]
 
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM cannot run .*another arch"):
+    with pytest.raises(UnsupportedModelError, match=r"fails in LlamaForCausalLM .*another arch"):
         CausalModel(_patched(monkeypatch, "model.layers.1.mlp", fails), "failing")
 
 
@@ -257,7 +257,6 @@ def test_a_forward_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
         OSError("the disk of the offloaded layers is gone"),
         CacheMemoryError("planted"),
     ],
@@ -271,13 +270,6 @@ def test_what_is_not_the_architectures_fault_is_not_laid_on_it(
     with pytest.raises(type(error)) as caught:
         CausalModel(_patched(monkeypatch, "model.layers.1.mlp", fails), "failing")
     assert caught.value is error
-
-
-def test_an_error_of_our_own_code_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted one is met within paceline.model.probe, below the modules of transformers."""
-    monkeypatch.setattr("paceline.model.probe.AttentionCall", None)
-    with pytest.raises(TypeError, match="NoneType"):
-        CausalModel(_patched(monkeypatch, "model.layers.1.mlp", lambda mlp, x: mlp(x)), "bug")
 
 
 def test_unknown_feature() -> None:

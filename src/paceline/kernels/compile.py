@@ -10,7 +10,6 @@ container image that was built with one.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import platform
@@ -46,7 +45,6 @@ _OPTIONS = (
 _LINKED = ("-shared",) if sys.platform == "linux" else ("-shared", "-fopenmp")
 _LIBRARY = "paceline_native.so"
 _LIMIT = 300  # seconds for one compilation
-_FREE_BYTES = 8 << 20  # on the disk before a build; the library has less than 2 MB
 
 # Compilation units: (object, source, options). Every source is compiled for the baseline
 # instruction set of the machine ...
@@ -109,8 +107,6 @@ def _failure(compiler: str, folder: Path) -> str:
     failure may take minutes."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(folder.parent).free < _FREE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
         with FileLock(folder.with_suffix(".lock")):
             if not (folder / _LIBRARY).is_file():  # another process may have built it meanwhile
                 _build(compiler, folder, platform.machine(), _OPTIONAL)

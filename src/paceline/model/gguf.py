@@ -212,12 +212,6 @@ def _check(file: GgufFile, reader: GGUFReader) -> None:
             f"GGUF file {file.path} holds no weights; give the file of the model, not that of its "
             "vocabulary"
         )
-    for kind in file.types:
-        if not _dequantisable(kind):
-            raise UnsupportedModelError(
-                f"{file.path} holds tensors in {kind}, which the gguf package cannot dequantise; "
-                "take another quantisation, such as Q8_0, Q4_K_M or F16"
-            )
 
 
 @contextmanager
@@ -260,20 +254,6 @@ def _of_transformers(module: str, name: str) -> Iterable[str]:
         )
         return table
     return ()
-
-
-def _dequantisable(kind: str) -> bool:
-    """Whether the gguf package dequantises a type; tried on a block of zeros, as it has no list."""
-    import numpy as np
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-
-    number = GGMLQuantizationType[kind]
-    block = np.zeros((1, GGML_QUANT_SIZES[number][1]), dtype=np.uint8)
-    try:
-        dequantize(block, number)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def corrected_tokenizer(backend: Tokenizer, file: GgufFile) -> Tokenizer:

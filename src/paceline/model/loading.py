@@ -344,6 +344,11 @@ def _load_weights(
             ignore_mismatched_sizes=True,  # reported below in one line
             **placement,
         )
+    except NotImplementedError:
+        raise UnsupportedModelError(
+            f"{name} holds weights in a quantisation that is not read here; take another one, such "
+            "as Q8_0, Q4_K_M or F16"
+        ) from None
     except ImportError as error:
         if (quantization := quantization_of(config)) is None:
             raise

@@ -5,14 +5,12 @@ every command shows the default model."""
 
 from __future__ import annotations
 
-import difflib
 import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from paceline.core.keywords import did_you_mean
 from paceline.core.params import shown
 from paceline.core.stages import stage
 from paceline.errors import ConfigError, ModelLoadError
@@ -126,9 +124,8 @@ def resolve(name: str) -> str:
             )
         return str(folder)
     if not has_assets(name):
-        known = _our_names()
-        advice = did_you_mean(name, known, f"the built-in ones are {', '.join(known)}")
-        raise ModelLoadError(f"there is no built-in model {name!r}; {advice}")
+        known = ", ".join(_our_names())
+        raise ModelLoadError(f"there is no built-in model {name!r}; the built-in ones are {known}")
     return str(ASSETS / name.removeprefix(PREFIX))
 
 
@@ -196,12 +193,9 @@ def check_hub_name(name: str) -> None:
     """Raises ModelLoadError for a name that cannot be a name on the hub."""
     owner, slash, model = name.partition("/")
     if not (owner and slash and model):
-        short = {full_name.removeprefix(PREFIX): full_name for full_name in _our_names()}
-        near = difflib.get_close_matches(name.lower(), short, 1)
-        hint = f"did you mean {short[near[0]]}?" if near else "check the spelling"
         raise ModelLoadError(
-            f"{name} is no local folder and no built-in name; {hint} (names on the model hub have "
-            "an owner, as in OWNER/NAME)"
+            f"{name} is no local folder and no built-in name ({', '.join(_our_names())}); names on "
+            "the model hub have an owner, as in OWNER/NAME"
         )
 
 
@@ -227,16 +221,9 @@ def _download(name: str) -> str | ModelLoadError:
 
 def hub_message(name: str, error: Exception) -> str:
     """The error message for a name that is no folder, and that the hub did not deliver."""
-    reason = first_line(error)
-    words = ("offline", "connect", "internet", "reach", "resolution", "local cache")
-    if any(word in reason.lower() for word in words) or "cached files" in reason:
-        return (
-            f"{name} is no local folder, and the model hub cannot be reached; "
-            "give the path of a downloaded model, or go online"
-        )
     return (
-        f"{name} is neither a local folder nor a model on the hub that can be read ({reason}); "
-        "check the spelling"
+        f"{name} is no local folder, and the model hub does not deliver it ({first_line(error)}); "
+        "check the spelling, or give the path of a downloaded model"
     )
 
 

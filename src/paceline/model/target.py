@@ -4,7 +4,6 @@ cache."""
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -33,7 +32,7 @@ from paceline.model.names import first_line, model_path, stamps_of
 from paceline.model.offload import load_offloaded, plan_offload, refuse_with_offload
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.states import StateStore, bytes_per_state
-from paceline.model.precision import dequantise, quantise_loaded, quantization_of
+from paceline.model.precision import dequantise, quantise_loaded
 from paceline.model.probe import ATTENTION, probe, verify
 from paceline.model.tensorfile import check_finite
 
@@ -253,27 +252,17 @@ class CausalModel:
 @contextmanager
 def _explaining_failure(hf: Any, name: str) -> Iterator[None]:
     """Turns an error that library modules raise in the first forward into an UnsupportedModelError.
-    Errors that another architecture would not avoid (memory, files, our own code) pass through."""
-    options = quantization_of(hf.config)
+    Errors of memory and files pass through."""
     try:
         yield
     except (PacelineError, MemoryError, torch.OutOfMemoryError, OSError):
         raise
     except Exception as error:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        packages = [frame.f_globals["__name__"].partition(".")[0] for frame in frames]
-        ours = next(name for name in reversed(packages) if name != "torch") == "paceline"
-        if ours or "DefaultCPUAllocator" in str(error):
-            raise
-        if options is None:
-            raise UnsupportedModelError(
-                f"{type(hf).__name__} cannot run a batch of several texts in one row "
-                f"({type(error).__name__}: {first_line(error)}); use another architecture"
-            ) from error
         raise UnsupportedModelError(
-            f"{name} is quantised in the format {options.get('quant_method')}, whose library "
-            f"cannot run it here ({first_line(error)}); take another form of the model"
-        ) from None
+            f"{name}: a batch of several texts in one row fails in {type(hf).__name__} "
+            f"({type(error).__name__}: {first_line(error)}); use another form of the model, or "
+            "another architecture"
+        ) from error
 
 
 def _eos_ids(hf: Any, config: Any) -> frozenset[int]:

@@ -214,7 +214,7 @@ def test_heads_of_another_target(tmp_path: Path, width: int, vocab: int, message
 
 NOWHERE = {
     "./no/such/heads": "does not exist",
-    "nobody/heads-that-are-not-there": "no local folder, and the model hub cannot be reached",
+    "nobody/heads-that-are-not-there": "no local folder, and the model hub does not deliver it",
     "paceline/other": "no built-in model",
 }
 

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,17 +283,6 @@ def test_what_failed_is_not_tried_again(fresh: Path, monkeypatch: pytest.MonkeyP
             library_file()
         runs.add(len((fresh / "runs").read_text().split("run")))
     assert len(runs) == 1
-
-
-def test_a_full_disk_is_told_before_minutes_of_work(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", compiler(fresh, f"echo run >> {fresh}/runs"))
-    full = SimpleNamespace(total=1 << 40, used=1 << 40, free=0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
-    with pytest.raises(NativeUnavailableError, match=r"No space left on device.*PACELINE_CACHE="):
-        library_file()
-    assert not (fresh / "runs").exists()
 
 
 def test_built_once_for_a_source(fresh: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,10 +277,6 @@ def damaged(change: str) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
             tensors["scales"][0, 0] = 0
         elif change == "no number":
             tensors["scales"][1, 2] = torch.nan
-        elif change == "other groups":
-            tensors["scales"] = tensors["scales"][:1].contiguous()
-            tensors["qzeros"] = tensors["qzeros"][:1].contiguous()
-            tensors["g_idx"] = torch.zeros_like(tensors["g_idx"])
         elif change == "groups":
             tensors["scales"] = torch.ones(3, weight.shape[0])
         elif change == "missing":
@@ -296,10 +292,6 @@ def damaged(change: str) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
         ("order", "desc_act"),
         ("zero scale", r"the scale of model\.layers\.\d.*\.weight at row 0, group 0 is 0"),
         ("no number", r"the scale of model\.layers\.\d.*\.weight at row 2, group 1 is nan"),
-        (
-            "other groups",
-            r"model\.layers\.0.*\.weight has scales for groups of \d+, and its config.json says 32",
-        ),
         ("groups", r"scales of model\.layers\.0.* divides no weight"),
         ("missing", r"has model\.layers.*qweight but no model\.layers.*scales"),
     ],
@@ -312,14 +304,12 @@ def test_damaged_checkpoints_are_refused_by_the_tensor(
         CausalModel.load(str(folder), dtype="float32", device="cpu")
 
 
-def test_a_truncated_file_is_refused_by_the_tensor_that_is_cut(
-    plain_folder: Path, tmp_path: Path
-) -> None:
+def test_a_truncated_file_is_refused_in_one_line(plain_folder: Path, tmp_path: Path) -> None:
     folder = rewritten(plain_folder, tmp_path / "cut", GPTQ, as_gptq)
     file = folder / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * 0.9)])
-    with pytest.raises(ModelLoadError, match=r"tensor model\.\S+ is cut") as caught:
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors is damaged") as caught:
         CausalModel.load(str(folder), dtype="float32", device="cpu")
     assert "\n" not in str(caught.value)
 
@@ -431,7 +421,7 @@ def test_a_librarys_modules_that_fail_are_one_line(plain_folder: Path) -> None:
         raise RuntimeError("shape '[64, 1]' is invalid\nfor input of size 96")
 
     module.lm_head.register_forward_pre_hook(fail)
-    with pytest.raises(UnsupportedModelError, match=r"bitsandbytes, whose library .*invalid\)"):
+    with pytest.raises(UnsupportedModelError, match=r"RuntimeError: shape .*invalid\)"):
         CausalModel(module, "some model")
 
 

@@ -37,9 +37,6 @@ def with_fields(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
             ),
         ),
         ("sparsity_config", lambda q: q.update(sparsity_config={"format": "sparse-24-bitmask"})),
-        ("moe_sparsity_config", lambda q: q.update(moe_sparsity_config={"layers": [1]})),
-        ("lora", lambda q: q["config_groups"]["group_0"].update(lora={"rank": 4})),
-        ("codebook", lambda q: q["config_groups"]["group_0"]["weights"].update(codebook="e8p")),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])

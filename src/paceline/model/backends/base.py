@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -303,8 +302,6 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # -- by name -----------------------------------------------------------------------------------
-# Packages add backends by entry points of the group ``paceline.backends``, programs by
-# ``register_backend``.
 
 AUTO = "auto"
 MakeBackend = Callable[[BackendModel], Backend | str]  # the string says why it cannot run the model
@@ -321,21 +318,18 @@ def register_backend(name: str, make: MakeBackend) -> None:
 
 def backend_names() -> tuple[str, ...]:
     """The values that ``backend=`` may have."""
-    offered = {point.name for point in entry_points(group="paceline.backends")}
-    more = sorted({*_registered, *offered} - {AUTO, NATIVE, REFERENCE})
-    return (AUTO, NATIVE, REFERENCE, *more)
+    return (AUTO, NATIVE, REFERENCE, *sorted(_registered))
 
 
 def make_backend(name: str, model: BackendModel) -> Backend | str:
     """Create the backend ``name`` for a model, or say why it cannot run the model. Raises
-    ConfigError if the name is unknown, or the backend cannot be imported or fails."""
+    ConfigError if the name is unknown or the backend fails."""
     if name == NATIVE:
         native: MakeBackend = import_module("paceline.model.backends.native.model").native_backend
         return native(model)
     check_backend(name)
     try:
-        make = _registered.get(name) or _load_entry_point(name)
-        return make(model)
+        return _registered[name](model)
     except PacelineError:
         raise
     except Exception as error:
@@ -344,19 +338,6 @@ def make_backend(name: str, model: BackendModel) -> Backend | str:
             f"backend {name!r} fails with this model ({what}); use another backend, or report it "
             "to the backend's authors"
         ) from error
-
-
-def _load_entry_point(name: str) -> MakeBackend:
-    point = next(iter(entry_points(group="paceline.backends", name=name)), None)
-    if point is None:
-        raise ConfigError(
-            f"backend {name!r} is not made for a model; use native or one of a package"
-        )
-    try:
-        loaded: MakeBackend = point.load()
-    except Exception as error:
-        raise ConfigError(f"backend {name!r} cannot be imported ({error})") from None
-    return loaded
 
 
 def check_backend(name: str) -> None:

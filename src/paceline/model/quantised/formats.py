@@ -56,7 +56,7 @@ def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str,
             continue
         name = key.removesuffix(suffix)
         try:
-            weight = weights[name] = reader(name, tensors, options).check(f"{name}.weight")
+            weights[name] = reader(name, tensors, options).check(f"{name}.weight")
         except KeyError as error:
             raise ModelLoadError(
                 f"the checkpoint has {key} but no {error.args[0]}; copy its files again"
@@ -65,50 +65,23 @@ def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str,
             raise ModelLoadError(
                 f"the tensors of {name} do not fit together ({error}); copy the files again"
             ) from None
-        _check_group(name, weight, options)
     return weights
 
 
-def _check_group(name: str, weight: QuantisedWeight, options: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError if config.json states another group size than the scales have."""
-    groups = options.get("config_groups") or {}
-    stated = [(group.get("weights") or {}).get("group_size") for group in groups.values()]
-    stated = stated or [options.get("group_size", options.get("q_group_size"))]
-    columns = weight.shape[1]
-    sizes = {columns if not isinstance(size, int) or size < 1 else size for size in stated}
-    if weight.group not in sizes and stated != [None]:
-        wanted = " or ".join(str(size) for size in sorted(sizes))
-        raise ModelLoadError(
-            f"{name}.weight has scales for groups of {weight.group}, and its config.json says "
-            f"{wanted}; the files do not belong together"
-        )
-
-
 _LAYOUTS = {None, "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
-# Known fields of a compressed-tensors config, of its groups and of their weights. Those that are
-# ignored say how the checkpoint was made, or how an engine may round activations and caches.
-_FIELDS = {
-    *("quant_method", "format", "quantization_status", "config_groups", "ignore", "version"),
-    *("global_compression_ratio", "kv_cache_scheme", "run_compressed", "dequantize"),
-    *("use_optimized_inference", "targets", "weights", "input_activations", "output_activations"),
-    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic"),
-    *("actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
-}
+# Fields of a compressed-tensors config that change what the weights mean, and are not read here.
+_CHANGING = ("transform_config", "sparsity_config")
 
 
 def check_fields(name: str, options: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for an unknown field of a compressed-tensors config, such as
-    ``transform_config``: it may change what the weights mean, and transformers 5.23 ignores it."""
-    if options.get("quant_method") != METHOD:
-        return
-    groups = [g for g in (options.get("config_groups") or {}).values() if isinstance(g, Mapping)]
-    for fields in (options, *groups, *(group.get("weights") or {} for group in groups)):
-        for field in sorted(set(fields) - _FIELDS):
-            if not _is_neutral(fields[field]):
-                raise UnsupportedModelError(
-                    f"the quantization_config of {name} sets {field}, which is not read here and "
-                    "may change what the weights mean; take a checkpoint of the model without it"
-                )
+    """Raises UnsupportedModelError for fields of a compressed-tensors config that transformers 5.23
+    ignores, although they change what the weights mean."""
+    for field in _CHANGING if options.get("quant_method") == METHOD else ():
+        if not _is_neutral(options.get(field)):
+            raise UnsupportedModelError(
+                f"the quantization_config of {name} sets {field}, which is not read here and "
+                "changes what the weights mean; take a checkpoint of the model without it"
+            )
 
 
 def _is_neutral(value: Any) -> bool:
