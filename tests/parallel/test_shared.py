@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,11 +272,11 @@ JOIN = (
 def test_a_rank_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither dead nor alive: nobody's connection closes by itself."""
     monkeypatch.setattr(children, "_START", JOIN)
-    monkeypatch.setattr(processes, "STALL_SECONDS", 1.0)
+    monkeypatch.setattr(group, "_TIMEOUT", timedelta(seconds=30))
     ranks = processes.RankProcesses(2, torch.device("cpu"), {})
     try:
         with (
-            pytest.raises(EngineLostError, match="2 ranks did not finish a forward in 1 s"),
+            pytest.raises(EngineLostError, match=r"rank 0 of 2 failed: .*[Tt]imed? ?out"),
             ranks.together(),
         ):
             dist.all_reduce(torch.zeros(1))

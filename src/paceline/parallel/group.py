@@ -61,7 +61,7 @@ class BatchOrder:
         return replace(self.batch, nodes=nodes, spans=spans)
 
 
-_LOADING = timedelta(hours=1)  # how long ranks wait for each other while loading
+_TIMEOUT = timedelta(minutes=30)  # how long ranks wait for each other, also while loading
 _FOREVER = timedelta(days=3650)  # between orders; processes.py notices a lost rank
 _LOOPBACK = "lo"
 
@@ -81,7 +81,7 @@ class RankGroup:
             store=dist.FileStore(store, size),  # type: ignore[attr-defined]
             rank=rank,
             world_size=size,
-            timeout=_LOADING,
+            timeout=_TIMEOUT,
             device_id=device if cuda else None,
         )
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)

@@ -1,8 +1,7 @@
 """The processes of the other tensor-parallel ranks, which rank 0 starts, watches and ends.
 
 A rank ends when the pipe to its standard input closes, which happens however rank 0 ends. Rank 0
-has a thread for each rank that waits for the end of its process, and one for timeouts: ranks that
-do not finish a forward are killed, so that callers get an error instead of hanging.
+has a thread for each rank that waits for the end of its process.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
@@ -35,7 +33,6 @@ from paceline.parallel.group import RankGroup, rank_environment
 
 _HEADS = ("q_proj", "k_proj", "v_proj")  # split by columns, at the boundaries of heads
 READY = "ready"
-STALL_SECONDS = 300.0  # a forward that takes longer counts as hanging
 _START_SECONDS = 300.0  # to import torch; a busy machine with a cold disk needs a minute
 _NOTICE_SECONDS = 3.0  # at most, from a failed collective to the end of the rank that caused it
 
@@ -82,8 +79,7 @@ class RankProcesses:
         self._lost = Future[str]()  # the reason
         self._cuda = device.type == "cuda"
         self._group: RankGroup | None = None
-        self._closed = threading.Event()
-        self._until: float | None = None  # deadline of the running forward
+        self._closed = False
         self._threads = torch.get_num_threads()
         share = max(1, self._threads // size)
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-ranks-")
@@ -102,7 +98,6 @@ class RankProcesses:
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._watch, name="paceline-rank-watch", daemon=True).start()
 
     @property
     def group(self) -> RankGroup:
@@ -134,10 +129,9 @@ class RankProcesses:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Enclose a collective operation of all ranks. If it fails here, the ranks are out of step
-        and lost; if it takes too long, the others are killed. Raises EngineLostError."""
+        and lost; so they are if it takes too long (group.py). Raises EngineLostError."""
         if self.lost is not None:
             raise EngineLostError(self.lost)
-        self._until = time.monotonic() + STALL_SECONDS
         try:
             yield
         except BaseException as error:
@@ -147,12 +141,10 @@ class RankProcesses:
             if isinstance(error, Exception):
                 raise EngineLostError(self.lost or "") from error
             raise
-        finally:
-            self._until = None
 
     def lose(self, reason: str) -> None:
         """Mark the ranks as lost for this reason, unless they are already, and kill the others."""
-        if self._closed.is_set() or self._lost.done():
+        if self._closed or self._lost.done():
             return
         with suppress(InvalidStateError):  # another thread was faster
             self._lost.set_result(reason)
@@ -162,18 +154,11 @@ class RankProcesses:
             with suppress(Exception):
                 dist.distributed_c10d._abort_process_group()
 
-    def _watch(self) -> None:
-        while not self._closed.wait(0.5):
-            until = self._until
-            if until is not None and time.monotonic() > until:
-                self.lose(f"{self.size} ranks did not finish a forward in {STALL_SECONDS:g} s")
-                return
-
     def close(self) -> None:
         """End the other ranks. May be called twice."""
-        if self._closed.is_set():
+        if self._closed:
             return
-        self._closed.set()
+        self._closed = True
         if self.lost is None and self._group is not None:
             with suppress(Exception):
                 self._group.broadcast("stop")
