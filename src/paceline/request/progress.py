@@ -82,6 +82,8 @@ class _Bars(Listener):
         return opened
 
     def _update(self, stage: OpenStage) -> None:
+        if stage.task not in self._progress.task_ids:  # another thread may be late
+            return
         title = f"{stage.what}: {stage.note}" if stage.note else stage.what
         self._progress.update(
             stage.task,
