@@ -41,6 +41,9 @@ def test_it_is_a_draft_and_nothing_else(
     steps = [completion.stats.target_steps for completion in found]
     assert steps[0] <= 8 and steps[1] <= 24  # 60 tokens
     assert sum(found[0].draft_mask) > 45
+    assert found[0].stats.drafters["prediction"] > 45
+    assert found[2].stats.drafters.get("prediction", 0) < 5
+    assert "prediction" not in found[3].stats.drafters
     assert not llm.engine.predictions.states
 
 

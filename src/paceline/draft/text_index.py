@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice, takewhile
 from operator import itemgetter
@@ -200,11 +200,13 @@ class Predictions(LookupDrafter):
 
     name = "prediction"
     states: PerSequence[TextIndex]
+    drafted: Collection[int] = ()  # sequences whose last draft came from their request
 
     def propose_with(self, drafter: Drafter, plan: Plan) -> list[TokenTree]:
         """One tree per slice: from the request if that has one, else from ``drafter``. A drafter
         that can extend forced tokens goes first: its draft is longer, unless it is empty."""
         eligible = [item for item in plan.slices if self._may_draft(item)]
+        self.drafted = ()
         if not eligible:
             return drafter.propose(plan)
         drafter_first = [
@@ -224,6 +226,7 @@ class Predictions(LookupDrafter):
         pairs = list(zip(plan.slices, trees, strict=True))
         empty = [i for i, tree in pairs if i.seq.seq_id in drafter_first and not len(tree)]
         from_request |= self._drafted(empty)
+        self.drafted = from_request.keys()
         return [from_request.get(item.seq.seq_id, tree) for item, tree in pairs]
 
     def _may_draft(self, item: Slice) -> bool:

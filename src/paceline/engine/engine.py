@@ -279,6 +279,8 @@ class Engine:
         path, tree = verdict.path[:kept], span.tree
         children = children_of(tree.parents)[path[-1] + 1 if path else 0]
         chosen = self.scheduler.decisions.get(seq.seq_id, PLAIN).drafter
+        if seq.seq_id in self.predictions.drafted:
+            chosen = self.predictions.name
         return Commit(
             seq.seq_id,
             verdict.tokens[:kept],
