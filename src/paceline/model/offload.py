@@ -65,15 +65,10 @@ def load_offloaded(name: str, dtype: Dtype, device: Device, plan: OffloadPlan) -
     # transformers writes weights into this folder if the checkpoint has them in another layout.
     cache_folder().mkdir(parents=True, exist_ok=True)
     folder = tempfile.TemporaryDirectory(prefix="offload-", dir=cache_folder())
-    library = logging.getLogger("accelerate")  # it warns that layers are offloaded
-    level = library.level
-    library.setLevel(logging.ERROR)
-    try:
-        module = load_module(
-            name, dtype, device, device_map=plan.device_map, offload_folder=folder.name
-        )
-    finally:
-        library.setLevel(level)
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns that layers are offloaded
+    module = load_module(
+        name, dtype, device, device_map=plan.device_map, offload_folder=folder.name
+    )
     module.offload_folder = folder  # keeps the folder as long as the module lives
     return module
 

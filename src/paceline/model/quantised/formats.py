@@ -165,15 +165,11 @@ def _packed_bits(name: str, words: int, columns: int) -> int:
 def _by_columns(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
     """Reads GPTQ and AWQ, which store matrices ``[in, out]``."""
     bits, awq = options.get("bits", options.get("w_bit")), options["quant_method"] == "awq"
-    version = str(options.get("version", "gemm")).lower()
-    if bits not in (4, 8):
+    version = str(options.get("version", "gemm")).lower() if awq else "gemm"
+    if version != "gemm" or bits not in ((4,) if awq else (4, 8)):
         raise UnsupportedModelError(
-            f"weights of {bits} bits are not read here; take a checkpoint of 4 or 8 bits"
-        )
-    if awq and (version != "gemm" or bits != 4):
-        raise UnsupportedModelError(
-            f"AWQ weights of version {version!r} with {bits} bits are not read here; take a "
-            "checkpoint of 4 bits and version gemm"
+            f"{options['quant_method']} weights of {bits} bits (version {version}) are not read "
+            "here; take a checkpoint of GPTQ in 4 or 8 bits, or of AWQ in 4 bits (gemm)"
         )
     words, zeros = tensors[f"{name}.qweight"], unpack(tensors[f"{name}.qzeros"], bits)
     scales = tensors[f"{name}.scales"].float().t().contiguous()

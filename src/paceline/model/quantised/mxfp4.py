@@ -107,11 +107,7 @@ def expert_weights(
 
 def _stacked(name: str, tensors: Mapping[str, torch.Tensor]) -> Mxfp4Weight:
     """The matrices of all experts, with a dimension for them in front."""
-    blocks, exponents = tensors[name + _BLOCKS], tensors.get(name + _SCALES)
-    if exponents is None:
-        raise ModelLoadError(
-            f"the checkpoint has {name}{_BLOCKS} but no {name}{_SCALES}; copy its files again"
-        )
+    blocks, exponents = tensors[name + _BLOCKS], tensors.get(name + _SCALES, torch.empty(0))
     shapes = blocks.shape, exponents.shape
     fits = exponents.dim() == 3 and shapes[0] == (*shapes[1], ROW_GROUP // 2)
     if not fits or {blocks.dtype, exponents.dtype} != {torch.uint8}:
