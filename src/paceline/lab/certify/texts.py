@@ -13,7 +13,8 @@ from paceline.lab.report.document import NOTES, Column
 
 @dataclass
 class TextCheck:
-    """Texts of a kind compared with plain decoding under one setting."""
+    """Texts of a kind compared with plain decoding under one setting. ``tokens``: how many are
+    equal, up to the first difference of each text."""
 
     kind: str  # "greedy" or "seeded"
     setting: str
