@@ -153,6 +153,8 @@ def broken(folder: Path, case: str) -> None:
             torch.save({"model.layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)}, file)
         case "missing":
             torch.save({k: v for k, v in tensors.items() if k != "1.0.linear.bias"}, file)
+        case "no vocabulary layer":  # of the first head alone
+            torch.save({k: v for k, v in tensors.items() if k != "0.2.weight"}, file)
         case "shape":
             torch.save({**tensors, "1.0.linear.bias": torch.zeros(3)}, file)
         case "too few":
@@ -183,6 +185,7 @@ def broken(folder: Path, case: str) -> None:
         ("eagle", "an EAGLE-3 head; use --draft eagle3:"),
         ("model", "a language model"),
         ("missing", "lacks the weight 1.0.linear.bias"),
+        ("no vocabulary layer", "holds no first Medusa head"),
         ("shape", "has 1.0.linear.bias of shape \\[3\\] where \\[8\\] is due"),
         ("too few", "asks for 5 heads of 2 blocks, but the weights hold 3 of 2"),
         ("other depth", "asks for 3 heads of 1 blocks"),

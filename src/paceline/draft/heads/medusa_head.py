@@ -214,9 +214,10 @@ def _config(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> MedusaC
         for key in vocabulary:
             del tensors[key]  # a copy of the target's head
     sample = tensors.get("0.0.linear.weight", tensors.get("0.0.weight"))
-    if sample is None:
+    last = tensors.get(f"0.{layers}.weight")
+    if sample is None or (last is None and not shared):
         raise ModelLoadError(f"{name} holds no first Medusa head; download or copy the file again")
-    rows = None if shared else tensors[f"0.{layers}.weight"].shape[0]
+    rows = None if shared or last is None else last.shape[0]
     vocab = _number(stated, "vocab_size")
     if rows is not None and _number(stated, "truncated_vocab_size") in (None, vocab):
         vocab = rows
