@@ -56,12 +56,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_pipe_gets_whole_lines_without_bars(clock: Clock) -> None:
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that is open for 20 ms gets its line."""
+    monkeypatch.setattr("paceline.request.progress._BEGIN_SECONDS", 0.02)
+
+
+def test_a_pipe_gets_whole_lines_without_bars(soon: None) -> None:
     console = pipe()
-    with showing(console):
-        clock.now += 1
-        with stage("reading a [very] long name.jsonl, over forty characters"):
-            info("kept [this]")
+    with showing(console), stage("reading a [very] long name.jsonl, over forty characters"):
+        time.sleep(0.2)
+        info("kept [this]")
     text = shown(console)
     assert text.splitlines() == [
         "reading a [very] long name.jsonl, over forty characters ...",
@@ -69,20 +74,17 @@ def test_a_pipe_gets_whole_lines_without_bars(clock: Clock) -> None:
     ]
 
 
-def test_stages_of_a_moment_have_no_line(clock: Clock) -> None:
+def test_stages_of_a_moment_have_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.request.progress._BEGIN_SECONDS", 0.3)
     console = pipe()
     with showing(console):
-        with stage("first"):
-            clock.now += 1
-        with stage("second"):
-            clock.now += 0.5
         for number in range(3):
             with stage(f"short {number}"):
-                clock.now += 0.1
-        clock.now += 0.5
-        with stage("building"):
-            pass
-    assert shown(console).splitlines() == ["second ...", "building ..."]
+                pass
+        with stage("loading"):  # a single call that blocks
+            time.sleep(0.6)
+        time.sleep(0.4)
+    assert shown(console) == "loading ...\n"
 
 
 def test_what_advances_has_a_line_in_twenty_seconds(clock: Clock) -> None:
@@ -151,26 +153,22 @@ def test_what_is_printed_meanwhile_goes_where_it_should(capsys: pytest.CaptureFi
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
     console = terminal()
-    with showing(console):
-        clock.now += 1
-        with stage("loading"):
-            pass
+    with showing(console), stage("loading"):
+        time.sleep(0.2)
     assert shown(console) == "loading ...\n"
 
 
-def test_a_call_from_python_has_bars_if_it_asks_for_them(clock: Clock) -> None:
+def test_a_call_from_python_has_bars_if_it_asks_for_them(soon: None) -> None:
     for asked in (True, False):
         with bars(asked), stage("decoding", 2, "answers"):
             assert is_heard() == asked
     console = pipe()
-    with showing(console):
-        clock.now += 1
-        with bars(True), stage("decoding"):  # the command shows them
-            pass
+    with showing(console), bars(True), stage("decoding"):  # the command shows them
+        time.sleep(0.2)
     assert shown(console) == "decoding ...\n"
 
 

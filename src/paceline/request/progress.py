@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from threading import Timer
 from time import monotonic
 
 from rich.console import Console
@@ -14,8 +15,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from paceline.core.stages import Listener, Stage, is_heard, listening
 
-_BEGIN_SECONDS = 1.0  # least time between the line of a stage that begins and the one before
-_ADVANCE_SECONDS = 20.0  # and of a stage that advances
+_BEGIN_SECONDS = 1.0  # after which a stage that is still open gets its first line
+_ADVANCE_SECONDS = 20.0  # least time between a line and that of a stage that advances
 
 
 def bars(shown: bool) -> AbstractContextManager[None]:
@@ -104,20 +105,25 @@ class _Bars(Listener):
 
 
 class _Lines(Listener):
-    """Prints a line for a stage of unknown amount when it begins, and for any other as it advances,
-    but few in a short time and none in the first second."""
+    """Prints a line for a stage that takes more than a second, and others as stages advance. The
+    first line comes from a timer, as a single call of a library may block for minutes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last = monotonic()  # time of the last line
+        self._first_lines: dict[Stage, Timer] = {}
 
     def begin(self, what: str, total: float | None, unit: str) -> Stage:
         opened = OpenStage(what, total, unit, lambda stage: self._show(stage, _ADVANCE_SECONDS))
-        if total is None:
-            self._show(opened, _BEGIN_SECONDS)
+        self._first_lines[opened] = timer = Timer(_BEGIN_SECONDS, self._show, (opened,))
+        timer.daemon = True
+        timer.start()
         return opened
 
-    def _show(self, stage: OpenStage, interval: float) -> None:
+    def end(self, stage: Stage) -> None:
+        self._first_lines.pop(stage).cancel()
+
+    def _show(self, stage: OpenStage, interval: float = 0.0) -> None:
         if monotonic() - self._last >= interval:
             details = ", ".join(filter(None, (stage.counts, stage.note)))
             self.info(f"{stage.what}: {details}" if details else f"{stage.what} ...")
