@@ -295,7 +295,10 @@ def test_a_rank_that_cannot_load_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     ("options", "reason"),
     [
         ({"tensor_parallel": 0}, "it must be at least 1"),
-        ({"tensor_parallel": 3}, "4 attention heads over 2 KV heads, .*; use 2$"),
+        (
+            {"tensor_parallel": 3},
+            "4 attention heads over 2 KV heads, .*; use a number that divides both",
+        ),
         ({"tensor_parallel": 2, "backend": "native"}, "backend='native' keeps a model in one"),
         ({"tensor_parallel": 2, "quantize": "int8"}, "quantize='int8' keeps a model in one"),
         ({"tensor_parallel": 2, "offload": "disk"}, "leave one of them out"),

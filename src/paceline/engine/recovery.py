@@ -1,8 +1,8 @@
 """How the engine recovers from a failed step. The step is undone and tried again, in this order::
 
     unchanged              a failure that does not return is only logged
-    without drafts         if this works, the sequences are decoded plainly from now on
-    each sequence alone    sequences that fail end with an error, the others go on
+    each sequence alone    without drafts: those that fail end with an error; if none does, the
+                           sequences are decoded plainly from now on
     one dummy token        if every sequence failed; if this fails as well, raise EngineLostError
 
 A strict engine raises the first failure instead. Exceptions are not stored, because their
@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from paceline.control.controller import PLAIN, Decision
+from paceline.control.controller import Decision
 from paceline.core.batch import Commit, Plan, Span
 from paceline.core.sequence import SequenceState
 from paceline.engine.clock import PhaseClock
@@ -66,7 +66,6 @@ def error_commit(seq: SequenceState, failure: Failure | str) -> Commit:
 MakePlan = Callable[[], Plan]
 Step = Callable[[MakePlan], None]
 TryStep = Callable[[MakePlan], Failure | None]
-SelectDrafts = Callable[[Sequence[SequenceState]], Sequence[Decision]]
 
 
 class SteppedEngine(Protocol):
@@ -89,15 +88,17 @@ class SteppedEngine(Protocol):
 def step_with_recovery(engine: SteppedEngine, step: Step) -> list[Commit]:
     """Run a step, with the retries above if it fails, and return its commits."""
     try_step = partial(_try_step, engine, step)
-    failure = try_step(_plan_of_batch(engine, engine.select_drafts))
+    make_plan = partial(engine.scheduler.plan, engine.select_drafts, engine.max_nodes)
+    failure = try_step(make_plan)
     if failure is not None:
-        _recover(engine, try_step, failure)
+        log.warning("a step failed and was undone: %s; it is tried again", failure)
+        if engine.target.device.type == "cuda":
+            with suppress(Exception):  # the device may be lost
+                torch.cuda.empty_cache()  # fragmentation may be the cause
+        failure = try_step(make_plan)
+    if failure is not None:
+        _step_one_by_one(engine, try_step, failure)
     return engine.ready
-
-
-def _plan_of_batch(engine: SteppedEngine, select_drafts: SelectDrafts) -> MakePlan:
-    """Plans a step of the whole batch with the drafts that ``select_drafts`` returns."""
-    return partial(engine.scheduler.plan, select_drafts, engine.max_nodes)
 
 
 def _try_step(engine: SteppedEngine, step: Step, make_plan: MakePlan) -> Failure | None:
@@ -139,33 +140,16 @@ def _stop_drafting(seqs: Sequence[SequenceState], failure: Failure) -> None:
         seq.drafts = False
 
 
-def _recover(engine: SteppedEngine, try_step: TryStep, failure: Failure) -> None:
-    """Retry a failed step; every commit that can be made is then in ``engine.ready``. Raises
-    EngineLostError after dropping all sequences."""
-    log.warning("a step failed and was undone: %s; it is tried again", failure)
-    if engine.target.device.type == "cuda":
-        with suppress(Exception):  # the device may be lost
-            torch.cuda.empty_cache()  # fragmentation may be the cause
-    second_failure = try_step(_plan_of_batch(engine, engine.select_drafts))
-    if second_failure is None:
-        return
-    drafting = [seq for seq in engine.scheduler.running if seq.drafts]
-    for seq in drafting:
-        seq.drafts = False
-    plain_failure = try_step(_plan_of_batch(engine, lambda seqs: [PLAIN] * len(seqs)))
-    if plain_failure is None:
-        _stop_drafting(drafting, second_failure)
-        return
-    _step_one_by_one(engine, try_step, plain_failure)
-    for seq in drafting:
-        seq.drafts = True
-
-
 def _step_one_by_one(engine: SteppedEngine, try_step: TryStep, failure: Failure) -> None:
-    """Step each sequence alone and end those that fail. ``failure`` is that of the whole batch."""
+    """Step each sequence alone without a draft, and end those that fail. If none does, the cause
+    may be the drafts, so they stop. ``failure`` is that of the whole batch. Raises EngineLostError
+    after dropping all sequences."""
     scheduler = engine.scheduler
     failed: list[tuple[SequenceState, Failure]] = []
     any_succeeded = False
+    drafting = [seq for seq in scheduler.running if seq.drafts]
+    for seq in drafting:
+        seq.drafts = False
     for seq in list(scheduler.running):
         if seq not in scheduler.running:
             continue  # an older sequence has preempted it in this loop
@@ -182,6 +166,11 @@ def _step_one_by_one(engine: SteppedEngine, try_step: TryStep, failure: Failure)
             engine.abort(seq.seq_id)
         raise EngineLostError(f"every forward fails ({failure.message})")
     engine.ready += [error_commit(seq, own_failure) for seq, own_failure in failed]
+    if not failed and drafting:
+        _stop_drafting(drafting, failure)
+        return
+    for seq in drafting:
+        seq.drafts = True
 
 
 def _target_runs(engine: SteppedEngine) -> bool:
