@@ -273,5 +273,5 @@ def test_parts_of_models_are_named(tmp_path: Path) -> None:
         writer.kv_data[0]["general.type"].value = "mmproj"
 
     write_gguf(path, change=projector)
-    with pytest.raises(ModelLoadError, match=r"holds no model but a part of one \(mmproj\)"):
+    with pytest.raises(ModelLoadError, match=r"holds no model \(type mmproj"):
         LLM(str(path), draft="none")

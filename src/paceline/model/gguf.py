@@ -22,7 +22,6 @@ from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.files import user_path
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
     from tokenizers import Tokenizer
 
 SUFFIX = ".gguf"
@@ -182,35 +181,28 @@ def _read(path: Path, modified: int, size: int) -> GgufFile:
         tensor_names=frozenset(tensor.name for tensor in tensors),
         rope_factors={t.name: dequantize(t.data, t.tensor_type).tolist() for t in factors},
     )
-    _check(file, reader)
+    _check(file)
     return file
 
 
-def _check(file: GgufFile, reader: GGUFReader) -> None:
-    name = file.fields.get("general.architecture")
-    if not isinstance(name, str):
-        raise ModelLoadError(f"GGUF file {file.path} names no architecture; it holds no model")
+def _check(file: GgufFile) -> None:
+    name, kind = file.fields.get("general.architecture"), file.fields.get("general.type", "model")
+    if not isinstance(name, str) or kind != "model" or not file.tensor_names:
+        raise ModelLoadError(
+            f"GGUF file {file.path} holds no model (type {kind}, tensors: "
+            f"{len(file.tensor_names)}); give the model's own file"
+        )
     known = architectures()
     if name not in known:
         raise UnsupportedModelError(
             f"{file.path} holds a model of the architecture {name}, which transformers does not "
             f"read from GGUF; it reads {', '.join(sorted(known))}"
         )
-    kind = file.fields.get("general.type", "model")
-    if kind != "model":
-        raise ModelLoadError(
-            f"GGUF file {file.path} holds no model but a part of one ({kind}); give the model's own"
-        )
     parts = file.fields.get("split.count") or 1
     if int(parts) > 1:
         raise ModelLoadError(
             f"{file.path} is one of {parts} parts of a model; join them with llama.cpp's "
             "gguf-split --merge"
-        )
-    if not reader.tensors:
-        raise ModelLoadError(
-            f"GGUF file {file.path} holds no weights; give the file of the model, not that of its "
-            "vocabulary"
         )
 
 
