@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.batch import Commit
@@ -35,10 +35,9 @@ def sequence(
 
 @dataclass
 class DrivenStep:
-    """One recorded step. ``ended``: when, on the drive's clock. ``seconds``: by phase."""
+    """One recorded step. ``seconds``: by phase."""
 
     commits: Sequence[Commit]
-    ended: float
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -140,14 +139,12 @@ class Drive:
         """Draft counts of all requests together."""
         return sum((seq.counts for seq in self.seqs), DraftCounts())
 
-    def run(self, between: Callable[[], object] = lambda: None) -> Drive:
+    def run(self) -> Drive:
         """Run to the end and return the drive; ``seconds`` is then the time of the whole run.
-        ``between`` is called after every step and may raise. Raises PacelineError if a request
-        fails."""
+        Raises PacelineError if a request fails."""
         start = time.perf_counter() - self.seconds
         with self:
             for step in self:
-                between()
                 failed = next((c.error for c in step.commits if c.error is not None), None)
                 if failed is not None:
                     raise PacelineError(f"nothing can be measured, as a request failed: {failed}")
@@ -172,7 +169,7 @@ class Drive:
         for commit in commits:
             if commit.finish_reason is not None:
                 self.running.pop(commit.seq_id, None)
-        self.steps.append(DrivenStep(commits, self.seconds, seconds))
+        self.steps.append(DrivenStep(commits, seconds))
         return self.steps[-1]
 
     def close(self) -> None:
