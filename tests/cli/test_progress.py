@@ -41,7 +41,6 @@ def test_without_a_listener_stages_cost_and_say_nothing(capfd: pytest.CaptureFix
     assert not is_heard()
     with stage("tokenising", 3) as begun:
         begun.advance(1, "x")
-        begun.resize(5)
         info("a line")
     assert capfd.readouterr() == ("", "")
 

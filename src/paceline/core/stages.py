@@ -20,9 +20,6 @@ class Stage:
     def advance(self, steps: float = 1, note: str | None = None) -> None:
         """Report that ``steps`` more of ``total`` are done. ``note``: what is done next."""
 
-    def resize(self, total: float) -> None:
-        """Set the amount of work, once it is known or has changed."""
-
 
 class Listener:
     """Shows stages. This base class shows nothing."""

@@ -47,10 +47,6 @@ class OpenStage(Stage):
         self.note = self.note if note is None else note
         self._changed(self)
 
-    def resize(self, total: float) -> None:
-        self.total = total
-        self._changed(self)
-
     @property
     def counts(self) -> str:
         """The amount of work done, as ``120 of 2,000 records`` or, without a total, ``31 MB``."""
