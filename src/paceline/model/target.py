@@ -148,20 +148,12 @@ class CausalModel:
     def from_module(cls, module: Any, name: str, backend: str = AUTO) -> CausalModel:
         """Adapt a module of transformers that is already loaded: copies its modules and shares its
         weights, so the caller's module stays usable."""
-
-        def adapt(backend: str) -> CausalModel:
-            weights: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-            copied = copy.deepcopy(module, weights)
-            copied.set_attn_implementation(ATTENTION)
-            model = cls(copied, name)
-            model.requested_backend = backend
-            return model.use_requested_backend()
-
-        model = adapt(backend)
-        if model.packed and model.backend.runs_torch:
-            refused, model = model.backend_refusal, adapt(REFERENCE)
-            model.requested_backend, model.backend_refusal = backend, refused
-        return model
+        weights: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        copied = copy.deepcopy(module, weights)
+        copied.set_attn_implementation(ATTENTION)
+        model = cls(copied, name)
+        model.requested_backend = backend
+        return model.use_requested_backend()
 
     def use_requested_backend(self) -> CausalModel:
         """Switch to the backend that was asked for, if it can run the model; returns ``self``."""

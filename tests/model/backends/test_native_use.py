@@ -94,7 +94,6 @@ def test_a_dtype_that_the_kernels_do_not_know(said: Said) -> None:
     assert said == ["llama runs on the reference backend: no weights in float16"]
 
 
-@pytest.mark.parametrize("loaded", [True, False])
 @pytest.mark.parametrize(
     "name, change",
     [("mistral", "scaling"), ("mistral", "windows"), ("mistral", "norms"), ("mixtral", "norms")],
@@ -102,7 +101,6 @@ def test_a_dtype_that_the_kernels_do_not_know(said: Said) -> None:
 def test_what_disagrees_with_the_reference_is_not_used(
     name: str,
     change: str,
-    loaded: bool,
     said: Said,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -120,10 +118,7 @@ def test_what_disagrees_with_the_reference_is_not_used(
         return replace(shape, **{change: other})
 
     monkeypatch.setattr(using, "describe_decoder", wrong)
-    if loaded:
-        model = CausalModel.load(str(tmp_path), "float32", "cpu")
-    else:
-        model = CausalModel.from_module(given.hf, name)
+    model = CausalModel.load(str(tmp_path), "float32", "cpu")
     assert model.backend.name == "reference" and "logits are" in model.backend_reason
     assert "the kernels' logits are" in said[0] and len(said) == 1
     assert torch.equal(logits(model), wanted)
