@@ -43,7 +43,8 @@ from paceline.server.security import Keys
 from paceline.settings.tuned import TunedSettings
 from paceline.train.acceptance import load_held_out_texts
 from paceline.train.configs import DraftConfig
-from paceline.train.data import encode_stream
+from paceline.train.data import Windows, encode_stream
+from paceline.train.reading import FeatureCache, TargetOutputs
 from support.made_adapters import write_adapter
 from support.made_gguf import write_gguf
 from support.medusa_models import write_medusa
@@ -296,6 +297,24 @@ def prompts(root: Path) -> Made:
     return Made([lines, plain], lambda: [load_prompts(file) for file in (lines, plain)])
 
 
+def features(root: Path) -> Made:
+    """A target's features, kept for a training: damaged ones are computed again."""
+
+    def run_target(ids: torch.Tensor, loss_mask: torch.Tensor, _: object) -> TargetOutputs:
+        final = torch.arange(12.0).reshape(1, 3, 4)
+        return TargetOutputs(ids, loss_mask, final, final, None)
+
+    kept = FeatureCache(root / "f", run_target, torch.device("cpu"), 4)
+    ids = torch.full((1, 3), 7)
+    windows = Windows(ids, ids > 0, (3,))
+
+    def read() -> None:
+        assert kept.get(windows).final.shape == (1, 3, 4)
+
+    read()
+    return Made(list((root / "f").rglob("*.safetensors")), read)
+
+
 def kept_copy(root: Path) -> Made:
     """A model's form in 4 bits, kept for the next start: a damaged one is made again, or costs
     speed alone."""
@@ -337,4 +356,4 @@ def held_out(root: Path) -> Made:
 READERS = (gguf_header, gguf_model, checkpoint, shards, model_folder, tokenizer, vocabularies)
 READERS += (eagle, medusa, public_medusa, block, dflash, mtp, adapter, datastore)
 READERS += (tuned, server_settings, api_keys, foreign_settings, receipt, training_data, prompts)
-READERS += (held_out, kept_copy)
+READERS += (features, held_out, kept_copy)

@@ -4,7 +4,7 @@ fast as the module of transformers; they can be cached on disk."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
@@ -99,7 +99,11 @@ class FeatureCache:
         """The target's outputs for a batch; sequences that are not cached are computed first."""
         pieces = [row[:length] for row, length in zip(windows.ids, windows.lengths, strict=True)]
         stored = [load_cached(self._file(piece)) for piece in pieces]
-        kept = {row: _decoded(**parts) for row, parts in enumerate(stored) if parts is not None}
+        kept = {
+            row: _decoded(**parts)
+            for row, parts in enumerate(stored)
+            if parts is not None and _is_whole(parts, windows.lengths[row])
+        }
         missing = [row for row in range(len(pieces)) if row not in kept]
         if missing:
             lengths = tuple(windows.lengths[row] for row in missing)
@@ -133,3 +137,12 @@ class FeatureCache:
 
 def _decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (codes * scales).flatten(-2)
+
+
+def _is_whole(parts: Mapping[str, torch.Tensor], tokens: int) -> bool:
+    """Whether a file holds codes and scales of so many tokens; a damaged one is written again."""
+    codes, scales = parts.get("codes"), parts.get("scales")
+    if codes is None or scales is None or len(parts) != 2:
+        return False
+    shapes = codes.ndim == 3 and scales.shape == (tokens, codes.shape[1], 1)
+    return shapes and len(codes) == tokens and not codes.is_floating_point()
