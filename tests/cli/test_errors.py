@@ -38,9 +38,10 @@ def test_prompts_and_draft_are_looked_at_before_anything_is_loaded() -> None:
     assert_one_line(paceline("generate", "caf\udce9", *missing), "prompt is not UTF-8")
 
 
-def test_names_of_built_in_models_are_suggested() -> None:
+def test_names_of_built_in_models_are_listed() -> None:
     result = paceline("generate", "hi", "--model", "paceline/smolm2")
-    assert_one_line(result, "did you mean paceline/smollm2?")
+    assert_one_line(result, "there is no built-in model 'paceline/smolm2'; the built-in ones are")
+    assert "paceline/smollm2" in result.stderr
 
 
 def test_a_head_that_is_named_as_a_draft_model() -> None:
