@@ -42,12 +42,13 @@ from paceline.model.quantised.mxfp4 import MXFP4_BYTES
 from paceline.model.quantised.weights import BITS
 from paceline.model.target import CausalModel
 
-_PARAMETERS = 1 << 26  # of the sample: in 4 bits 50 MB, more than most caches hold
-_WIDEST, _HEAD = 2048, 1 << 24  # width of its layers at most, and parameters of its head
+_PARAMETERS = 1 << 27  # of the sample at most: in 4 bits 90 MB, more than most caches hold
+_WIDEST, _HEAD = 2048, 1 << 25  # width of its layers at most, and parameters of its head
 _ROWS = (1, 3, 9, 17)
-# Decoding meets what other programs and virtual machines take within seconds, so the forwards of
-# all precisions take turns for that long, and their mean counts; of one forward, this many medians.
-_SECONDS, _LONGEST = 5.0, 1.5
+# Decoding meets what other programs and virtual machines take within seconds, so all precisions
+# take turns for that long, and the mean counts; of one forward, this many medians. A model that is
+# as small as the sample may stay in the processor's caches while it decodes, so turns are long.
+_SECONDS, _TURN, _LONGEST = 5.0, 0.1, 1.5
 _TOKENS = 48  # decoded with the toy
 _CONTEXT = 4096  # tokens for which the memory of keys and values is counted
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -163,7 +164,8 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
     with stage("measuring this machine"), listening(Listener()):
         sample, added = _sample(model, setting.loaded), _added()
         asked = {8 * setting.width: None} | {bits: precision for precision, bits in BITS.items()}
-        curves = _prices(sample, tuple(asked.values()))
+        turn = _TURN if model.parameters < 1.25 * _PARAMETERS else 0.0
+        curves = _prices(sample, tuple(asked.values()), turn)
         prices = {bits: curves[precision] for bits, precision in asked.items()}
 
     def forward(bits: int, size: float) -> CostCurve:
@@ -238,8 +240,11 @@ def _sample(model: Model, dtype: torch.dtype) -> CausalModel:
     return CausalModel(hf, "a sample").use_requested_backend()
 
 
-def _prices(sample: CausalModel, precisions: Sequence[str | None]) -> dict[str | None, CostCurve]:
-    """Seconds for each byte that a forward reads, by precision and rows."""
+def _prices(
+    sample: CausalModel, precisions: Sequence[str | None], turn: float
+) -> dict[str | None, CostCurve]:
+    """Seconds for each byte that a forward reads, by precision and rows. ``turn``: seconds of
+    forwards of one kind, before those of the next."""
     forms: dict[str | None, CausalModel] = {None: sample}
     forms |= {name: quantised_copy(sample, name) for name in precisions if name}
     caches = {name: form.new_cache(16, 16, share=False) for name, form in forms.items()}
@@ -247,8 +252,12 @@ def _prices(sample: CausalModel, precisions: Sequence[str | None]) -> dict[str |
     began = time.perf_counter()
     while time.perf_counter() - began < _SECONDS:
         for (name, rows), taken in times.items():
-            measured = measure_target(forms[name], caches[name], {1: (rows,)}, 1, 0.0)
-            taken += measured.curves[0].seconds
+            until = time.perf_counter() + turn
+            while True:
+                measured = measure_target(forms[name], caches[name], {1: (rows,)}, 1, 0.0)
+                taken += measured.curves[0].seconds
+                if time.perf_counter() >= until:
+                    break
     curves = {}
     for name in forms:
         plain = sum(matrix.bytes for matrix in matrix_sizes(sample.hf))
