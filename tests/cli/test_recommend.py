@@ -31,7 +31,7 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = lab._ROWS
     curve = CostCurve(rows, tuple(_BYTE * (1 + _ROW * (n - 1)) for n in rows))
     monkeypatch.setattr(lab, "_sample", lambda model, dtype: None)
-    monkeypatch.setattr(lab, "_prices", lambda sample, forms: dict.fromkeys(forms, curve))
+    monkeypatch.setattr(lab, "_prices", lambda sample, forms, turn: dict.fromkeys(forms, curve))
     monkeypatch.setattr(lab, "_added", lambda: _ADDED)
 
 
