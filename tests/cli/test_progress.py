@@ -80,8 +80,9 @@ def test_stages_of_a_moment_have_no_line(monkeypatch: pytest.MonkeyPatch) -> Non
         for number in range(3):
             with stage(f"short {number}"):
                 pass
-        with stage("loading"):  # a single call that blocks
-            time.sleep(0.6)
+        for _ in range(2):
+            with stage("loading"):  # a single call that blocks
+                time.sleep(0.6)
         time.sleep(0.4)
     assert shown(console) == "loading ...\n"
 

@@ -106,7 +106,7 @@ class _Lines(Listener):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._last = monotonic()  # time of the last line
+        self._last, self._line = monotonic(), ""  # of the last line: its time and text
         self._first_lines: dict[Stage, Timer] = {}
 
     def begin(self, what: str, total: float | None, unit: str) -> Stage:
@@ -122,10 +122,12 @@ class _Lines(Listener):
     def _show(self, stage: OpenStage, interval: float = 0.0) -> None:
         if monotonic() - self._last >= interval:
             details = ", ".join(filter(None, (stage.counts, stage.note)))
-            self.info(f"{stage.what}: {details}" if details else f"{stage.what} ...")
+            line = f"{stage.what}: {details}" if details else f"{stage.what} ..."
+            if line != self._line:
+                self.info(line)
 
     def info(self, line: str) -> None:
         # Not printed by Rich, which would end the program if the reader of the pipe has gone.
         with suppress(OSError, ValueError):
             print(f"{line}\n", end="", file=self._console.file, flush=True)
-        self._last = monotonic()
+        self._last, self._line = monotonic(), line
