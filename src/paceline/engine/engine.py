@@ -281,6 +281,8 @@ class Engine:
         chosen = self.scheduler.decisions.get(seq.seq_id, PLAIN).drafter
         if seq.seq_id in self.predictions.drafted:
             chosen = self.predictions.name
+        elif chosen == self.predictions.name:  # it found nothing, and the drafter drafted
+            chosen = None
         return Commit(
             seq.seq_id,
             verdict.tokens[:kept],
