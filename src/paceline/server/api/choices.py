@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from paceline.core.params import TokenLogprob
 from paceline.model.tokenizer import Tokenizer
 from paceline.request.completion import StreamEvent
 from paceline.request.text import Detokeniser, Spelling
+
+
+def count_predicted_tokens(
+    tokens: Sequence[int], drafted: Sequence[bool], prediction: Sequence[int]
+) -> int:
+    """How many tokens of an answer were drafted, by whichever drafter, and agree with the predicted
+    output. A token agrees if it and the token before it are neighbours in the prediction as well,
+    which takes linear time. The result is at most the prediction's length."""
+    pairs = set(pairwise(prediction))
+    count = 0
+    for index, (token, by_draft) in enumerate(zip(tokens, drafted, strict=True)):
+        expected = (tokens[index - 1], token) in pairs if index else token == prediction[0]
+        count += by_draft and expected
+    return min(count, len(prediction))
 
 
 def is_hidden_end_token(tokenizer: Tokenizer, token: int, reason: str | None) -> bool:

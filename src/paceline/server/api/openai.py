@@ -18,6 +18,7 @@ from paceline.server.api.chat import SubmittedChat, sampling_params
 from paceline.server.api.choices import (
     LogprobColumns,
     TokenOrigins,
+    count_predicted_tokens,
     finish_reason,
     token_records,
     visible_logprobs,
@@ -119,10 +120,13 @@ class OpenAIAnswer(Answer, Generic[_Body]):
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
         prediction = self._ticket.params.prediction
         if prediction:
-            accepted = sum(done.stats.drafters.get("prediction", 0) for done in completions)
+            accepted = sum(
+                count_predicted_tokens(completion.token_ids, completion.draft_mask, prediction)
+                for completion in completions
+            )
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": max(0, len(completions) * len(prediction) - accepted),
+                "rejected_prediction_tokens": len(completions) * len(prediction) - accepted,
             }
         return usage
 
