@@ -450,13 +450,6 @@ def test_predictions(server: Running, stream: bool) -> None:
     assert right == text
     assert details["accepted_prediction_tokens"] > 0.75 * usage["completion_tokens"]
     assert details["accepted_prediction_tokens"] > details["rejected_prediction_tokens"]
-
-
-def test_predicted_tokens_count_whichever_drafter_drafted_them() -> None:
-    """A lookup may know the same text: the answer had been written before."""
-    drafted = [True, True, False, True]
-    assert count_predicted_tokens([5, 6, 7, 9], drafted, [5, 6, 7, 8]) == 2
-    assert count_predicted_tokens([5, 6, 7, 9], drafted, [6, 7, 9]) == 1
     parts = [{"type": "text", "text": "Nothing of "}, {"type": "text", "text": "the kind."}]
     wrong, usage = asked(prediction={"type": "content", "content": parts})
     assert wrong == text
@@ -465,6 +458,13 @@ def test_predicted_tokens_count_whichever_drafter_drafted_them() -> None:
         prediction={"type": "content", "content": text}, speculation={"drafter": "none"}
     )
     assert off == text and "completion_tokens_details" not in usage
+
+
+def test_predicted_tokens_count_whichever_drafter_drafted_them() -> None:
+    """A lookup may know the same text: the answer had been written before."""
+    drafted = [True, True, False, True]
+    assert count_predicted_tokens([5, 6, 7, 9], drafted, [5, 6, 7, 8]) == 2
+    assert count_predicted_tokens([5, 6, 7, 9], drafted, [6, 7, 9]) == 1
 
 
 def test_the_stop_string_in_the_output(server: Running) -> None:
