@@ -159,6 +159,6 @@ def test_one_request_over_http(server: str, tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
-    assert done.returncode == 1 and "on the hub that can be read" in done.stderr, done.stderr
+    assert done.returncode == 1 and "the model hub does not deliver it" in done.stderr, done.stderr
     # The client may ask about itself, too.
     assert sum("owner/ngarm" in path for path in Hub.asked) == 1, Hub.asked
