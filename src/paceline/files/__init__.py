@@ -237,10 +237,12 @@ class LongRecord:
         return f"; the {self.lines} records until then are in {self.partial}"
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._file.close()
+        with self._file:
+            if kind is None:
+                with write_errors(self._what, self._path, self._left):
+                    os.fsync(self._file.fileno())  # hours of work survive a power failure
+                    os.replace(self.partial, self._path)
         if kind is None:
-            with write_errors(self._what, self._path, self._left):
-                os.replace(self.partial, self._path)
             self._key_file.unlink()
         elif issubclass(kind, KeyboardInterrupt):
             raise KeyboardInterrupt(
