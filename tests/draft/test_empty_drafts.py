@@ -38,6 +38,7 @@ def drafted(plain: LLM, request: pytest.FixtureRequest) -> LLM:
     return plain.with_draft(SPECS[request.param], draft_length=4, max_batch_size=4)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("distribution", PROBS)
 def test_an_enum_outside_the_draft_vocabulary(plain: LLM, drafted: LLM, distribution: str) -> None:
     params = SamplingParams(grammar=GRAMMAR, max_tokens=24, **PROBS[distribution])  # type: ignore[arg-type]

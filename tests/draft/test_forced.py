@@ -150,6 +150,7 @@ def test_a_drafter_takes_them_into_its_chain(
     assert passes[-1] < 0.7 * done.stats.drafted_tokens
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("draft", BEHIND)
 def test_drafts_go_on_behind_it(target: LLM, draft: str) -> None:
     """Lookups and chains extend forced tokens: the text takes fewer steps than if forced tokens
@@ -188,6 +189,7 @@ class Fixed:
         pass
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("draft", BEHIND)
 def test_a_tree_has_room_for_what_is_forced(target: LLM, draft: str) -> None:
     """For any draft length, alone and in a batch, anywhere in the text."""

@@ -19,6 +19,7 @@ def target() -> LLM:
     return LLM("paceline/tiny", draft="none", dtype="float32")
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("draft", "seed"), diagonal([*DRAFTS, ["paceline/tiny-draft", "ngram"]], [None, 5])
 )

@@ -87,6 +87,7 @@ def plain(model: CausalModel) -> dict[str, Plain]:
     return found
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("spec", "asked"), diagonal(list(SPECS), list(ASKED)))
 def test_the_cache_holds_the_targets_own_rows_only(
     model: CausalModel, plain: dict[str, Plain], spec: str, asked: str
@@ -171,6 +172,7 @@ def test_all_layers_are_always_right(model: CausalModel) -> None:
             assert seq.counts.accepted == seq.counts.drafted > 0
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "spec",
     ["early_exit:layers=3,nodes=8", "layer_skip", "quantized:int4"],

@@ -55,6 +55,7 @@ def serve(llm: LLM, count: int, chooser: random.Random) -> Counter[str]:
     return held
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "draft", ["suffix:max_tokens=400", pytest.param("model", marks=pytest.mark.slow)]
 )

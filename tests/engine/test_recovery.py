@@ -110,7 +110,7 @@ def check_failed(request: Request, events: list[StreamEvent], alone: Completion)
     assert events[-1].completion is done
 
 
-@pytest.mark.parametrize("call", [1, 4])
+@pytest.mark.parametrize("call", [1, pytest.param(4, marks=pytest.mark.broad)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failure_that_does_not_come_back_is_a_line_in_the_log(
     llm: LLM, alone: list[Completion], stage: str, call: int, caplog: pytest.LogCaptureFixture
@@ -270,7 +270,7 @@ def test_a_cache_that_cannot_hold_one_sequence_ends_that_one(
         check(requests[place], events[place], alone[place])
 
 
-@pytest.mark.parametrize("call", [1, 3])
+@pytest.mark.parametrize("call", [1, pytest.param(3, marks=pytest.mark.broad)])
 @pytest.mark.parametrize("stage", [*STAGES, "push", "commit", "forget"])
 def test_an_interrupt_passes_and_the_next_step_goes_on(
     llm: LLM, alone: list[Completion], stage: str, call: int

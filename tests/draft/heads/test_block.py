@@ -131,6 +131,7 @@ def drafts_of(
     return target, seen
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_chains_equal_the_dense_computation(kind: str, batch: int) -> None:
