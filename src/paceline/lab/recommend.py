@@ -170,7 +170,7 @@ def recommend(name: str, memory: int | None = None) -> Recommendation:
 
     def forward(bits: int, size: float) -> CostCurve:
         """The cost of a forward that reads ``size`` bytes of weights of ``bits`` bits."""
-        price = prices[min(n for n in prices if n >= min(bits, *prices))]
+        price = prices[min(n for n in prices if n >= min(bits, max(prices)))]
         return replace(price, seconds=tuple(size * second for second in price.seconds))
 
     def form(title: str, how: Setting, draft: str, needs: Needs) -> PricedForm:
