@@ -84,6 +84,12 @@ def test_the_stages_agree() -> None:
     assert "CacheDirectory=paceline" in unit and "PACELINE_CACHE=/var/cache/paceline" in unit
 
 
+def test_the_build_imports_modules_that_exist() -> None:
+    (imports,) = re.findall(r'python -c "(import paceline\..*)"', STEPS)
+    done = run([sys.executable, "-c", imports], **os.environ)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_image_is_built_where_a_tool_can() -> None:
     tool = next((name for name in ("docker", "podman") if shutil.which(name)), None)
     if tool is None or run([tool, "info"], **os.environ).returncode:

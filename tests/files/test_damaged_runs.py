@@ -135,3 +135,14 @@ def test_damaged_held_out_texts_are_written_again(tmp_path: Path, content: bytes
     file.write_bytes(content)
     assert load_held_out_texts(None, None, [], OTHER, file) == []  # type: ignore[arg-type]
     assert json.loads(file.read_text())["texts"] == []
+
+
+def test_held_out_texts_of_another_target_are_written_again(tmp_path: Path) -> None:
+    file = tmp_path / "held_out.json"
+    load_held_out_texts(None, None, [], HELD_OUT, file)  # type: ignore[arg-type]
+    saved = json.loads(file.read_text())
+    saved["texts"] = [{"source": "a", "prompt": 2, "token_ids": [1, 2, 3]}]
+    file.write_text(json.dumps(saved))
+    for model, texts in ((HELD_OUT.model, 1), ("another", 0)):
+        config = replace(HELD_OUT, model=model)
+        assert len(load_held_out_texts(None, None, [], config, file)) == texts  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,13 @@ def test_so_many_prompts_and_none_that_are_too_long(tmp_path: Path) -> None:
         load_prompts(sources, TOKENIZER, PromptSelection(max_prompt_len=2))
     with pytest.raises(DataError, match="no prompt that can be answered: it is empty; give"):
         load_prompts(prompts(tmp_path), TOKENIZER, PromptSelection())
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 4, 7])
+def test_the_shares_of_files_add_up(tmp_path: Path, wanted: int) -> None:
+    (source,) = prompts(tmp_path, *map(question, "abcdef"))
+    sources = [replace(source, weight=weight) for weight in (1.0, 1.0, 1.0, 0.5)]
+    assert len(load_prompts(sources, TOKENIZER, PromptSelection(num_prompts=wanted))) == wanted
 
 
 @pytest.mark.parametrize("cut", range(4))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from embedded_target import chat_text, train_tokenizer
 from paceline import DataError
 from paceline.train.configs import PromptSelection
-from paceline.train.data import encode_stream
+from paceline.train.data import encode_stream, load_token_stream
 from paceline.train.prompts import load_prompts
 from paceline.train.records import Records, Source
 from support.heard_stages import heard
@@ -167,3 +167,17 @@ def test_foreign_conversations_are_opened_up_to_an_answer(tmp_path: Path) -> Non
     file.write_text(json.dumps({"text": "User: hello\n\nAssistant: world"}) + "\n")
     (opening,) = load_prompts([Source(file, 1.0)], tokenizer, PromptSelection(num_prompts=1))
     assert tokenizer.decode(opening.token_ids) == "<s>[U]hello[A]"
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "x"])
+def test_a_weight_is_a_positive_number(corpus: Path, weight: str) -> None:
+    with pytest.raises(DataError, match=r"weight must be above 0|is not a number; use"):
+        Source.parse(f"{corpus}={weight}")
+
+
+def test_a_changed_file_is_tokenised_again(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", ['{"text": "one"}'])
+    for text in ("one", "one", "two"):
+        file.write_text(json.dumps({"text": text}))
+        stream = load_token_stream(tmp_path / "tokens", Source(file, 1.0), TOKENIZER, (), "all")
+        assert TOKENIZER.decode(stream.ids) == f"<|endoftext|>{text}"

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.core.sequence import Sums
 from paceline.core.stages import stage
-from paceline.files import write_files
+from paceline.files import FileStamp, write_files
 from paceline.train.configs import PromptSelection, TrainConfig
 from paceline.train.prompts import load_file_prompts
 from paceline.train.records import Source
@@ -116,8 +116,9 @@ def load_held_out_texts(
     """``held_out`` prompts of each validation file, continued by at most ``held_out_tokens``. They
     are generated once, and stored in the file ``cache`` for when the run is resumed."""
     count, max_tokens = config.held_out, config.held_out_tokens
-    names = [source.name for source in sources]
-    key: dict[str, Any] = {"files": names, "count": count, "max_tokens": max_tokens}
+    files = [str(FileStamp.of(source.path)) for source in sources]
+    key: dict[str, Any] = {"model": config.model, "files": files}
+    key |= {"count": count, "max_tokens": max_tokens, "exclude": [*config.exclude_licenses]}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged
         saved = json.loads(cache.read_text(encoding="utf-8"))
         if saved["key"] == key:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.core.stages import stage, warn
 from paceline.errors import DataError, ModelLoadError
-from paceline.files import atomic_write
+from paceline.files import FileStamp, atomic_write
 from paceline.model.tensorfile import as_bytes, load_tensors
 from paceline.train.chat import ChatWriter, conversation_from_record
 from paceline.train.records import FORMS, RecordError, Records, Source, checked_text
@@ -190,7 +190,8 @@ def load_token_stream(
     loss_on: str,
 ) -> TokenStream:
     """``encode_stream``, stored in ``folder`` for a resumed run. Raises DataError, WriteError."""
-    key = (str(source.path.resolve()), len(tokenizer), *exclude_licenses, loss_on)
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    key = (FileStamp.of(source.path), vocabulary, *exclude_licenses, loss_on)
     file = folder / f"{source.path.name}.{zlib.crc32(repr(key).encode()):08x}.safetensors"
     if (stored := load_cached(file)) is not None:
         return TokenStream(source.path.name, **{key: stored[key].numpy() for key in stored})

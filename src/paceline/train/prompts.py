@@ -41,7 +41,7 @@ def load_prompts(
 ) -> list[NumberedPrompt]:
     """Load prompts from all files, in an order that depends only on the files and the selection.
     ``selection.num_prompts`` is divided between files by weight. Raises DataError."""
-    total = sum(source.weight for source in sources)
+    total, before = sum(source.weight for source in sources), 0.0
     prompts: list[NumberedPrompt] = []
     for number, source in enumerate(sources):
         wanted = selection.num_prompts
@@ -49,9 +49,13 @@ def load_prompts(
             first = next(iter(Records(source.path, selection.exclude_licenses)), {"text": ""})
             is_text = first.get("ids") is not None or first.get("text") is not None
             wanted = _DEFAULT_TEXTS if is_text else None
-        share = None if wanted is None else round(wanted * source.weight / total)
+        after = before + source.weight
+        if wanted is not None:  # rounded so that the shares of all files add up to the number
+            wanted = round(wanted * after / total) - round(wanted * before / total)
+        before = after
         seed = (selection.seed, number)
-        prompts += load_file_prompts(source, tokenizer, replace(selection, num_prompts=share), seed)
+        share = replace(selection, num_prompts=wanted)
+        prompts += load_file_prompts(source, tokenizer, share, seed)
     order = np.random.default_rng(selection.seed).permutation(len(prompts))
     return [replace(prompts[index], number=int(index)) for index in order]
 

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -59,8 +60,8 @@ class Source:
         if not Path(path).is_file():
             why = "is a folder" if Path(path).is_dir() else "does not exist"
             raise DataError(f"data file {path} {why}; give JSONL or JSONL.gz files")
-        if not value > 0:
-            raise DataError(f"--data {spec!r}: the weight must be above 0")
+        if not 0 < value < inf:
+            raise DataError(f"--data {spec!r}: the weight must be above 0, and finite")
         return cls(Path(path), value)
 
 
