@@ -157,6 +157,10 @@ def test_a_place_is_tried_before_the_work(place: Path) -> None:
     (place / "file").touch()
     with pytest.raises(WriteError, match="Not a directory"):
         check_new(place / "file" / "no" / "x", "the file")
+    with pytest.raises(WriteError, match="File name too long"):
+        check_new(place / ("x" * 300), "the file")
+    with pytest.raises(WriteError, match="it exists already"):
+        check_new("/", "the model", folder=True)
     assert content_of(place) == {"file": b""}
 
 
@@ -204,6 +208,12 @@ def test_a_pipe_is_written_to_and_not_replaced(place: Path) -> None:
     reader.join(10)
     assert read == [b"through"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_the_standard_output_is_written_to_as_a_pipe() -> None:
+    code = "from paceline.files import *; write_files({Path('/dev/stdout'): b'through'}, 'x')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.stdout, done.stderr) == (b"through", b"")
 
 
 def test_names_as_long_as_they_may_be(place: Path) -> None:
@@ -271,12 +281,25 @@ def test_records_are_gone_on_with(place: Path, error: type[BaseException]) -> No
 
 
 def test_records_never_replace_a_file(place: Path) -> None:
-    file = place / "r"
-    file.write_text("mine")
-    with pytest.raises(WriteError, match="exists already"), LongRecord(file, "the records", "key"):
-        pass
+    (place / "r").write_text("mine")
+    os.mkfifo(place / "pipe")
+    for file in (place / "r", place / "pipe"):
+        with pytest.raises(WriteError, match="exists already") as refused:
+            LongRecord(file, "the records", "key").__enter__()
+        assert "--force" not in str(refused.value)  # no command with records has it
+    (place / "pipe").unlink()
     assert content_of(place) == {"r": b"mine"}
-    file.unlink()
+
+
+def test_records_make_their_folder_and_keep_their_key_on_a_full_disk(place: Path) -> None:
+    file = place / "new" / "r"
+    for _ in range(2):
+        with pytest.raises(MemoryError), LongRecord(file, "the records", "key") as record:
+            record.add("one")
+            raise MemoryError
+        with small_files(0), pytest.raises(WriteError), LongRecord(file, "the records", "key") as r:
+            r.add("two")
+    assert content_of(file.parent) == {"r.partial": b"one\none\n", "r.partial.key": KEY}
 
 
 def test_records_of_another_command_are_not_gone_on_with(place: Path) -> None:

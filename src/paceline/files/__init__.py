@@ -98,10 +98,10 @@ def check_new(path: str | Path, what: str, force: bool = False, folder: bool = F
     nothing can be written there. Called before long work whose result goes there. ``folder``: the
     result is one. Parent folders may be missing; pipes and devices pass."""
     path = Path(path)
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        return
-    parent = next(parent for parent in path.absolute().parents if parent.exists())
-    with write_errors(what, path), TemporaryFile(dir=parent):
+    with write_errors(what, path):
+        if _is_pipe_or_device(path):
+            return
+        TemporaryFile(dir=next((p for p in path.absolute().parents if p.exists()), path)).close()
         if path.exists() and path.is_dir() != folder:
             kind = "file" if folder else "folder"
             raise WriteError(f"cannot write {what} {path}: it is a {kind}; choose another name")
@@ -144,8 +144,8 @@ def _replacing(path: str | Path, what: str, durable: bool = True) -> Iterator[Pa
     """The path of a new file or folder, which is renamed to ``path`` at the end of the block."""
     real = Path(os.path.realpath(path))  # a link stays a link
     with write_errors(what, path):
-        if real.exists() and not (real.is_file() or real.is_dir()):
-            yield real  # a pipe or a device
+        if _is_pipe_or_device(Path(path)):
+            yield Path(path)  # the real path of /dev/stdout may be no file
             return
         real.parent.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {"dir": real.parent, "ignore_cleanup_errors": True}
@@ -166,6 +166,10 @@ def _replacing(path: str | Path, what: str, durable: bool = True) -> Iterator[Pa
                 if old.exists():
                     os.replace(old, real)
                 raise
+
+
+def _is_pipe_or_device(path: Path) -> bool:
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 @contextmanager
@@ -201,8 +205,12 @@ class LongRecord:
         self._key_file = path.with_name(f"{path.name}.partial.key")
 
     def __enter__(self) -> LongRecord:
-        check_new(self._path, self._what)
         with write_errors(self._what, self._path):
+            if self._path.exists():  # also a device, which a file must not replace
+                raise WriteError(
+                    f"cannot write {self._what} {self._path}: it exists already; name another"
+                )
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             stored = self._key_file.read_text("utf-8") if self._key_file.is_file() else ""
             size = self.partial.stat().st_size if self.partial.exists() else 0
             if size and stored != self._key:
@@ -210,7 +218,8 @@ class LongRecord:
                     f"{self.partial} holds records of a command with other options; run that one "
                     "to go on with it, delete the file, or choose another place"
                 )
-            self._key_file.write_text(self._key, "utf-8")
+            if stored != self._key:  # a full disk must not cost the key of records that are there
+                self._key_file.write_text(self._key, "utf-8")
             self._file = self.partial.open("ab", buffering=0)
             sizes = [len(line.encode("utf-8")) for line in self.kept()]
             self._file.truncate(sum(sizes))
