@@ -257,6 +257,7 @@ def test_a_forward_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
         OSError("the disk of the offloaded layers is gone"),
         CacheMemoryError("planted"),
     ],

@@ -250,6 +250,8 @@ def _explaining_failure(hf: Any, name: str) -> Iterator[None]:
     except (PacelineError, MemoryError, torch.OutOfMemoryError, OSError):
         raise
     except Exception as error:
+        if "DefaultCPUAllocator" in str(error):  # torch's error for memory that there is not
+            raise
         raise UnsupportedModelError(
             f"{name}: a batch of several texts in one row fails in {type(hf).__name__} "
             f"({type(error).__name__}: {first_line(error)}); use another form of the model, or "

@@ -201,6 +201,31 @@ def test_forms_that_were_not_used_for_longest_go_first(
     assert len(list(cache.glob("*.safetensors"))) == 2
 
 
+def test_the_folder_never_takes_more_than_the_limit(
+    folder: Path, cache: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that does not fit is not kept, and costs none of the others."""
+    packed_of(folder)
+    (four,) = cache.glob("*.safetensors")
+    monkeypatch.setenv(copies.SETTING, "1K")
+    packed_of(folder, "int8")
+    assert list(cache.iterdir()) == [four]
+    assert len(said) == 1 and f"not kept: it is larger than {copies.SETTING}" in said[0]
+
+
+def test_a_copy_in_the_folder_of_another_user_is_read(
+    folder: Path, rounded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    packed_of(folder)
+    rounded.clear()
+    monkeypatch.setattr(os, "utime", refused)
+    packed_of(folder)
+    assert not rounded
+
+
 def test_two_at_once_never_see_half_a_form(cache: Path) -> None:
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     linear = QuantisedLinear(round_to_nearest(weight, 4, 32, "free"), None)

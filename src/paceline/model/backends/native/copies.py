@@ -15,6 +15,7 @@ import math
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,10 +155,11 @@ def read(file: Path, matrices: Sequence[_Matrix]) -> list[PackedMatrix] | None:
             ]
             for index, packed in enumerate(stored):
                 packed.data.copy_(opened.get_tensor(str(index)))
-        os.utime(file)  # marks the file as used, for _evict
     except Exception as error:  # a damaged file may lead to any
         info(f"{file} is damaged ({error}); the copy is made again")
         return None
+    with suppress(OSError):
+        os.utime(file)  # marks the file as used, for _evict; fails in the folder of another user
     return stored
 
 
@@ -165,9 +167,12 @@ def write(file: Path, matrices: Sequence[PackedMatrix]) -> None:
     """Write the matrices to ``file`` for the next start; if that fails, a log line says why."""
     tensors = {str(index): packed.data for index, packed in enumerate(matrices)}
     forms = json.dumps([packed.form._asdict() for packed in matrices if packed.form is not None])
+    room = _max_bytes() - sum(data.nbytes for data in tensors.values())
+    if room < 0:
+        return info(f"the quantised copy is not kept: it is larger than {SETTING}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _evict(file.parent, _max_bytes() - sum(data.nbytes for data in tensors.values()))
+        _evict(file.parent, room)
         with (
             stage(f"keeping it in {file.parent}"),
             atomic_write(file, "the quantised copy", durable=False) as stream,
