@@ -135,6 +135,15 @@ def test_a_second_pull_fetches_nothing(entry: Pullable) -> None:
     assert (model_folder(entry) / "model.safetensors").stat().st_mtime_ns == before
 
 
+def test_the_command_says_where_the_model_is(entry: Pullable) -> None:
+    first, again = paceline("pull", NAME), paceline("pull", NAME, "--json")
+    assert first.exit_code == again.exit_code == 0, (first.output, again.output)
+    assert str(model_folder(entry)) in first.stdout and "is ready" in first.stdout
+    said = json.loads(again.stdout)
+    assert said["folder"] == str(model_folder(entry)) and said["fetched"] is False
+    assert (said["location"], said["licence"]) == ("tiny-model==1.0", "Apache-2.0")
+
+
 @pytest.mark.usefixtures("downloaded")
 def test_the_same_bits_every_time_and_those_of_transformers(entry: Pullable, index: Path) -> None:
     import torch

@@ -33,12 +33,12 @@ def pull(
 
     entry, fetched = fetch(name)
     folder, sha256 = model_folder(entry), entry.weights_sha256
-    about = {key: getattr(entry, key) for key in ("source", "location", "licence")}
     size = (folder / "model.safetensors").stat().st_size
-    about |= {"sha256": sha256, "bytes": size, "fetched": fetched}
+    about = {"folder": str(folder), "sha256": sha256, "bytes": size, "fetched": fetched}
+    about |= {"location": entry.location, "licence": entry.licence}
     state = "ready" if fetched else "already there"
     output.show(
-        {"name": entry.full_name, "folder": str(folder), **about},
+        {"name": entry.full_name, **about},
         f"{entry.full_name} is {state}: {entry.what} ({entry.licence})",
         f"  {folder}\n  SHA-256 of the weights {sha256}",
         f"Try: paceline chat --model {entry.full_name}",
