@@ -121,7 +121,7 @@ def _texts(
     if len(windows) < 2:
         why = "which cannot serve for both calibration and evaluation"
         raise ConfigError(f"{file} has one text only, {why}; give more text, or --evaluate")
-    kept = max(1, round(len(windows) * EVALUATED / wanted))
+    kept = max(1, min(len(windows) - 1, round(len(windows) * EVALUATED / wanted)))
     return windows[:kept], windows[kept:]
 
 

@@ -18,7 +18,7 @@ from paceline.errors import (
     PacelineError,
     UnsupportedModelError,
 )
-from paceline.lab.quantize import quantize
+from paceline.lab.quantize import _texts, quantize
 from paceline.model.loading import load_module, load_tokenizer
 from paceline.model.precision import quantise_loaded
 from paceline.model.quantised.convert import Scheme, scheme_named
@@ -423,6 +423,14 @@ def test_a_librarys_modules_that_fail_are_one_line(plain_folder: Path) -> None:
     module.lm_head.register_forward_pre_hook(fail)
     with pytest.raises(UnsupportedModelError, match=r"RuntimeError: shape .*invalid\)"):
         CausalModel(module, "some model")
+
+
+def test_few_texts_leave_some_for_calibration(plain_folder: Path, tmp_path: Path) -> None:
+    """All were kept for the perplexity where --tokens is small: GPTQ then read nothing."""
+    file = tmp_path / "few.jsonl"
+    file.write_text("\n".join(json.dumps(record) for record in TEXT[:4]), encoding="utf-8")
+    _, read = _texts(load_tokenizer(str(plain_folder)), file, 512, None, 0)
+    assert read
 
 
 def test_quantising_twice_is_refused(written: dict[str, Path], tmp_path: Path) -> None:
