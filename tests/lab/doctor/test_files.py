@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from paceline.lab.doctor import examine
+from paceline.lab.doctor import check_layers, examine
 from paceline.lab.doctor.models import read_files
 from paceline.model.tensorfile import read_table
 from support.doctor_folders import Copy, codes, only
@@ -70,6 +70,18 @@ def test_a_hub_model_that_is_not_downloaded(copy: Copy, monkeypatch: pytest.Monk
     assert "model.norm.weight" in only(examine("someone/draft"), "tensors-refused").text
     on_the_hub(monkeypatch, folder.path, False, None)
     assert codes(examine("someone/draft"), "target") == {"weights-remote"}
+
+
+@pytest.mark.parametrize("target", ["someone/tiny", "paceline/tiny"])
+def test_nothing_is_downloaded_to_measure_layers(
+    target: str, copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = copy("tiny" if target == "someone/tiny" else "tiny-eagle3")
+    headers = headers_of(remote.path)
+    remote.weights.unlink()
+    on_the_hub(monkeypatch, remote.path, False, headers)
+    head = "paceline/tiny-eagle3" if target == "someone/tiny" else "someone/head"
+    assert check_layers(target, f"eagle3:{head}") == []
 
 
 def test_a_hub_model_that_is_downloaded(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:

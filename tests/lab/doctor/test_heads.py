@@ -53,6 +53,11 @@ def test_layers_that_cannot_be_told_apart() -> None:
     assert not check_layers(TARGET, "ngram")
 
 
+def test_heads_without_other_layers_are_not_measured() -> None:
+    """Neither layers before the embedding nor those after the last one exist."""
+    assert not check_layers(TARGET, "eagle3:paceline/tiny-eagle3,feature_layers=0x6x12")
+
+
 def test_feature_layers_that_are_not_given(copy: Copy) -> None:
     folder = copy("tiny-eagle3").config(**{AUX: None})
     finding = only(examine(TARGET, f"eagle3:{folder}"), "head-layers-assumed")

@@ -32,11 +32,13 @@ def check_layers(
 ) -> list[Finding]:
     """Let the target write some texts, and measure on them each head of a draft that reads several
     layers: with the features of its own layers, and of those one before and one after. Nothing is
-    measured of recurrent targets, of those in several processes and, on a CPU, of those above 4 GB.
-    ``settings``: keywords of ``LLM``, which raises its errors."""
+    measured of weights that are not on this machine, of recurrent targets, of those in several
+    processes and, on a CPU, of those above 4 GB. ``settings``: keywords of ``LLM``, which raises
+    its errors."""
     heads: list[Any] = [s for s in parse_draft(draft).members() if s.argument_kind == "head"]
-    on_cpu = resolve_device(device).type == "cpu"
-    if not heads or (on_cpu and read_files(target).stored_bytes > _MAX_BYTES):
+    heads = [s for s in heads if not read_files(s.argument(), s.weight_files).remote]
+    files, on_cpu = read_files(target), resolve_device(device).type == "cpu"
+    if not heads or files.remote or (on_cpu and files.stored_bytes > _MAX_BYTES):
         return []
     options: dict[str, Any] = {"device": device, "max_batch_size": _PROMPTS, **settings}
     with stage(f"loading {target}"):
@@ -48,7 +50,10 @@ def check_layers(
         drafters: list[Any] = [
             llm.with_draft(spec, draft_length=1, **how).engine.drafter for spec in heads
         ]
-    pairs = [pair for pair in zip(heads, drafters, strict=True) if len(pair[1].features) > 1]
+    # Heads of which neither the layers before nor those after exist cannot be compared.
+    ends = {0, llm.target.num_layers}
+    several = (pair for pair in zip(heads, drafters, strict=True) if len(pair[1].features) > 1)
+    pairs = [pair for pair in several if not ends <= {*pair[1].features}]
     texts = _texts(llm) if pairs else []
     return findings_of("draft", (_verdict(llm.target, *pair, texts) for pair in pairs))
 
