@@ -118,9 +118,13 @@ def test_llama_cpp_numbers_layers_by_inputs(tmp_path: Path) -> None:
     assert made.command[-7:] == [str(tmp_path / "head.gguf"), *limits]
 
 
-def test_the_embedding_cannot_be_numbered_by_outputs() -> None:
+def test_the_embedding_cannot_be_numbered_by_outputs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="layer 0"):
         outputs_of([0, 3, 5])
+    for to in ("sglang", "tensorrt-llm"):
+        with pytest.raises(ConfigError, match="layer 0"):
+            exported(to, f"{HEAD},feature_layers=0x6x11", out=tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang", "tensorrt-llm", "llama.cpp"])

@@ -135,11 +135,13 @@ class Export:
 
         def save(folder: Path) -> None:
             head = eagle_of(draft, self.target)
+            renumbered = outputs and head.config.version == 3
+            layers = outputs_of(head.config.feature_layers) if renumbered else []
             save_eagle(head, folder, layout, *self._verifier())
-            if outputs and head.config.version == 3:
+            if renumbered:
                 config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-                inputs = config.pop(LAYERS)
-                config["eagle_config"] = {LAYERS: outputs_of(inputs), "use_aux_hidden_state": True}
+                del config[LAYERS]
+                config["eagle_config"] = {LAYERS: layers, "use_aux_hidden_state": True}
                 text = json.dumps(config, indent=2) + "\n"
                 write_files({folder / "config.json": text.encode()}, "the config of the head")
 
