@@ -25,7 +25,7 @@ class ServerError(PacelineError):
 
 class AnswerToken(NamedTuple):
     """A token as the server spells it, its logprob (NaN if not given), and the logprobs of the
-    likeliest tokens at the same position."""
+    likeliest tokens at the same position; null among these is left out."""
 
     text: str
     logprob: float
@@ -56,7 +56,11 @@ class ScoredText:
             tops = [{top["token"]: top["logprob"] for top in row} for row in listed]
         padded = (chain(column, repeat(None)) for column in (values, tops))
         tokens = (
-            AnswerToken(token, math.nan if value is None else float(value), dict(top or {}))
+            AnswerToken(
+                str(token),
+                math.nan if value is None else float(value),
+                {str(name): float(v) for name, v in (top or {}).items() if v is not None},
+            )
             for token, value, top in zip(names, *padded, strict=False)
         )
         count = usage.get("prompt_tokens")
@@ -87,7 +91,8 @@ class OpenAIClient:
 
     def models(self) -> list[dict[str, Any]]:
         """The models that the server lists. Raises ServerError."""
-        listed = self._answer("models").get("data") or ()
+        listed = self._answer("models").get("data")
+        listed = listed if isinstance(listed, list) else []
         return [model for model in listed if isinstance(model, dict) and "id" in model]
 
     def complete(self, **body: Any) -> ScoredText:
@@ -110,7 +115,7 @@ class OpenAIClient:
         except HTTPError as error:
             body = " ".join(error.read().decode("utf-8", errors="replace").split())
             raise ServerError(f"{self.url}: {error.code} {body[:_MOST_SHOWN]}") from None
-        except (OSError, HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError, RecursionError) as error:
             raise ServerError(f"{self.url}: {getattr(error, 'reason', error)}") from None
         if not isinstance(answer, dict):
             raise ServerError(f"{self.url}: the answer is no JSON object")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -55,6 +56,7 @@ def test_addresses() -> None:
         {"choices": ["a"]},
         {"choices": [{"logprobs": {"content": [{"token": "a"}]}}]},
         {"choices": [{"logprobs": {"tokens": ["a"], "token_logprobs": ["b"]}}]},
+        {"choices": [{"logprobs": {"tokens": ["a"], "top_logprobs": [{"a": "b"}]}}]},
     ],
     ids=str,
 )
@@ -64,6 +66,25 @@ def test_an_answer_that_is_not_in_the_protocol_is_an_error(
     monkeypatch.setattr(OpenAIClient, "_answer", lambda *_: answer)
     with pytest.raises(ServerError, match="http://a/v1: no valid answer: "):
         OpenAIClient.at("http://a").complete(prompt="a")
+
+
+def test_a_logprob_of_null_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some servers write minus infinity so, which JSON cannot."""
+    top = {"a": -0.1, "b": None}
+    logprobs = {"tokens": ["a"], "token_logprobs": [-0.1], "top_logprobs": [top]}
+    answer = {"choices": [{"text": "a", "logprobs": logprobs}]}
+    monkeypatch.setattr(OpenAIClient, "_answer", lambda *_: answer)
+    (token,) = OpenAIClient.at("http://a").complete(prompt="a").tokens
+    assert token == AnswerToken("a", -0.1, {"a": -0.1})
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"data": 5}'])
+def test_models_that_are_no_list(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "paceline.lab.openai_client.urlopen", lambda *_, **__: BytesIO(content.encode())
+    )
+    with pytest.raises(ConfigError, match=r"no server answers at|lists no model"):
+        connect("http://a")
 
 
 @pytest.mark.parametrize("compared", [True, False])
