@@ -30,6 +30,8 @@ def test_a_correct_engine_is_certified(llm: LLM, prompts: Named, params: Samplin
     assert max(check.distance for check in certificate.rows("exact")) < 1e-6
     assert {test.part for test in certificate.rows("tests")} == {"sampling", "drafter"}
     assert 0 < certificate.facts["smallest_bias"] < 0.25
+    sampled = [test for test in certificate.rows("tests") if test.part == "sampling"]
+    assert f"no bias in {len(sampled)} tests of samples" in certificate.verdict
 
 
 def test_trees_without_replacement(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:

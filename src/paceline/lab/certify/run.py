@@ -329,7 +329,8 @@ class Certifier:
             parts.append("greedy decoding only, no samples were drawn")
         else:
             detected = f"which detect {smallest_bias(tests):.1%} or more"
-            parts.append(f"no bias in {len(tests)} distribution tests, {detected}")
+            sampled = sum(test.part == "sampling" for test in tests)
+            parts.append(f"no bias in {sampled} tests of samples, {detected}")
         if self.exact:
             distance = max(check.distance for check in self.exact)
             parts.append(f"the rule is exact to {distance:.0e}")
