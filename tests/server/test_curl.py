@@ -70,7 +70,8 @@ def test_small_endpoints(server: Running) -> None:
     [
         ("/v1/completions", "{", 400, "the body is not valid JSON"),
         ("/v1/completions", {}, 400, "prompt: Field required"),
-        ("/v1/completions", "[1]", 400, "Input should be a valid dictionary"),
+        ("/v1/completions", "[1]", 400, "the body: Input should be a valid dictionary"),
+        ("/v1/completions", "", 400, "the body: Field required"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "'user' needs content"),
         ("/v1/completions", {**REQUEST, "prompt": {}}, 400, "prompt: give a text, a list of"),
         ("/v1/completions", {**REQUEST, "beams": 3}, 400, "unknown or unsupported field 'beams'"),

@@ -123,7 +123,9 @@ def validation_error(
         return APIError(message, param=param, code="unknown_field")
     param = ".".join(_field_names(location))
     reason = str(error["msg"]).removeprefix("Value error, ")
-    message = f"{param}: {reason}" if param else reason
+    # A rule about several fields names them itself.
+    named = not param and error["type"] == "value_error"
+    message = reason if named else f"{param or 'the body'}: {reason}"
     return APIError(message, param=param or None, code="invalid_value")
 
 
