@@ -96,14 +96,16 @@ def is_supported(options: Mapping[str, Any]) -> bool:
     method = options.get("quant_method")
     if method in ("gptq", "awq", mxfp4.METHOD):
         return True
-    groups = list((options.get("config_groups") or {}).values())
+    stated = options.get("config_groups") or {}
+    groups = list(stated.values()) if isinstance(stated, Mapping) else [stated]
     if method != METHOD or not all(isinstance(group, Mapping) for group in groups):
         return False  # a list names the layers of a preset scheme of the compressed-tensors library
     if not {options.get("format"), *(group.get("format") for group in groups)} <= _LAYOUTS:
         return False
     weights = [group.get("weights") or {} for group in groups]
     return all(
-        item.get("type", "int") == "int"
+        isinstance(item, Mapping)
+        and item.get("type", "int") == "int"
         and item.get("num_bits") in (4, 8)
         and item.get("strategy") in ("group", "channel", "tensor", "tensor_group")
         and not item.get("actorder")
