@@ -28,7 +28,9 @@ READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "./a\0b", "./" + "x" * 5000])
+@pytest.mark.parametrize(
+    "path", ["~nobody-of-this-name/x", "./a\0b", "./" + "x" * 300, "./" + "x" * 5000]
+)
 @pytest.mark.parametrize("reader", READERS)
 def test_a_path_that_cannot_be_is_refused_in_one_line(reader: str, path: str) -> None:
     with pytest.raises(PacelineError) as caught:

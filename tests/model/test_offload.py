@@ -13,7 +13,7 @@ from paceline import LLM, SamplingParams, build
 from paceline.core.tree import TokenTree
 from paceline.draft import auto
 from paceline.draft.selfspec import SelfDrafter
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, WriteError
 from paceline.kernels.compile import NativeUnavailableError
 from paceline.kernels.library import library
 from paceline.lab.doctor import examine
@@ -145,6 +145,15 @@ def test_a_draft_may_have_a_device_of_its_own(
 
 def drafting() -> dict[str, Any]:
     return {key: value for key, value in OPTIONS.items() if key != "dtype"}
+
+
+def test_a_cache_folder_that_cannot_be_written_to(
+    random_pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(WriteError, match="cannot write offloaded weights"):
+        CausalModel.load(random_pair[0], "float32", "cpu", offload="disk", weights_memory=0)
 
 
 def test_what_a_step_moves_are_the_bytes_of_its_layers(random_pair: tuple[str, str]) -> None:

@@ -74,7 +74,6 @@ MODEL_HELP = (
 # The draft that commands, ``LLM`` and servers use if none is given (draft/auto.py).
 DEFAULT_DRAFT = "auto"
 ASSETS = Path(__file__).resolve().parent.parent / "assets"  # a folder for each built-in name
-_LONGEST_NAME = 4096  # bytes of a path
 
 
 def as_name(model: object) -> str:
@@ -108,8 +107,13 @@ def megabytes(size: float) -> str:
 def resolve(name: str) -> str:
     """The folder of a built-in or pulled model; other names and paths are returned unchanged.
     Raises ModelLoadError for a model that has not been pulled yet, or an unknown name of ours."""
-    if len(name) > _LONGEST_NAME or "\0" in name:
-        raise ModelLoadError(f"{shown(name)} is no name of a model, nor a path")
+    try:
+        os.stat(os.path.expanduser(name))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # ValueError: it has a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise ModelLoadError(f"{shown(name)} is no path that can be read: {reason}") from None
     if not name.startswith(PREFIX) or Path(name).is_dir():
         return name
     entry = PULLABLE.get(name.removeprefix(PREFIX))

@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline.core.memory import free_memory
 from paceline.errors import ConfigError, ModelLoadError
-from paceline.files import cache_folder
+from paceline.files import cache_folder, write_errors
 from paceline.model.loading import (
     Device,
     Dtype,
@@ -63,8 +63,9 @@ def refuse_with_offload(offload: str, quantize: str | None, backend: str) -> Non
 def load_offloaded(name: str, dtype: Dtype, device: Device, plan: OffloadPlan) -> Any:
     """Load a model's module with its layers where ``plan`` puts them. Raises ModelLoadError."""
     # transformers writes weights into this folder if the checkpoint has them in another layout.
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    folder = tempfile.TemporaryDirectory(prefix="offload-", dir=cache_folder())
+    with write_errors("offloaded weights (PACELINE_CACHE names the folder)", cache_folder()):
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="offload-", dir=cache_folder())
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns that layers are offloaded
     module = load_module(
         name, dtype, device, device_map=plan.device_map, offload_folder=folder.name
