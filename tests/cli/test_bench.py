@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+from paceline import LLM
 from paceline.cli.options import ModelOptions
 from paceline.lab.bench.engines import EngineFactory
 from paceline.lab.bench.runner import BenchEngine, BenchRequest, Method, TimedRun
@@ -90,6 +91,32 @@ def test_without_methods_those_at_hand_are_compared(monkeypatch: pytest.MonkeyPa
         result = run(*FEW, *arguments, "--json")
         assert result.exit_code == 0, result.output
         assert [method["name"] for method in json.loads(result.stdout)["methods"]] == expected
+
+
+def test_the_options_of_drafts_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were ignored: the draft was measured unquantised."""
+    used: list[dict[str, Any]] = []
+    with_draft = LLM.with_draft
+
+    def noted(self: LLM, draft: Any = None, **settings: Any) -> LLM:
+        used.append(settings)
+        return with_draft(self, draft, **settings)
+
+    monkeypatch.setattr(LLM, "with_draft", noted)
+    options = [
+        "--draft-quantize",
+        "int4",
+        "--drafting",
+        "throughput",
+        "--strict",
+        "--draft-length",
+        "2",
+    ]
+    result = run(*FEW, "-m", "draft", "--draft", "paceline/tiny-draft", *options, "--json")
+    assert result.exit_code == 0, result.output
+    wanted = {"draft_quantize": "int4", "drafting": "throughput", "strict": True}
+    assert [settings["draft_length"] for settings in used] == [0, 2]
+    assert all(settings.items() >= wanted.items() for settings in used)
 
 
 def test_tuned_settings_give_what_the_options_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:

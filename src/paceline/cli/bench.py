@@ -16,7 +16,7 @@ from paceline.lab.bench import BenchOptions, PromptOptions
 from paceline.lab.budget import Budget
 from paceline.lab.tune import TuneOptions
 from paceline.model.names import DEFAULT_DRAFT, default_drafts
-from paceline.settings import EngineSettings, LoadSettings, changed, setting, under
+from paceline.settings import EngineSettings, LoadSettings, changed, explicit, setting, under
 
 if TYPE_CHECKING:
     from paceline.lab.bench.prompts import BenchPrompt
@@ -81,8 +81,8 @@ def bench(engine: BenchedModel, source: PromptOptions, options: BenchOptions, ru
     fitting, left_out = fit(chosen, llm, sweep.max_tokens)
     prompts = [(prompt.category, ids) for prompt, ids in fitting]
     needed = tokens_needed(llm, (ids for _, ids in prompts), sweep.max_tokens)
-    sizes = {"max_model_len": needed, "kv_cache_memory": engine.kv_cache_memory}
-    factory = EngineFactory(llm, rule=settings["rule"], **sizes)
+    given = explicit(vars(engine) | {"draft_length": None}, "with_draft")
+    factory = EngineFactory(llm, **given | {"max_model_len": needed})
     record: list[JobResult] = []
     runs = sweep.rounds * sweep.wanted(prompts) * len(methods)
     with measuring("measuring", budget, runs) as interrupted:
