@@ -37,6 +37,12 @@ from paceline.errors import ConfigError
             4,
             None,
         ),
+        (
+            {"method": "ngram", "prompt_lookup_max": 100_000, "prompt_lookup_min": 2},
+            "ngram:min=2,max=256,length=4,candidates=1",
+            4,
+            None,
+        ),
         ({"method": "suffix"}, "suffix:max_depth=24,factor=1.0,min_prob=0.1", 4, None),
         ({"method": "mtp"}, "mtp", 4, None),
         ({"method": "deepseek_mtp", "model": "x"}, "mtp:x", 4, None),

@@ -147,6 +147,7 @@ def test_trees_are_continuations_within_the_bound(
         {"min": 0},
         {"min": 3, "max": 2},
         {"length": 0},
+        {"max": 257},
         {"candidates": 0},
         {"source": "answer"},
     ],

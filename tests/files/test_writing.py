@@ -159,9 +159,18 @@ def test_a_place_is_tried_before_the_work(place: Path) -> None:
         check_new(place / "file" / "no" / "x", "the file")
     with pytest.raises(WriteError, match="File name too long"):
         check_new(place / ("x" * 300), "the file")
-    with pytest.raises(WriteError, match="it exists already"):
-        check_new("/", "the model", folder=True)
     assert content_of(place) == {"file": b""}
+
+
+def test_the_current_folder_and_those_around_it_are_never_replaced(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "inner").mkdir()
+    monkeypatch.chdir(place)
+    for path in ("/", ".", "..", place, "inner/.."):
+        with pytest.raises(WriteError, match="it would replace the current folder"):
+            check_new(path, "the model", force=True, folder=True)
+    check_new("inner", "the model", force=True, folder=True)
 
 
 def test_what_exists_is_replaced_only_by_force(place: Path) -> None:

@@ -129,7 +129,8 @@ def _spec(method: str, values: Mapping[str, Any], length: int, where: str) -> st
         ends = "prompt_lookup_min", "prompt_lookup_max"
         given = {key: _whole(values, key, where) for key in ends if values.get(key)}
         usual = next(iter(given.values()), 5)  # 5: vLLM's own default
-        least, most = (given.get(key, usual) for key in ends)
+        # More than ours takes: the longest matches are as good.
+        least, most = (min(given.get(key, usual), 256) for key in ends)
         return f"ngram:min={least},max={most},length={length},candidates=1"
     if method == "suffix":
         kept = values.get("suffix_decoding_max_cached_requests", 10_000)

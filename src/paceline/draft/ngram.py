@@ -29,7 +29,7 @@ class NGram(DraftSpec):
     examples = ("ngram:max=3,length=6,candidates=1", "ngram:candidates=4")
 
     min: int = 1
-    max: int = 4
+    max: int = option(4, most=256)  # each length has an index of its own
     length: int = option(8, least=1)
     candidates: int = option(3, least=1)
     source: str = option("both", choices=("prompt", "output", "both"))

@@ -77,7 +77,7 @@ class Recycling(DraftSpec):
     examples = ("recycling", "recycling:k=4,nodes=20,share=off")
 
     k: int = option(8, least=1)
-    nodes: int = option(12, least=1)
+    nodes: int = option(12, least=1, most=1024)
     share: bool = True
 
     def prepare(self, loading: LoadContext) -> PreparedDraft:

@@ -102,6 +102,10 @@ def check_new(path: str | Path, what: str, force: bool = False, folder: bool = F
         if _is_pipe_or_device(path):
             return
         TemporaryFile(dir=next((p for p in path.absolute().parents if p.exists()), path)).close()
+        if folder and path.resolve() in (here := Path.cwd().resolve(), *here.parents):
+            raise WriteError(
+                f"cannot write {what} {path}: it would replace the current folder; name one inside"
+            )
         if path.exists() and path.is_dir() != folder:
             kind = "file" if folder else "folder"
             raise WriteError(f"cannot write {what} {path}: it is a {kind}; choose another name")
