@@ -106,7 +106,9 @@ class _PromptMaker:
         source, licence = str(record.get("source", "")), str(record.get("license", ""))
         conversation = conversation_from_record(record)
         if conversation is None:
-            return NumberedPrompt(self._text_prefix(record), f"continued from {source}", licence)
+            return NumberedPrompt(
+                self._text_prefix(record), f"continued from {source or 'texts'}", licence
+            )
         if not conversation.answer_positions:
             raise RecordError("it has no message of the user to answer")
         turns = conversation.answer_positions[-1:]

@@ -148,6 +148,8 @@ def test_refusals(llm: LLM, folders: tuple[str, str], prompts: Named) -> None:
         certify(llm, [("a", [])])
     with pytest.raises(PromptError, match=r"prompt b has 150 tokens; give .* at most "):
         certify(llm, [("b", [1] * 150)])
+    with pytest.raises(PromptError, match=r"leave no room for a prompt .*; lower"):
+        certify(llm, prompts, effort=replace(SMALL, max_tokens=llm.max_model_len))
     for wrong in ({"num_prompts": 0}, {"samples": 5}, {"seed": -1}):
         with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} is "):
             Effort(**wrong)

@@ -358,6 +358,11 @@ def _fitting_prompts(llm: LLM, prompts: NamedPrompts, effort: Effort) -> NamedPr
     chosen, room = prompts[: effort.num_prompts], llm.max_model_len - effort.max_tokens
     if not chosen:
         raise PromptError("no prompt was given")
+    if room <= _DRAFT_ROOM:
+        raise PromptError(
+            f"{effort.max_tokens} new tokens leave no room for a prompt in the context of "
+            f"{llm.target.name}, {llm.max_model_len} tokens; lower --max-tokens"
+        )
     for name, prompt in chosen:
         if not 0 < len(prompt) <= room - _DRAFT_ROOM:
             raise PromptError(
