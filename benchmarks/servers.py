@@ -3,10 +3,11 @@
     paceline serve --port 8000 &  llama-server -m model.gguf --port 8080 &
     python benchmarks/servers.py http://127.0.0.1:8000 http://127.0.0.1:8080 --concurrency 1,8
 
-Every server gets the shipped prompts as chats over the same client, greedily. The servers take
-turns in rotated order, so start them with the same number of threads: a server that waits uses
-none. A figure is the median over the rounds. ``first token`` lasts from sending a request to its
-first text. ``same`` counts the answers whose text equals those of the first server.
+Every server gets the shipped prompts as chats over the same client, greedily, and in every round
+other ones, since a server may remember its answers (Paceline does); there are 64 of them. The
+servers take turns in rotated order, so start them with the same number of threads: a server that
+waits uses none. A figure is the median over the rounds. ``first token`` lasts from sending a
+request to its first text. ``same`` counts the answers whose text equals those of the first server.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import argparse
 import asyncio
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 from openai import AsyncOpenAI, OpenAIError
 
 from measuring import alternate, finish, numbers
-from paceline.lab.bench.prompts import load_prompts
+from paceline.lab.bench.prompts import interleave, load_prompts
 
 
 async def ask(client: AsyncOpenAI, model: str, prompt: str, tokens: int) -> tuple[str, int, float]:
@@ -72,18 +75,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="write the record there, too")
     options = parser.parse_args()
-    prompts = [prompt.text for prompt in load_prompts(None, [], 1)][: options.num_prompts]
+    prompts = [prompt.text for prompt in interleave(load_prompts(), lambda p: p.category)]
     last: dict[tuple[str, int], dict[str, Any]] = {}
+    counts, rounds = options.concurrency, Counter[tuple[str, int]]()
 
     def run(url: str, concurrency: int) -> float:
+        turn = rounds[url, concurrency] * len(counts) + counts.index(concurrency)
+        rounds[url, concurrency] += 1
+        start = turn * options.num_prompts
+        asked = list(islice(cycle(prompts), start, start + options.num_prompts))
         try:
-            figures = asyncio.run(measure(url, prompts, options.max_tokens, concurrency))
+            figures = asyncio.run(measure(url, asked, options.max_tokens, concurrency))
         except OpenAIError as error:
             raise SystemExit(f"error: {url}: {error}; start the server first") from None
         last[url, concurrency] = figures
         return float(figures["tokens_per_second"])
 
-    pairs = [(url, count) for count in options.concurrency for url in options.urls]
+    pairs = [(url, count) for count in counts for url in options.urls]
     runs: dict[tuple[str, int], Callable[[], float]] = {pair: partial(run, *pair) for pair in pairs}
     records = []
     for (url, count), speeds in alternate(runs, options.rounds).items():
@@ -94,7 +102,7 @@ def main() -> None:
         print(
             f"{url:32} {count:3} at once {statistics.median(speeds):8.1f} tokens/s "
             f"({min(speeds):.1f} to {max(speeds):.1f})  first token {1000 * ours['first']:.0f} ms  "
-            f"same {same} of {len(prompts)}"
+            f"same {same} of {len(expected)}"
         )
     finish({"servers": records}, options.json)
 

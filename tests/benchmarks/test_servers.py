@@ -29,6 +29,21 @@ def test_servers_take_turns_and_their_texts_are_compared(start: Callable[..., An
     assert all(cell["same"] == 2 and cell["tokens_per_second"] > 0 for cell in record["servers"])
 
 
+def test_every_round_has_other_prompts_and_every_server_the_same(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, set[tuple[str, ...]]] = {}
+
+    async def measure(url: str, prompts: list[str], *_: int) -> dict[str, Any]:
+        asked.setdefault(url, set()).add(tuple(prompts))
+        return {"texts": prompts, "tokens_per_second": 1.0, "first": 1.0}
+
+    monkeypatch.setattr(servers, "measure", measure)
+    _, _, record = start(servers, "a", "b", "--concurrency", "1,8", "--rounds", "3")
+    assert asked["a"] == asked["b"] and len({p for turn in asked["a"] for p in turn}) == 64
+    assert all(cell["same"] == 8 for cell in record["servers"])
+
+
 def test_a_server_that_does_not_run_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["servers.py", "http://127.0.0.1:9"])
     with pytest.raises(SystemExit, match=r"error: http://127.0.0.1:9: .*start the server first"):
