@@ -48,6 +48,7 @@ def test_the_embedded_pair(tmp_path: Path) -> None:
         assert len(row["drafts"]["acceptance"]) == len(row["drafts"]["reached"])
     assert record["bugs"] == []
     assert record["machine"]["threads"] and record["settings"]["concurrency"] == [1, 2]
+    assert {"dtype", "quantize", "draft_quantize"} <= record["settings"].keys()
     text = report.read_text(encoding="utf-8")
     for title in ("Methods", "Acceptance by position", "Latency"):
         assert f"<h2>{title}</h2>" in text

@@ -11,6 +11,7 @@ import pytest
 import typer.main
 
 from paceline.cli.main import app
+from paceline.lab.profiling import steady
 from support.command_lines import assert_one_line, paceline, refusals
 from support.tiny_models import TinyPair
 
@@ -84,3 +85,19 @@ def test_interrupted(arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_
     assert "interrupted" in result.stderr
     record = json.loads(result.stdout)
     assert len(record["runs"]) == 2 and record["trace"] is None
+
+
+def test_interrupted_in_a_round(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the second round: the figures are those of the first."""
+    run, calls = steady.run, list[int]()
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 4:  # two warm-ups, two runs of the first round
+            raise KeyboardInterrupt
+        return run(*args)
+
+    monkeypatch.setattr(steady, "run", interrupted)
+    result = paceline(*arguments, "--rounds", "2", "--json")
+    assert result.exit_code == 130 and "interrupted" in result.stderr
+    assert len(json.loads(result.stdout)["runs"]) == 2

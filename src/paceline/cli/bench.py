@@ -125,6 +125,7 @@ def _checked(
     prompts = source.load(_PER_CATEGORY)
     settings = {
         "model": engine.model,
+        **{name: getattr(engine, name) for name in ("dtype", "quantize", "draft_quantize")},
         "source": source.prompts or "the shipped set",
         "categories": list(dict.fromkeys(prompt.category for prompt in prompts)),
         "prompts": len(prompts),

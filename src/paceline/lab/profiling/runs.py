@@ -118,12 +118,15 @@ def profile_all(
     target = plain.target
     result.machine = limits.measure_machine(target.device, target.dtype, int(read))
     timed: list[list[steady.Stretch]] = [[] for _ in engines]
-    for number in range(rounds):
+    try:
+        for number in range(rounds):
+            for (name, llm), stretches in zip(engines, timed, strict=True):
+                advance(f"{name}: round {number + 1}")
+                stretches.append(steady.run(llm, prompts, steps))
+    finally:  # after an interrupt, of the rounds until then
         for (name, llm), stretches in zip(engines, timed, strict=True):
-            advance(f"{name}: round {number + 1}")
-            stretches.append(steady.run(llm, prompts, steps))
-    for (name, llm), stretches in zip(engines, timed, strict=True):
-        result.runs.append(_assemble(name, llm, stretches, result.machine))
+            if stretches:
+                result.runs.append(_assemble(name, llm, stretches, result.machine))
     if trace_file is not None:
         name, llm = engines[-1]
         advance(f"{name}: tracing")
