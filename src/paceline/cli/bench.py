@@ -178,11 +178,14 @@ def tune(target: TargetOptions, prompts: PromptOptions, options: TuneOptions, ru
 
     options = replace(options, source=prompts.prompts or options.source)
     candidates = at_hand(target.model, target.draft, target.draft_only)
-    llm = load_llm(target, target.model, "none", max_batch_size=1)
+    # This LLM only shares its weights.
+    alone = replace(target, kv_cache_memory=None)
+    llm = load_llm(alone, target.model, "none", max_batch_size=1)
     outcome = TuningOutcome(options, target.model)
     tasks = num_tasks(candidates, options)
     with measuring("tuning", budget, tasks) as interrupted:
-        search(llm, candidates, chosen_prompts, outcome, interrupted.advance, budget)
+        shared = outcome, interrupted.advance, budget, target.kv_cache_memory
+        search(llm, candidates, chosen_prompts, *shared)
     confirmed = outcome.chosen is not None
     record = {**tuning_record(outcome), "config": run.out if confirmed else None}
     run.emit(record, report_of(outcome))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,24 @@ def test_the_default_draft_is_confirmed_if_it_loads(llm: LLM, folders: tuple[str
         assert (confirmed[1:2] == ["usual"]) == there
         assert ("usual" in dict(outcome.left_out)) != there
         assert outcome.completed is not None and outcome.completed.wanted["drafters"] == 1
+
+
+def test_engines_have_the_memory_given_and_none_is_loaded_when_the_time_is_over(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, with_draft = list[tuple[Any, Any]](), LLM.with_draft
+
+    def recorded(self: LLM, draft: Any = None, **options: Any) -> LLM:
+        loaded.append((str(draft), options["kv_cache_memory"]))
+        return with_draft(self, draft, **options)
+
+    monkeypatch.setattr(LLM, "with_draft", recorded)
+    default = DrafterCandidate("usual", "suffix", "suffix", default=True)
+    outcome, budget = TuningOutcome(OPTIONS, "m"), Budget(0.0, Clock())
+    tune(llm, [default], prompts(), outcome, lambda what: None, budget, 4 << 20)
+    assert [draft for draft, _ in loaded].count("suffix") == 1  # to see that it loads
+    assert {memory for _, memory in loaded} == {4 << 20}
+    assert outcome.chosen is None and report_of(outcome).sections
 
 
 def test_two_rounds_confirm(llm: LLM, folders: tuple[str, str]) -> None:

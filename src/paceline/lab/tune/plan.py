@@ -82,16 +82,19 @@ def tune(
     outcome: TuningOutcome,
     advance: Callable[[str], None],
     budget: Budget | None = None,
+    kv_cache_memory: int | None = None,
 ) -> None:
     """Measure, and fill ``outcome``. ``llm`` must be idle; engines that share its target use the
-    costs measured here. ``advance(description)`` is called before each task. Raises DataError if no
-    prompt leaves room for answers, and what loading a requested candidate raises."""
+    costs measured here. ``advance(description)`` is called before each task. ``kv_cache_memory``:
+    of each measured engine, in bytes. Raises DataError if no prompt leaves room for answers, and
+    what loading a requested candidate raises."""
     # One of each category in turn, so that any part of them has all.
     ordered = interleave(prompts, lambda prompt: prompt.category)
     fitting, left_out = fit(ordered, llm, outcome.options.max_tokens)
     outcome.prompt_count = len(fitting)
     outcome.left_out += [(name, "too long for the model") for name in left_out]
-    run = _Tuning(llm, outcome, advance, budget or Budget(), [tokens for _, tokens in fitting])
+    texts = [tokens for _, tokens in fitting]
+    run = _Tuning(llm, outcome, advance, budget or Budget(), texts, kv_cache_memory)
     advance("loading drafters")
     default = next((candidate for candidate in candidates if candidate.default), None)
     tried = interleave([c for c in candidates if not c.default], lambda c: c.family)
@@ -141,13 +144,15 @@ class _Tuning:
     advance: Callable[[str], None]
     budget: Budget
     prompts: list[list[int]]
+    kv_cache_memory: int | None
     request_seconds: float = 0.0  # wall time per plain request
 
     def __post_init__(self) -> None:
         options = self.outcome.options
         self.params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
         needed = tokens_needed(self.llm, self.prompts, options.max_tokens)
-        self.factory = EngineFactory(self.llm, max_model_len=needed)
+        sizes = {"max_model_len": needed, "kv_cache_memory": self.kv_cache_memory}
+        self.factory = EngineFactory(self.llm, **sizes)
         # From the end, so that the first rounds of the confirmation have other prompts.
         jobs = self.prompts[::-1], ROUND_SIZES[0], 1, options.concurrency, self.params
         self.jobs, _ = rounds_of(*jobs)
@@ -231,6 +236,8 @@ class _Tuning:
         outcome.finalists = choose(outcome.trials, default)
         count, seconds = len(outcome.finalists), _OVERHEAD * self.request_seconds
         outcome.size = round_size(count, seconds, options, self.budget)
+        if self.budget.left <= 0:
+            return
         size = outcome.size, options.concurrency
         jobs, repeats = rounds_of(self.prompts, options.rounds, *size, self.params)
         engines = [self.plain, *map(self.open, outcome.finalists[1:])]
