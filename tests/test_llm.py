@@ -393,6 +393,8 @@ def test_a_prompt_longer_than_the_cache_is_refused(random_pair: tuple[str, str])
     assert "raise kv_cache_memory" in str(no.value) and "\n" not in str(no.value)
     with pytest.raises(PromptError, match=r"^prompts\[1\]: the prompt has 64 tokens"):
         small.generate([[7], [7] * 64])
+    with pytest.raises(PromptError, match="or raise max_model_len, if set"):
+        small.with_draft(max_model_len=32).generate([[7] * 32])
     assert not small.engine.has_work
     assert len(small.generate([[7] * 63], FREE)[0].token_ids) == 1
 

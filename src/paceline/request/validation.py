@@ -75,10 +75,11 @@ class ContextBudget:
         """The error message for a prompt of ``count`` tokens if it leaves no room to answer."""
         if count < self.limit:
             return None
+        setting = "kv_cache_memory" if self.cached < self.positions else "max_model_len, if set"
         return (
             f"the prompt has {count} tokens, but with the answer {self.model} sees "
             f"{self.positions} and the cache holds {self.cached}; shorten the prompt or raise "
-            "kv_cache_memory"
+            f"{setting}"
         )
 
 
