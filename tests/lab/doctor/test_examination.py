@@ -211,6 +211,8 @@ def test_memory_of_a_model_quantised_when_loaded(precision: str, backend: str) -
     foreseen = weight_bytes(described, setting)
     assert foreseen == pytest.approx(exact, rel=0.02)  # a scale a row of eight bits is left out
     assert only(plain, "memory-fits").text != only(rounded, "memory-fits").text
+    assert only(plain, "memory-fits").text.endswith("of 1,024 need")
+    assert only(examine(TARGET, max_model_len=64), "memory-fits").text.endswith("of 64 need")
 
 
 def test_a_draft_in_fewer_bits_takes_memory() -> None:

@@ -69,7 +69,8 @@ def examine(
     draft_findings, needs = check_drafts(specs, model, draft_setting, needs)
     findings += [*draft_findings, machine.check_dtype(setting)]
     quantised = any(item.code.startswith("quantised") for item in findings)
-    memory = machine.check_memory(setting, needs, model.max_positions)
+    context = min(model.max_positions, options.max_model_len or model.max_positions)
+    memory = machine.check_memory(setting, needs, context)
     return by_severity([*findings, machine.check_kernels(setting, quantised), memory])
 
 
