@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from paceline import LLM, ConfigError, DataError, ModelLoadError, SamplingParams
+from paceline.model.names import model_path
 from paceline.train.acceptance import total
 from paceline.train.eagle import EagleTrainConfig, EagleTrainer
 from paceline.train.reading import TargetOutputs
@@ -285,6 +288,21 @@ def test_cached_features_are_those_of_the_target(config: EagleTrainConfig, tmp_p
     whole.run()
     longer = EagleTrainer(replace(own, steps=6), tmp_path, device="cpu")
     longer.run()
+
+
+def test_features_of_a_target_that_has_changed_are_made_again(
+    config: EagleTrainConfig, tmp_path: Path
+) -> None:
+    folder, origins = tmp_path / "target", set[str]()
+    shutil.copytree(model_path(config.model), folder)
+    own = replace(config, model=str(folder), cache_features=True)
+    for changed in (False, False, True):
+        if changed:
+            os.utime(folder / "model.safetensors")
+        cache = EagleTrainer(own, tmp_path / "out", device="cpu")._cache
+        assert cache is not None
+        origins.add(cache.origin)
+    assert len(origins) == 2
 
 
 def test_logits_that_cached_features_do_not_determine(

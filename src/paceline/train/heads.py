@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from paceline.errors import ConfigError
 from paceline.model.loading import load_tokenizer
+from paceline.model.names import model_path, stamps_of
 from paceline.train import acceptance
 from paceline.train.acceptance import AcceptanceCounts, HeldOutText
 from paceline.train.configs import HeadConfig, LayersConfig
@@ -65,7 +66,7 @@ class HeadTrainer(Trainer):
         self._cache: FeatureCache | None = None
         if config.cache_features:
             location = self.out / "features", self.run_target, self.device
-            origin = f"{config.model} {self.feature_layers}"
+            origin = f"{stamps_of(model_path(config.model))} {self.feature_layers}"
             self._cache = FeatureCache(*location, self.shape.hidden_size, origin, self.dtype)
 
     @property
