@@ -108,6 +108,7 @@ class Auto(DraftSpec):
     kind = "auto"
     page = "README.md"
     default_draft_length = Hybrid.default_draft_length
+    learns_across_requests = True  # suffix is always among them
     examples = ("auto",)
 
     def prepare(self, loading: LoadContext) -> PreparedDraft:

@@ -69,6 +69,6 @@ def test_lengths_apply_to_methods_without_one() -> None:
 
 
 def test_methods_that_learn_from_requests() -> None:
-    remembering = {"suffix", "recycling", "hybrid:ngram+suffix"}
+    remembering = {"suffix", "recycling", "hybrid:ngram+suffix", "auto"}
     for text in (*remembering, "ngram", "draft", "hybrid:ngram+lookahead", "plain"):
         assert parse_method(text, DRAFT).learns_across_requests == (text in remembering), text
