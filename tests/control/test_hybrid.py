@@ -229,7 +229,7 @@ def test_nothing_is_learnt_from_what_a_grammar_forces() -> None:
     before = cost.acceptance.of_all("half", (1, False)).rates()
     for seq_id in range(1, 20):
         seqs = [SequenceState(seq_id, [1, 2], 2, SamplingParams(max_tokens=90), cached=1)]
-        offers = follower.lookup(seqs, lambda seq: ["half"], 0, False)
+        offers = follower.lookup(seqs, lambda seq: ["half"], False)
         assert offers is not None and offers[seq_id]["half"].forced_levels == 2
         seqs[0].tokens += [5, 6, 7]
         follower.forget(seq_id)

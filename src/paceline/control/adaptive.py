@@ -79,7 +79,7 @@ class AdaptiveController(Controller):
         self._step += 1
         ids = [seq.seq_id for seq in seqs]
         start = perf_counter()
-        offers = self._lookups.lookup(seqs, self._members, self._step, ids == self._ids)
+        offers = self._lookups.lookup(seqs, self._members, ids == self._ids)
         looked_up = perf_counter()
         age = self._step - self._decided
         pairs = zip(seqs, self._decisions, strict=False)
@@ -238,6 +238,12 @@ class AdaptiveController(Controller):
                 self._turns.pop(name, None)
             due = [n for n in candidates if self._step >= self._turns.get(n, (0, 0))[0]]
             candidates = [name for name in due if name not in names]
+            if not models:  # beside a lookup whose match is long, even perfect drafts would lose
+                most: dict[Hashable, float] = {}  # goodput if all tokens were accepted
+                for draft in options[0]:
+                    goodput = (1 + draft.length) / draft.seconds
+                    most[draft.name] = max(goodput, most.get(draft.name, 0.0))
+                candidates = [n for n in candidates if most.get(n, inf) > best[0].goodput]
         elif names:
             candidates = untried
         for name in candidates if can_explore else ():

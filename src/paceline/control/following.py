@@ -15,7 +15,7 @@ Offers = Mapping[Hashable, LookupDraft]  # by lookup
 Members = Callable[[SequenceState], Collection[Hashable]]
 _MAX_PENDING = 16  # pending tokens; a sequence with more is reading its prompt
 _MAX_LEVELS = 24  # levels that a lookup is asked for
-# Lookups that do not pay are asked in one of 4 to 32 steps, so that they take this share of time.
+# Lookups that do not pay are asked every 4 to 32 tokens, so that they take this share of time.
 _MIN_INTERVAL, _MAX_INTERVAL, _SHARE = 4, 32, 0.005
 _MAX_BALANCE = 1.0  # plain steps
 
@@ -57,7 +57,10 @@ class LookupFollower:
         self.drafters, self._cost = dict(drafters), cost
         # What lookups' drafts have won less what lookups have cost, in plain steps.
         self._balance = _MAX_BALANCE
-        self._interval = _MIN_INTERVAL  # steps between lookups while the balance is negative
+        # Tokens of a sequence between lookups while the balance is negative. Tokens, because a step
+        # of another drafter may write ten of them.
+        self._interval = _MIN_INTERVAL
+        self._length = 0  # of all texts at the last lookup, in tokens
         self._followed: dict[int, dict[Hashable, _FollowedOffer]] = {}
 
     def record_cost(self, seconds: float, batch: int) -> None:
@@ -80,7 +83,7 @@ class LookupFollower:
         self._balance = min(max(self._balance + plain_steps, -_MAX_BALANCE), _MAX_BALANCE)
 
     def lookup(
-        self, seqs: Sequence[SequenceState], members: Members, step: int, same_batch: bool
+        self, seqs: Sequence[SequenceState], members: Members, same_batch: bool
     ) -> dict[int, dict[Hashable, LookupDraft]] | None:
         """Offers that might pay, by sequence and lookup; None if the lookups were not asked, as
         their drafts have won less than lookups took. ``members``: the drafters allowed for a
@@ -88,9 +91,12 @@ class LookupFollower:
         compared with the text first."""
         if not self.drafters:
             return None
-        skip = same_batch and self._balance < 0 and step % self._interval
-        if skip and all(seq.constraint is None for seq in seqs):  # forced tokens always pay
-            return None
+        if same_batch and self._balance < 0:
+            new = sum(len(seq.tokens) for seq in seqs) - self._length
+            # Forced tokens always pay.
+            if new < self._interval * len(seqs) and all(seq.constraint is None for seq in seqs):
+                return None
+        self._length = sum(len(seq.tokens) for seq in seqs)
         offers: dict[int, dict[Hashable, LookupDraft]] = {}
         slices_of: dict[Hashable, list[Slice]] = {name: [] for name in self.drafters}
         for seq in seqs:
@@ -104,9 +110,9 @@ class LookupFollower:
         for name, slices in slices_of.items():
             for seq, offer in zip(seqs, self.drafters[name].lookup(slices), strict=True):
                 if offer is not None and offer.levels:  # wrong parents raise before it is followed
-                    new = _FollowedOffer(offer, seq)
-                    self._followed.setdefault(seq.seq_id, {}).setdefault(name, new)
-                    if offer.forced_levels or self._cost.may_pay(name, len(seqs), new.kind):
+                    followed = _FollowedOffer(offer, seq)
+                    self._followed.setdefault(seq.seq_id, {}).setdefault(name, followed)
+                    if offer.forced_levels or self._cost.may_pay(name, len(seqs), followed.kind):
                         offers.setdefault(seq.seq_id, {})[name] = offer
         return offers
 
