@@ -185,6 +185,21 @@ def test_a_response(thinking: Running) -> None:
     answer(thinking, RESPONSES, input="Again", previous_response_id=whole["id"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_is_cut_after_its_thought(thinking: Running, stream: bool) -> None:
+    """The thought is complete; the text has the log-probabilities of its own tokens."""
+    tokens = answer(thinking, RESPONSES)["usage"]["output_tokens"]
+    fields = {"max_output_tokens": tokens - 1, "include": ["message.output_text.logprobs"]}
+    if stream:
+        response = events(thinking, RESPONSES, **fields)[-1]["response"]
+    else:
+        response = answer(thinking, RESPONSES, **fields)
+    thought, message = response["output"]
+    assert [thought["status"], message["status"]] == ["completed", "incomplete"]
+    (part,) = message["content"]
+    assert part["text"] and "".join(p["token"] for p in part["logprobs"]) == part["text"]
+
+
 def test_a_message(thinking: Running) -> None:
     blocks = answer(thinking, MESSAGES, thinking={"type": "adaptive"})["content"]
     assert blocks[0] == {"type": "thinking", "thinking": THOUGHT, "signature": ""}

@@ -105,12 +105,23 @@ def test_references_inside_parameters_still_lead_somewhere(target: LLM) -> None:
     assert 0 <= call["arguments"]["who"]["age"] <= 99
 
 
-def test_a_function_without_parameters_is_called_without_arguments(target: LLM) -> None:
-    now = {"type": "function", "function": {"name": "now"}}
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ({}, {}),
+        ({"parameters": {}}, {}),
+        # The schema does not say that it is an object.
+        ({"parameters": {"properties": {"a": {"const": 1}}, "required": ["a"]}}, {"a": 1}),
+    ],
+)
+def test_arguments_are_an_object(
+    target: LLM, parameters: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    now = {"type": "function", "function": {"name": "now", **parameters}}
     body = chat_request(tools=[now], tool_choice="required")
     params = SamplingParams(grammar=forced_grammar(body), max_tokens=60)
     text = target.generate("Call a function: ", params)[0].text
-    assert json.loads(text) == {"name": "now", "arguments": {}}
+    assert json.loads(text) == {"name": "now", "arguments": arguments}
 
 
 def test_no_grammar_unless_forced() -> None:

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from pydantic import BeforeValidator, ValidationError
@@ -72,8 +73,11 @@ class BlocksAnswer(Answer):
                 last = self._open
                 if last is None or last.call_id or last.is_thought != is_thought:
                     yield from self._next_block(AnswerBlock(len(self._blocks), is_thought))
+                    if not is_thought:
+                        self._drop_thought(text)
                 yield self._extend(text)
-            self._logprobs = []
+            if not is_thought:
+                self._logprobs = []
             for part in delta.get("tool_calls", ()):
                 function = part["function"]
                 if "id" in part:
@@ -82,21 +86,37 @@ class BlocksAnswer(Answer):
                 if function["arguments"]:
                     yield self._extend(function["arguments"])
         if self._completion is not None:
-            if self._logprobs and self._open is not None and not self._open.call_id:
+            last = self._open
+            if self._logprobs and last is not None and not last.call_id and not last.is_thought:
                 yield self._extend("")
             yield from self._next_block(None)
+
+    def _drop_thought(self, text: str) -> None:
+        """Drop the log-probabilities of the thought before a block that begins with ``text``."""
+        if self._chat.marks is None:
+            return
+        mark = self._chat.marks.end.encode()
+        spelled = b"".join(bytes(record["bytes"]) for record in self._logprobs)
+        thought = spelled.find(mark)
+        start = spelled.find(text.encode(), thought + len(mark))
+        if min(thought, start) >= 0:
+            ends = accumulate(len(record["bytes"]) for record in self._logprobs)
+            pairs = zip(self._logprobs, ends, strict=True)
+            self._logprobs = [record for record, end in pairs if end > start]
 
     def _extend(self, piece: str) -> Chunk:
         """Add to the open block a piece of its text, with the log-probabilities of its tokens."""
         block = self._blocks[-1]
         block.text += piece
-        block.logprobs = [*block.logprobs, *self._logprobs]
-        return self._delta_event(block, piece, self._logprobs)
+        logprobs = [] if block.is_thought else self._logprobs
+        block.logprobs = [*block.logprobs, *logprobs]
+        return self._delta_event(block, piece, logprobs)
 
     def _next_block(self, block: AnswerBlock | None) -> Iterator[Chunk]:
         """End the open block and start the next one; None ends the answer."""
         if self._open is not None:
-            self._open.status = "incomplete" if self._reason == "length" else "completed"
+            cut = block is None and self._reason == "length"
+            self._open.status = "incomplete" if cut else "completed"
             yield from self._end_events(self._open)
         if not self._blocks:
             yield from self._first_events()

@@ -179,9 +179,12 @@ def forced_grammar(request: ChatRequest) -> Grammar | None:
     if request.tool_choice in (None, "none", "auto"):
         return None
     functions = request.callable_tools.items()
-    schema: dict[str, Any] = {
-        "$defs": {name: _rebased(f.parameters, f"#/$defs/{name}") for name, f in functions}
+    definitions: dict[str, Any] = {
+        # Arguments are an object, whether or not the schema says so. Without a schema it is empty.
+        name: {"type": "object", **_rebased(f.parameters or {"properties": {}}, f"#/$defs/{name}")}
+        for name, f in functions
     }
+    schema: dict[str, Any] = {"$defs": definitions}
     calls = [
         {
             "type": "object",
