@@ -265,7 +265,8 @@ def test_odd_values_that_have_a_meaning(server: Running) -> None:
 def test_a_forced_call_that_is_cut_has_its_arguments_so_far(
     server: Running, tokens: int, calls: int
 ) -> None:
-    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+    function = {"name": "get_weather", "parameters": {"type": "object"}}
+    tool = {"type": "function", "function": function}
     fields = {"tools": [tool], "tool_choice": "required", "max_tokens": tokens}
     choice = chat(server, **fields).json["choices"][0]
     assert choice["finish_reason"] == "length" and not choice["message"]["content"]
@@ -403,6 +404,22 @@ def test_echo_scores_the_prompt(server: Running, target: Any, given: str) -> Non
     assert chunk["choices"][0]["logprobs"]["token_logprobs"][1:-1] == pytest.approx(
         scores, abs=1e-3
     )
+
+
+@pytest.mark.parametrize("given", ["text", "ids"])
+@pytest.mark.parametrize("skipped", [False, True])
+def test_offsets_count_special_tokens_that_are_shown(
+    server: Running, target: Any, given: str, skipped: bool
+) -> None:
+    text = "<|user|>Hi<|end|>there"
+    prompt = text if given == "text" else target.tokenizer.encode(text)
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 3, "skip_special_tokens": skipped}
+    choice = complete(server, prompt=prompt, **fields).json["choices"][0]
+    assert ("<|user|>" in choice["text"]) == (given == "text" or not skipped)
+    columns = choice["logprobs"]
+    for token, offset in zip(columns["tokens"][1:], columns["text_offset"][1:], strict=True):
+        hidden = token.startswith("<|") and given == "ids" and skipped
+        assert hidden or choice["text"][offset:].startswith(token)
 
 
 def test_receipts(server: Running, target: Any) -> None:

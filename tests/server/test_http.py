@@ -61,12 +61,14 @@ def test_pages_may_send_what_sdks_send(small: Running) -> None:
     wanted = "authorization,content-type,x-stainless-lang,x-stainless-os,x-title,http-referer"
     preflight = {
         "Origin": "https://chat.example",
-        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Method": "GET",
         "Access-Control-Request-Headers": wanted,
     }
-    allowed = ask(small.url, "/v1/chat/completions", None, preflight, "OPTIONS")
-    assert allowed.status == 200
-    assert allowed.headers["access-control-allow-headers"] == wanted
+    for path, method in (("/v1/chat/completions", "POST"), ("/v1/responses/x", "DELETE")):
+        asked = {**preflight, "Access-Control-Request-Method": method}
+        allowed = ask(small.url, path, None, asked, "OPTIONS")
+        assert allowed.status == 200
+        assert allowed.headers["access-control-allow-headers"] == wanted
     other = ask(
         small.url, "/v1/models", None, {**preflight, "Origin": "https://x.example"}, "OPTIONS"
     )

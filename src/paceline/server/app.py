@@ -66,7 +66,7 @@ def create_app(service: Service, keys: Keys | None = None, local: bool = False) 
         app.add_middleware(
             CORSMiddleware,
             allow_origins=service.config.cors_origin,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # clients send many custom headers
             expose_headers=["x-request-id", "retry-after"],
         )

@@ -105,16 +105,21 @@ class TokenOrigins:
 class LogprobColumns:
     """The field ``logprobs`` of the completions API, which has columns, of one growing text."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer, self._detokeniser = tokenizer, Detokeniser(tokenizer, prompt)
-        self._text_length = 0  # characters that the detokeniser has returned
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool = True, start: int = 0
+    ) -> None:
+        """The text follows ``prompt`` and begins at offset ``start``; below 0: its first characters
+        are not shown."""
+        self._tokenizer = tokenizer
+        self._detokeniser = Detokeniser(tokenizer, prompt, skip_special)
+        self._text_length = start  # and the characters that the detokeniser has returned
 
     def columns(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The columns of the next tokens. ``text_offset`` counts the characters before a token,
         including those that the detokeniser still holds back."""
         offsets = []
         for entry in entries:
-            offsets.append(self._text_length + len(self._detokeniser.guess()))
+            offsets.append(max(0, self._text_length + len(self._detokeniser.guess())))
             self._text_length += len(self._detokeniser.feed(entry.token_id))
         return {
             "tokens": [self._name(entry.token_id) for entry in entries],

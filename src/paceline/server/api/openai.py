@@ -189,10 +189,22 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         self, service: Service, body: CompletionRequest, ticket: Ticket, prompts: list[list[int]]
     ) -> None:
         super().__init__(service, body, ticket, prompts, "text_completion", "cmpl")
+        self._echoed = list(map(self._text_of_prompt, body.prompt)) if body.echo else []
         self._columns = [
-            LogprobColumns(self._tokenizer, () if body.echo else prompt)
-            for prompt in (() if body.logprobs is None else self._prompts)
+            LogprobColumns(
+                self._tokenizer,
+                prompt,
+                body.skip_special_tokens,
+                start=len(self._echoed[index // self._n]) if body.echo else 0,
+            )
+            for index, prompt in enumerate(() if body.logprobs is None else self._prompts)
         ]
+
+    def _text_of_prompt(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        skip = self._body.skip_special_tokens
+        return str(self._tokenizer.decode(prompt, skip_special_tokens=skip))
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
         choice = self._choice(self._register(event), event)
@@ -208,10 +220,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         if first and self._body.return_token_ids:
             optional["prompt_token_ids"] = self._prompts[index]
         if echoed := first and self._body.echo:
-            prompt, skip = self._body.prompt[index // self._n], self._body.skip_special_tokens
-            if not isinstance(prompt, str):
-                prompt = str(self._tokenizer.decode(prompt, skip_special_tokens=skip))
-            text = prompt + text
+            text = self._echoed[index // self._n] + text
         return {
             "index": index,
             "text": text,
@@ -228,13 +237,23 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         entries = (
             (event.logprobs or []) if self._body.echo else visible_logprobs(self._tokenizer, event)
         )
-        if echoed:
-            first = TokenLogprob(self._prompts[index][0], 0.0)
-            entries = [first, *(event.prompt_logprobs or ()), *entries]
         columns = self._columns[index].columns(entries)
-        if echoed:  # the first token of a prompt has no log-probability
-            columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
-        return columns
+        if not echoed:
+            return columns
+        first = TokenLogprob(self._prompts[index][0], 0.0)
+        prompt = self._prompt_columns(index, [first, *(event.prompt_logprobs or ())])
+        # The first token of a prompt has no log-probability.
+        prompt["token_logprobs"][0] = prompt["top_logprobs"][0] = None
+        return {name: prompt[name] + column for name, column in columns.items()}
+
+    def _prompt_columns(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The columns of an echoed prompt. Its special tokens are part of it if it was given as
+        text, but not the one that the tokenizer puts in front."""
+        number = index // self._n
+        skip = self._body.skip_special_tokens and not isinstance(self._body.prompt[number], str)
+        decoded = self._tokenizer.decode(self._prompts[index], skip_special_tokens=skip)
+        start = min(0, len(self._echoed[number]) - len(decoded))
+        return LogprobColumns(self._tokenizer, (), skip, start).columns(entries)
 
 
 class ChatAnswer(OpenAIAnswer[ChatRequest]):
