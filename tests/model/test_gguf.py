@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,8 @@ def refused(path: Path | str) -> str:
     return line
 
 
-def other_architecture(writer: Any) -> None:
-    writer.kv_data[0]["general.architecture"].value = "grok"
+def other_architecture(writer: Any, name: str = "grok") -> None:
+    writer.kv_data[0]["general.architecture"].value = name
 
 
 def one_part(writer: Any) -> None:
@@ -148,6 +149,8 @@ def test_an_architecture_that_is_not_read(tmp_path: Path) -> None:
     write_gguf(path, change=other_architecture)
     line = refused(path)
     assert "architecture grok" in line and "llama" in line and "qwen3" in line
+    write_gguf(path, change=partial(other_architecture, name="qwen3moe"))  # transformers reads it
+    assert "architecture qwen3moe, which is not read here" in refused(path)
 
 
 def test_state_space_models(tmp_path: Path) -> None:

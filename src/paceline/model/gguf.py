@@ -192,11 +192,11 @@ def _check(file: GgufFile) -> None:
             f"GGUF file {file.path} holds no model (type {kind}, tensors: "
             f"{len(file.tensor_names)}); give the model's own file"
         )
-    known = architectures()
+    known = sorted(architectures())
     if name not in known:
         raise UnsupportedModelError(
-            f"{file.path} holds a model of the architecture {name}, which transformers does not "
-            f"read from GGUF; it reads {', '.join(sorted(known))}"
+            f"{file.path} holds a model of the architecture {name}, which is not read here from "
+            f"GGUF; take the model's own folder (safetensors), or one of {', '.join(known)}"
         )
     parts = file.fields.get("split.count") or 1
     if int(parts) > 1:

@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe": ("Glm4MoeConfig", EXPERTS | {"head_dim": 8, "use_qk_norm": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "one layer": ("Qwen3Config", {"head_dim": 8, "num_hidden_layers": 1}),
     "llama": ("LlamaConfig", {}),
     "qwen3_next": (
         "Qwen3NextConfig",
@@ -46,6 +47,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CASES = [("deepseek_v3", "deepseek"), ("glm4_moe", "deepseek"), ("qwen3", "qwen3_next")]
 CASES += [("qwen3", "mimo"), ("llama", "deepseek"), ("qwen3_next", "qwen3_next")]
+CASES += [("one layer", "qwen3_next")]
 
 
 def config_of(kind: str) -> Any:

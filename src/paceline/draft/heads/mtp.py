@@ -232,7 +232,7 @@ def _one_layer(name: str, target: CausalModel, tensors: dict[str, torch.Tensor])
     """The decoder layer as a model of the target's architecture with one layer."""
     config = copy.deepcopy(target.hf.config.get_text_config(decoder=True))
     count = config.num_hidden_layers
-    by_layer = [k for k, v in vars(config).items() if isinstance(v, list) and len(v) == count > 1]
+    by_layer = [k for k, v in vars(config).items() if isinstance(v, list) and len(v) == count]
     kept = {key: getattr(config, key)[-1:] for key in by_layer}
     kept["layer_types"] = getattr(config, "mtp_layer_types", None) or kept.get("layer_types")
     unused = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
