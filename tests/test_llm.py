@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,12 @@ def test_stop_string_and_stop_token(llm: LLM) -> None:
     assert stopped.text == free.text[: free.text.index(stop)]
     token = free.token_ids[6]
     params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=(token,))
-    (cut,) = llm.generate(PROMPT, params)
-    assert cut.token_ids == free.token_ids[: free.token_ids.index(token) + 1]
-    assert cut.finish_reason == "stop"
+    for special in (True, False):
+        (cut,) = llm.generate(PROMPT, replace(params, skip_special_tokens=special))
+        kept = free.token_ids[: free.token_ids.index(token)]
+        assert cut.token_ids == [*kept, token]
+        assert cut.finish_reason == "stop"
+        assert cut.text == llm.generate(PROMPT, replace(FREE, max_tokens=len(kept)))[0].text
 
 
 def test_min_tokens_hold_a_stop_token_off(llm: LLM) -> None:

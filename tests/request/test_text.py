@@ -45,7 +45,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 @given(data=st.data())
 def test_any_tokens_stream_what_a_decode_gives(kind: str, data: st.DataObject) -> None:
     tokens, skip = data.draw(tokens_of(kind)), data.draw(st.booleans())
-    out = TextStream(KINDS[kind], hidden=None if skip else frozenset())
+    out = TextStream(KINDS[kind], skip_special=skip)
     pieces = run(out, tokens, data.draw(st.integers(1, 3)))
     assert "".join(pieces) == out.text == decode(kind, tokens, skip)
     assert out.stop is None

@@ -100,7 +100,7 @@ def test_origins_put_together_are_the_text(
     ]
     whole = TokenOrigins(KINDS[kind], (), visible).records(event_of(tokens, "length"))
     assert records == whole
-    text = TextStream(KINDS[kind], hidden=frozenset() if visible else None)
+    text = TextStream(KINDS[kind], skip_special=not visible)
     text.consume(tokens)
     text.finish(whole=True)
     assert "".join(record["text"] for record in records) == text.text

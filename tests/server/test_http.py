@@ -155,15 +155,20 @@ def test_cached_tokens(server: Running) -> None:
     assert cached[0] == 0 and 0 < cached[1] < counts[1]["prompt_tokens"]
 
 
-def test_the_end_token_is_not_among_the_logprobs(server: Running, target: LLM) -> None:
+@pytest.mark.parametrize("special", [True, False])
+def test_the_end_token_is_not_among_the_logprobs(
+    server: Running, target: LLM, special: bool
+) -> None:
     """It ended the text and is no part of it."""
-    end = target.tokenizer.eos_token_id
-    body = {**BODY, "max_tokens": 6, "logit_bias": {str(end): 100}, "logprobs": 1}
+    end = target.tokenizer.eos_token_id if special else 300
+    ends = {"logit_bias": {str(end): 100}, "stop_token_ids": [end]}
+    body = {**BODY, **ends, "max_tokens": 6, "logprobs": 1, "speculation": {"tokens": True}}
     answer = ask(server.url, "/v1/completions", body).json
+    assert answer["choices"][0]["text"] == answer["choices"][0]["tokens"][0]["text"] == ""
     assert answer["choices"][0]["logprobs"]["tokens"] == []
     assert answer["usage"]["completion_tokens"] == 1
     messages = [{"role": "user", "content": "Hello"}]
-    body = {"messages": messages, "logit_bias": {str(end): 100}, "logprobs": True}
+    body = {"messages": messages, **ends, "logprobs": True}
     assert (
         ask(server.url, "/v1/chat/completions", body).json["choices"][0]["logprobs"]["content"]
         == []

@@ -38,7 +38,7 @@ class Request:
     index: int
     tokenizer: Tokenizer
     streams: bool
-    hidden: frozenset[int] | None = None
+    hidden: frozenset[int] = frozenset()
     origin: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +63,8 @@ class Request:
         seq, params = self.seq, self.seq.params
         prompt = seq.tokens[: seq.prompt_length]
         stops = params.stop, params.min_tokens, self.hidden, prompt
-        return TextStream(self.tokenizer, *stops, params.include_stop_str_in_output)
+        shown = params.include_stop_str_in_output, params.skip_special_tokens
+        return TextStream(self.tokenizer, *stops, *shown)
 
     def _decode_all(self) -> TextStream:
         text = self._new_text_stream()

@@ -148,15 +148,17 @@ class TextStream:
         tokenizer: Tokenizer,
         stops: Sequence[str] = (),
         min_tokens: int = 0,
-        hidden: frozenset[int] | None = None,
+        hidden: frozenset[int] = frozenset(),
         prompt: Sequence[int] = (),
         include_stop: bool = False,
+        skip_special: bool = True,
     ) -> None:
-        """``hidden``: special tokens that have no text; None for all. ``include_stop``: the text
-        includes the stop string that ends it. ``prompt``: the tokens before; whether the first word
-        begins with a space depends on them. Stop strings count from ``min_tokens`` tokens on."""
+        """``hidden``: tokens that have no text, nor have special ones if ``skip_special``.
+        ``include_stop``: the text includes the stop string that ends it. ``prompt``: the tokens
+        before; whether the first word begins with a space depends on them. Stop strings count from
+        ``min_tokens`` tokens on."""
         self._hidden = hidden
-        self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=hidden is None)
+        self._detokeniser = Detokeniser(tokenizer, prompt, skip_special)
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -177,7 +179,7 @@ class TextStream:
         if self.stop is not None:
             return True
         self._num_tokens += 1
-        if self._hidden is not None and token in self._hidden:
+        if token in self._hidden:
             return False
         certain = self._detokeniser.feed(token)
         if certain or self._stops:

@@ -130,13 +130,11 @@ def check_params(params: SamplingParams, known: int, width: int, drafters: Seque
 
 def endings(
     params: SamplingParams, end_tokens: frozenset[int]
-) -> tuple[frozenset[int], frozenset[int] | None]:
-    """Ids that end a request, and the special tokens without text (None: all of them)."""
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Ids that end a request, and those that have no text, even if special tokens have."""
     stops = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stops |= end_tokens
-    if params.skip_special_tokens:
-        return stops, None
     return stops, stops | (end_tokens if params.skip_end_tokens else frozenset())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -26,9 +26,13 @@ def count_predicted_tokens(
     return min(count, len(prediction))
 
 
-def is_hidden_end_token(tokenizer: Tokenizer, token: int, reason: str | None) -> bool:
-    """Whether the last token only ended the text and is not part of it."""
-    return reason == "stop" and Spelling.of(tokenizer).name(token, skip_special=True) is None
+def is_hidden_end_token(
+    tokenizer: Tokenizer, token: int, reason: str | None, stops: Collection[int]
+) -> bool:
+    """Whether the last token only ended the text and is not part of it. ``stops``: the request's
+    ``stop_token_ids``, which need not be special."""
+    special = Spelling.of(tokenizer).name(token, skip_special=True) is None
+    return reason == "stop" and (special or token in stops)
 
 
 def finish_reason(event: StreamEvent) -> str | None:
@@ -36,14 +40,18 @@ def finish_reason(event: StreamEvent) -> str | None:
     return None if event.completion is None else event.completion.finish_reason
 
 
-def visible_logprobs(tokenizer: Tokenizer, event: StreamEvent) -> list[TokenLogprob]:
+def visible_logprobs(
+    tokenizer: Tokenizer, event: StreamEvent, stops: Collection[int] = ()
+) -> list[TokenLogprob]:
     """The log-probabilities of those tokens of the event that are part of the text."""
-    entries = event.logprobs or []
-    ended = entries and is_hidden_end_token(tokenizer, entries[-1].token_id, finish_reason(event))
+    entries, reason = event.logprobs or [], finish_reason(event)
+    ended = entries and is_hidden_end_token(tokenizer, entries[-1].token_id, reason, stops)
     return entries[:-1] if ended else entries
 
 
-def token_records(tokenizer: Tokenizer, event: StreamEvent) -> list[dict[str, Any]]:
+def token_records(
+    tokenizer: Tokenizer, event: StreamEvent, stops: Collection[int] = ()
+) -> list[dict[str, Any]]:
     """The tokens of the event's text, with alternatives, in the format of chat completions."""
 
     def record(token: int, logprob: float) -> dict[str, Any]:
@@ -53,7 +61,7 @@ def token_records(tokenizer: Tokenizer, event: StreamEvent) -> list[dict[str, An
 
     return [
         record(entry.token_id, entry.logprob) | {"top_logprobs": [record(*e) for e in entry.top]}
-        for entry in visible_logprobs(tokenizer, event)
+        for entry in visible_logprobs(tokenizer, event, stops)
     ]
 
 
@@ -72,9 +80,15 @@ class TokenOrigins:
     tokens, joined, are the text before it is cut at a stop string. A character of several tokens
     belongs to the token that completes it."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], visible: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        visible: bool = False,
+        stops: Collection[int] = (),
+    ) -> None:
         """``visible``: special tokens are part of the text, except the one that ends it."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._stops = tokenizer, stops
         self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=not visible)
 
     def records(self, event: StreamEvent) -> list[dict[str, Any]]:
@@ -85,7 +99,7 @@ class TokenOrigins:
             zip(event.token_ids, event.from_draft, strict=True)
         ):
             last = reason is not None and index == len(event.token_ids) - 1
-            ends = last and is_hidden_end_token(self._tokenizer, token, reason)
+            ends = last and is_hidden_end_token(self._tokenizer, token, reason, self._stops)
             text = "" if ends else self._detokeniser.feed(token)
             logprobs = event.logprobs
             records.append(
