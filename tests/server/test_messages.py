@@ -130,6 +130,7 @@ def test_structured_output(server: Running) -> None:
         ({"model": "other"}, 404, "not_found_error", "does not exist"),
         ({"beams": 4}, 400, "invalid_request_error", "'beams'"),
         ({"n": 2}, 400, "invalid_request_error", "n must be 1 here"),
+        ({"stop_sequences": ["a"] * 17}, 400, "invalid_request_error", "stop_sequences: List"),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             400,

@@ -13,6 +13,7 @@ from fastapi import Request as HTTPRequest
 from fastapi.responses import Response
 from pydantic import Field
 
+from paceline.core.params import MAX_STOPS
 from paceline.request.validation import text_of
 from paceline.server.api import blocks
 from paceline.server.api.chat import SubmittedChat, parse_arguments, render
@@ -82,7 +83,7 @@ class CountRequest(Generation):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    stop_sequences: list[str] = Field(default_factory=list)
+    stop_sequences: list[str] = Field(default_factory=list, max_length=MAX_STOPS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def chat(self) -> ChatRequest:
