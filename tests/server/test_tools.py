@@ -45,6 +45,7 @@ DEEP = '[{"name":' + "[" * 100_000 + "]" * 100_000 + "}]"
         (f"```json\n{CALL}\n```", "", ["add"]),
         (f"Let me see:\n```json\n{CALL}\n```", f"Let me see:\n```json\n{CALL}\n```", []),
         (f"<tool_call>{QUOTING}</tool_call>", "", ["add"]),
+        ('{"name": "add", "arguments": null}', "", ["add"]),
         (f" <tool_call>{CALL}</tool_call> and\n[TOOL_CALLS]{OTHER}", "and", ["add", "find"]),
         (f"<tool_call>{CALL}</tool_call><tool_call>{{x", "<tool_call>{x", ["add"]),
         (f"{CALL} is a call", f"{CALL} is a call", []),

@@ -226,7 +226,8 @@ def parse_tool_calls(text: str, start: int, names: Set[str]) -> tuple[list[Call]
         name = item.get("name") if isinstance(item, dict) else None
         if not isinstance(name, str) or name not in names:
             return [], start
-        arguments = item.get("arguments", item.get("parameters", {}))
+        arguments = item.get("arguments", item.get("parameters"))
+        arguments = {} if arguments is None else arguments
         written = arguments if isinstance(arguments, str) else json.dumps(arguments)
         calls.append(new_tool_call(name, written))
     closing = _CLOSING_TAG.match(text, end)
