@@ -133,7 +133,13 @@ class CausalModel:
                 quantise_loaded(name_or_path, module, quantize)
             model = cls(module, name_or_path)
             model.requested_backend, model.checkpoint = backend, checkpoint
-            return model.use_requested_backend()
+            model.use_requested_backend()
+            # What the user asked for is not undone, only what was kept of the file.
+            unused = keep and model.backend is model.reference and gguf_file(name_or_path)
+            if unused and dequantise(module):
+                what = "is dequantised: only the native kernels are fast with its blocks"
+                info(f"{name_or_path} {what}")
+            return model
 
         model = load(native_dtype, backend)
         if model.backend.runs_torch and (model.packed or torch_dtype not in (None, native_dtype)):
@@ -162,10 +168,8 @@ class CausalModel:
             self.backend_refusal = "asked for"
         elif self.requested_backend == AUTO and self.device.type != "cpu":
             self.backend_refusal = f"the device is {self.device}"
-        elif self.use_backend(name):
-            return self
-        if self.requested_backend == AUTO and gguf_file(self.name) and dequantise(self.hf):
-            info(f"{self.name} is dequantised: only the native kernels are fast with its blocks")
+        else:
+            self.use_backend(name)
         return self
 
     @torch.inference_mode()

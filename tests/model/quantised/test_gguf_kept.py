@@ -11,6 +11,7 @@ import torch
 
 from paceline.errors import ModelLoadError
 from paceline.lab.perplexity import perplexity
+from paceline.model.copies import quantised_copy
 from paceline.model.gguf_weights import weight_of_blocks
 from paceline.model.loading import load_module
 from paceline.model.quantised.weights import QuantisedLinear
@@ -99,7 +100,10 @@ def test_what_only_the_reference_runs_is_dequantised(
     write_gguf(path, "starcoder2", quantisation="Q8_0")
     model = CausalModel.load(str(path), "float32", "cpu")
     assert model.backend.name == "reference"
-    assert not kept(model.hf)
+    assert not kept(model.hf) and not kept(CausalModel.load(str(path), backend="native").hf)
+    # What is asked for stays: of the model, and of its copy that drafts.
+    for asked in (CausalModel.load(str(path), quantize="int4"), quantised_copy(model, "int4")):
+        assert {layer.quantised.bits for layer in kept(asked.hf).values()} == {4, 8}
 
 
 def test_types_that_cannot_be_kept_are_said(
