@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_every_architecture import alone, check, prompts, together
-from tiny_architectures import VOCAB
+from test_every_architecture import alone, check, prompts, random_model, together
+from tiny_architectures import VOCAB, tiny_config
 
 from paceline.model.backends.base import NATIVE
 from paceline.model.target import CausalModel
@@ -66,3 +66,12 @@ def test_the_text_is_that_of_the_whole(whole: Any, newer: bool, tmp_path: Path) 
     assert target.backend.name == NATIVE, target.backend_refusal
     for prompt, answer in zip(prompts(), together(target), strict=True):
         check(prompt, answer, *alone(whole, prompt, whole=False))
+
+
+def test_a_model_that_is_loaded_whole(tmp_path: Path) -> None:
+    """Fuyu's class for text is that of the whole: its decoder keeps its names."""
+    model = random_model(tiny_config("fuyu"))
+    model.save_pretrained(tmp_path)
+    target = CausalModel.load(str(tmp_path), dtype="float32", device="cpu")
+    for prompt, answer in zip(prompts(), together(target), strict=True):
+        check(prompt, answer, *alone(model, prompt, whole=False))

@@ -133,13 +133,7 @@ class CausalModel:
                 quantise_loaded(name_or_path, module, quantize)
             model = cls(module, name_or_path)
             model.requested_backend, model.checkpoint = backend, checkpoint
-            model.use_requested_backend()
-            # What the user asked for is not undone, only what was kept of the file.
-            unused = keep and model.backend is model.reference and gguf_file(name_or_path)
-            if unused and dequantise(module):
-                what = "is dequantised: only the native kernels are fast with its blocks"
-                info(f"{name_or_path} {what}")
-            return model
+            return model.use_requested_backend(keeps_blocks=keep)
 
         model = load(native_dtype, backend)
         if model.backend.runs_torch and (model.packed or torch_dtype not in (None, native_dtype)):
@@ -161,8 +155,9 @@ class CausalModel:
         model.requested_backend = backend
         return model.use_requested_backend()
 
-    def use_requested_backend(self) -> CausalModel:
-        """Switch to the backend that was asked for, if it can run the model; returns ``self``."""
+    def use_requested_backend(self, keeps_blocks: bool = False) -> CausalModel:
+        """Switch to the backend that was asked for, if it can run the model; returns ``self``.
+        ``keeps_blocks``: the blocks of a GGUF file were kept, for the native kernels only."""
         name = NATIVE if self.requested_backend == AUTO else self.requested_backend
         if name == REFERENCE:
             self.backend_refusal = "asked for"
@@ -170,6 +165,9 @@ class CausalModel:
             self.backend_refusal = f"the device is {self.device}"
         else:
             self.use_backend(name)
+        unused = keeps_blocks and self.backend is self.reference and gguf_file(self.name)
+        if unused and dequantise(self.hf):
+            info(f"{self.name} is dequantised: only the native kernels are fast with its blocks")
         return self
 
     @torch.inference_mode()

@@ -35,7 +35,8 @@ def text_part(config: Any) -> Any:
 
 def key_mapping(kind: Any) -> dict[str, str] | None:
     """The ``key_mapping`` for ``kind.from_pretrained``; None for classes that have a text part."""
-    return _NAMES if kind.__name__.endswith("ForCausalLM") else None
+    whole = "text_config" in kind.config_class.sub_configs  # Fuyu's
+    return None if whole or not kind.__name__.endswith("ForCausalLM") else _NAMES
 
 
 def plain_name(name: str) -> str:
