@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -203,6 +204,25 @@ def test_debug_shows_the_traceback() -> None:
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ConfigError" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_closed_and_full_streams() -> None:
+    """As a shell leaves them: ``2>&-``, ``<&-``, ``>/dev/full``."""
+    command = shlex.join(COMMAND)
+    for tail, code, words in (
+        ("--version >/dev/full", 1, "error: the output cannot be written"),
+        ("--help >/dev/full", 1, "error: the output cannot be written"),
+        ("generate - <&-", 1, "error: a prompt is empty"),
+        ("generate - </dev/null 2>&-", 1, ""),
+        ("quantize --help 2>&-", 0, ""),
+    ):
+        line, environment = f"{command} {tail}", {**os.environ, "PYTHONUNBUFFERED": "1"}
+        done = subprocess.run(
+            ["sh", "-c", line], capture_output=True, text=True, env=environment, check=False
+        )
+        assert done.returncode == code and done.stderr.startswith(words), (tail, done.stderr)
+        assert done.stderr.count("\n") == bool(words)
 
 
 def test_version() -> None:

@@ -36,7 +36,7 @@ def test_the_embedded_target(prompts: str, tmp_path: Path) -> None:
     assert record["confirmed"] is True
     assert record["config"] == out
     assert [entry["spec"] for entry in record["search"]] == ["ngram"]
-    assert record["search"][0]["acceptance"]
+    assert record["search"][0]["acceptance"] and record["search"][0]["acceptance_rate"] is not None
     assert {entry["spec"] for entry in record["confirmation"]} == {"none", "ngram"}
     assert f"tuned settings: {out}" in result.stderr
     html = Path(report).read_text(encoding="utf-8")

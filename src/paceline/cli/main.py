@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -31,21 +33,31 @@ def _fail(message: str, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
+@contextmanager
+def _failing_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise _fail(str(interrupt) or "interrupted", 130) from None
+    except Exception as error:
+        # Typer's own exceptions (usage, exit) have an exit code. A broken pipe means that the
+        # reader of the output has gone; Typer then ends quietly.
+        known = hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError))
+        if known or debugging():
+            raise
+        raise _fail(f"error: {error_line(error)}", 1) from None
+
+
 class CommandGroup(SwitchesWithoutType, TyperGroup):
     """Commands that fail with one line on stderr; exit code 1, wrong usage 2, Ctrl-C 130."""
 
+    def make_context(self, *given: Any, **more: Any) -> Any:
+        with _failing_in_one_line():  # --help and --version print here
+            return super().make_context(*given, **more)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _failing_in_one_line():
             return super().invoke(ctx)
-        except KeyboardInterrupt as interrupt:
-            raise _fail(str(interrupt) or "interrupted", 130) from None
-        except Exception as error:
-            # Typer's own exceptions (usage, exit) have an exit code. A broken pipe means that the
-            # reader of the output has gone; Typer then ends quietly.
-            known = hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError))
-            if known or debugging():
-                raise
-            raise _fail(f"error: {error_line(error)}", 1) from None
 
 
 app = typer.Typer(
@@ -74,7 +86,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         backend = "native" if are_kernels_here() else "reference (torch)"
         print(f"paceline {__version__}\nbuild: {_build()}")
-        print(f"backend on CPUs: {backend}\nnative kernels: {origin()}")
+        print(f"backend on CPUs: {backend}\nnative kernels: {origin()}", flush=True)
         raise typer.Exit
 
 

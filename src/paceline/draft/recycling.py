@@ -103,9 +103,14 @@ class RecyclingDrafter(LookupDrafter):
         self._vocab, self._k = vocab, k
         chances = (*CHANCES, *(CHANCES[-1],) * k)[:k]
         self._shape = best_shape((chances,) * DEPTH, spec.nodes)
-        self._shared: PerAdapter[Matrix] | None = PerAdapter() if spec.share else None
+        self._share = spec.share
+        self.clear()
         self._asked = False  # whether this step's plan asked for drafts
         self._idle = 0  # steps since a plan asked for drafts
+
+    def clear(self) -> None:
+        """Forget what earlier requests showed."""
+        self._shared: PerAdapter[Matrix] | None = PerAdapter() if self._share else None
 
     def max_nodes(self, length: int) -> int:
         return len(self._shape.cut(length))

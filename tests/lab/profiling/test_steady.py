@@ -43,6 +43,14 @@ def test_a_context_manager_is_entered_in_each_phase(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
+def test_a_drafter_does_not_remember_the_call_before() -> None:
+    """Not even one whose memory outlives requests: it would know the text."""
+    with LLM("paceline/tiny", draft="hybrid:recycling+ngram", draft_length=4) as toy:
+        prompts = [toy.tokenizer.encode("7 + 5 = 12, so Tom has")]
+        runs = [steady.run(toy, prompts, 20).sums for _ in range(3)]
+    assert runs[0].accepted and len({run.accepted for run in runs}) == 1
+
+
 def test_the_same_steps_each_time(llm: LLM) -> None:
     first, second = steady.run(llm, PROMPTS, 6), steady.run(llm, PROMPTS, 6)
     assert (first.sums.tokens, first.sums.accepted) == (second.sums.tokens, second.sums.accepted)

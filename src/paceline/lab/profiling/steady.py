@@ -13,6 +13,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.core.params import SamplingParams
+from paceline.draft.base import with_members
 from paceline.engine.driver import Drive, DrivenStep, StepTotals, sequence
 from paceline.errors import ConfigError
 from paceline.files import write_errors
@@ -46,11 +47,15 @@ def run(
     inside: AbstractContextManager[Any] | None = None,
 ) -> Stretch:
     """Decode ``steps`` steady steps, or as many as fit into the context; every call decodes the
-    same. The context manager ``around("step")`` is entered around every step, ``around(phase)``
-    around its phases, and ``inside`` once around all. Raises ConfigError if too few steps fit."""
+    same, so drafters forget what earlier calls showed. The context manager ``around("step")`` is
+    entered around every step, ``around(phase)`` around its phases, and ``inside`` once around all.
+    Raises ConfigError if too few steps fit."""
     most = (WARM_UP + steps) * _TOKENS_A_STEP
     rooms = [llm.max_model_len - len(ids) for ids in prompts]
     params = [SamplingParams(max_tokens=min(most, room), ignore_eos=True) for room in rooms]
+    for member in with_members(llm.engine.drafter):
+        if hasattr(member, "clear"):
+            member.clear()
     with llm.engine.clock.waiting(), Drive(llm.engine, map(sequence, prompts, params)) as drive:
         warm = 0
         while warm < WARM_UP and drive.busy:

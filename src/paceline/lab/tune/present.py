@@ -34,7 +34,7 @@ _TRIED = (
     Column("spec", "", "candidate.spec"),
     Column("acceptance", "", "run.counts.rates"),
     Column("reached", "", "run.counts.reached_at"),
-    Column("", "accepted", "run.counts.acceptance_rate", share),
+    Column("acceptance_rate", "accepted", "run.counts.acceptance_rate", share),
     Column("tokens_per_step", "tok/step", "run.tokens_per_step", number),
     Column("step_seconds", "ms", "step_seconds", lambda seconds: f"{seconds * 1e3:.1f}"),
     Column("draft_seconds", "", "draft_seconds"),
