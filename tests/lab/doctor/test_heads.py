@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 
 from paceline.draft.heads.eagle_head import load_eagle, save_eagle
 from paceline.draft.spec import TargetShape
+from paceline.drafters import parse_draft
 from paceline.errors import ConfigError
-from paceline.lab.doctor import Severity, check_layers, examine
+from paceline.lab.doctor import Severity, check_layers, examine, layers
 from support.doctor_folders import Copy, codes, only
 
 TARGET = "paceline/tiny"
@@ -51,6 +53,18 @@ def test_layers_that_cannot_be_told_apart() -> None:
     assert finding.code == "head-layers-alike"
     assert not check_layers(TARGET, "eagle:paceline/tiny-eagle")
     assert not check_layers(TARGET, "ngram")
+
+
+@pytest.mark.parametrize(("gain", "code"), [(0.0004, "alike"), (0.01, "wrong")])
+def test_a_tiny_gain_is_no_wrong_layer(
+    gain: float, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that has learnt nothing yet may have a certain one, by chance of its weights."""
+    monkeypatch.setattr(layers, "_forward", lambda *_: None)
+    monkeypatch.setattr(layers, "_chances", lambda head, *_: [0.1 + gain * head.features[0]] * 9)
+    head, target = SimpleNamespace(features=(2, 6)), SimpleNamespace(num_layers=12)
+    spec = parse_draft("eagle3:paceline/tiny-eagle3")
+    assert layers._verdict(target, spec, head, [[1]]).code == f"head-layers-{code}"
 
 
 def test_heads_without_other_layers_are_not_measured() -> None:

@@ -25,6 +25,7 @@ _CONTEXT = 32  # tokens of a text that are only read
 _STRIDE = 4  # draft from every so many positions, where each position needs a draft of its own
 _MAX_BYTES = 4 << 30  # of the weights of a target that writes these texts on a CPU
 _CERTAIN = 3.5  # standard errors by which other layers are better or worse
+_LEAST_GAIN = 0.001  # of probability; heads that have learnt little gain less by wrong layers
 
 
 def check_layers(
@@ -88,7 +89,7 @@ def _verdict(target: Any, spec: Any, drafter: Any, texts: list[list[int]]) -> Fi
     best = max(gains, key=gains.__getitem__)
     found: dict[str, Any] = {"positions": len(unshifted), "layers": [*usual]}
     found |= {"others": [*layers[best]], "gain": abs(gains[best])}
-    if errors[best] > _CERTAIN:
+    if errors[best] > _CERTAIN and gains[best] > _LEAST_GAIN:
         cure = f"Use --draft {replace(spec, feature_layers=layers[best])}."
         return finding("head-layers-wrong", cure=cure, **found)
     certain = all(error < -_CERTAIN for error in errors.values())

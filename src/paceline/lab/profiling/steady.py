@@ -13,7 +13,6 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.core.params import SamplingParams
-from paceline.draft.base import with_members
 from paceline.engine.driver import Drive, DrivenStep, StepTotals, sequence
 from paceline.errors import ConfigError
 from paceline.files import write_errors
@@ -53,9 +52,7 @@ def run(
     most = (WARM_UP + steps) * _TOKENS_A_STEP
     rooms = [llm.max_model_len - len(ids) for ids in prompts]
     params = [SamplingParams(max_tokens=min(most, room), ignore_eos=True) for room in rooms]
-    for member in with_members(llm.engine.drafter):
-        if hasattr(member, "clear"):
-            member.clear()
+    _forget(llm.engine.drafter)
     with llm.engine.clock.waiting(), Drive(llm.engine, map(sequence, prompts, params)) as drive:
         warm = 0
         while warm < WARM_UP and drive.busy:
@@ -77,6 +74,13 @@ def run(
         Counter(drive.counts.by_drafter) - Counter(known.by_drafter),
         Counter(drive.counts.not_drafted) - Counter(known.not_drafted),
     )
+
+
+def _forget(drafter: Any) -> None:
+    """Drop what a drafter and its members learnt from earlier requests."""
+    getattr(drafter, "clear", lambda: None)()
+    for member in getattr(drafter, "members", ()):
+        _forget(member)
 
 
 def _all_decode(step: DrivenStep, sequences: int) -> bool:
