@@ -387,14 +387,11 @@ def test_where_one_of_several_ends_a_plain_decision_stands() -> None:
     assert judged == before + 1
 
 
-@pytest.mark.parametrize("looking", [0.002, 0.02])
-def test_a_repeated_answer_is_looked_up_beside_long_drafts(
-    looking: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_answer_is_looked_up_beside_long_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lookups found nothing in five answers, so they are asked now and then. A model writes ten
     tokens a step. Then an answer of 56 tokens comes again, in each of ten processes."""
     clock = count()
-    monkeypatch.setattr("paceline.control.adaptive.perf_counter", lambda: looking * next(clock))
+    monkeypatch.setattr("paceline.control.adaptive.perf_counter", lambda: 0.02 * next(clock))
     monkeypatch.setattr("support.simulated_time.LONGEST", 12)
     for seed in range(10):
         suffix = Sure("suffix", always(0.1))

@@ -15,7 +15,8 @@ Offers = Mapping[Hashable, LookupDraft]  # by lookup
 Members = Callable[[SequenceState], Collection[Hashable]]
 _MAX_PENDING = 16  # pending tokens; a sequence with more is reading its prompt
 _MAX_LEVELS = 24  # levels that a lookup is asked for
-# Lookups that do not pay are asked every 4 to 32 tokens, so that they take this share of time.
+# Lookups that do not pay are asked every 4 to 32 tokens, so that they take this share of the time
+# of plain decoding.
 _MIN_INTERVAL, _MAX_INTERVAL, _SHARE = 4, 32, 0.005
 _MAX_BALANCE = 1.0  # plain steps
 
@@ -91,12 +92,11 @@ class LookupFollower:
         compared with the text first."""
         if not self.drafters:
             return None
-        if same_batch and self._balance < 0:
-            new = sum(len(seq.tokens) for seq in seqs) - self._length
-            # Forced tokens always pay.
-            if new < self._interval * len(seqs) and all(seq.constraint is None for seq in seqs):
-                return None
-        self._length = sum(len(seq.tokens) for seq in seqs)
+        length = sum(len(seq.tokens) for seq in seqs)
+        recent = same_batch and length - self._length < self._interval * len(seqs)
+        if recent and self._balance < 0 and all(seq.constraint is None for seq in seqs):
+            return None  # forced tokens always pay
+        self._length = length
         offers: dict[int, dict[Hashable, LookupDraft]] = {}
         slices_of: dict[Hashable, list[Slice]] = {name: [] for name in self.drafters}
         for seq in seqs:
