@@ -101,6 +101,19 @@ def test_stop_string_and_stop_token(llm: LLM) -> None:
         assert cut.token_ids == [*kept, token]
         assert cut.finish_reason == "stop"
         assert cut.text == llm.generate(PROMPT, replace(FREE, max_tokens=len(kept)))[0].text
+        shown = replace(params, skip_special_tokens=special, include_stop_str_in_output=True)
+        ended = replace(FREE, max_tokens=len(kept) + 1)
+        assert llm.generate(PROMPT, shown)[0].text == llm.generate(PROMPT, ended)[0].text
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_an_included_end_token_is_shown_if_special_tokens_are(llm: LLM, skip: bool) -> None:
+    """As in vLLM: the token that ends the text counts as its last one."""
+    end = llm.tokenizer.eos_token_id
+    ended = SamplingParams(logit_bias={end: 100}, include_stop_str_in_output=True)
+    (cut,) = llm.generate(PROMPT, replace(ended, skip_special_tokens=skip))
+    assert cut.token_ids == [end]
+    assert cut.text == ("" if skip else llm.tokenizer.decode([end]))
 
 
 def test_min_tokens_hold_a_stop_token_off(llm: LLM) -> None:

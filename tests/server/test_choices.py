@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.params import TokenLogprob
+from paceline.core.params import SamplingParams, TokenLogprob
 from paceline.request.completion import StreamEvent
 from paceline.request.text import TextStream
 from paceline.server.api.choices import LogprobColumns, TokenOrigins, token_records
@@ -71,7 +71,7 @@ def test_offsets_inside_a_character() -> None:
 def test_tokens_have_their_own_bytes() -> None:
     def token_record(tokenizer: Any, entry: TokenLogprob) -> dict[str, Any]:
         event = StreamEvent(0, 0, "", [entry.token_id], [False], logprobs=[entry])
-        return token_records(tokenizer, event)[0]
+        return token_records(tokenizer, event, SamplingParams())[0]
 
     half = GPT.get_vocab()["ä½"]
     record = token_record(GPT, TokenLogprob(half, -1.0, ((half, -1.0),)))
@@ -91,14 +91,15 @@ def test_origins_put_together_are_the_text(
     kind: str, visible: bool, data: st.DataObject, cuts: set[int]
 ) -> None:
     tokens = data.draw(tokens_of(kind))
-    stream = TokenOrigins(KINDS[kind], (), visible)
+    params = SamplingParams(skip_special_tokens=not visible)
+    stream = TokenOrigins(KINDS[kind], (), params)
     chunks = parts(tokens, cuts)
     records = [
         record
         for count, part in enumerate(chunks, 1)
         for record in stream.records(event_of(part, "length" if count == len(chunks) else None))
     ]
-    whole = TokenOrigins(KINDS[kind], (), visible).records(event_of(tokens, "length"))
+    whole = TokenOrigins(KINDS[kind], (), params).records(event_of(tokens, "length"))
     assert records == whole
     text = TextStream(KINDS[kind], skip_special=not visible)
     text.consume(tokens)
@@ -106,7 +107,9 @@ def test_origins_put_together_are_the_text(
     assert "".join(record["text"] for record in records) == text.text
 
 
-def test_the_end_token_is_no_text() -> None:
+@pytest.mark.parametrize("included", [False, True])
+def test_the_end_token_is_no_text_unless_it_is_asked_for(included: bool) -> None:
     ids = [LLAMA.get_vocab()[name] for name in ("x", "<s>", "</s>")]
-    records = TokenOrigins(LLAMA, (), visible=True).records(event_of(ids, "stop"))
-    assert [record["text"] for record in records] == ["x", "<s>", ""]
+    params = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=included)
+    records = TokenOrigins(LLAMA, (), params).records(event_of(ids, "stop"))
+    assert [record["text"] for record in records] == ["x", "<s>", "</s>" if included else ""]

@@ -176,3 +176,21 @@ def test_the_end_token_is_not_among_the_logprobs(
     chunks = ask(server.url, "/v1/chat/completions", {**body, "stream": True}).chunks
     entries = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert not any(entry and entry["content"] for entry in entries)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_an_included_end_token_is_among_the_logprobs(
+    server: Running, target: LLM, special: bool
+) -> None:
+    end = target.tokenizer.eos_token_id if special else 300
+    ends = {"logit_bias": {str(end): 100}, "stop_token_ids": [end]}
+    shown = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    body = {**BODY, **ends, **shown, "logprobs": 1, "speculation": {"tokens": True}}
+    choice = ask(server.url, "/v1/completions", body).json["choices"][0]
+    text = target.tokenizer.decode([end])
+    assert choice["text"] == choice["tokens"][0]["text"] == text != ""
+    assert choice["logprobs"]["tokens"] == [text]
+    messages = [{"role": "user", "content": "Hello"}]
+    body = {"messages": messages, **ends, **shown, "logprobs": True}
+    choice = ask(server.url, "/v1/chat/completions", body).json["choices"][0]
+    assert choice["message"]["content"] == choice["logprobs"]["content"][0]["token"] == text

@@ -148,12 +148,12 @@ class SamplingParams:
     with log-probabilities does not use the prefix cache. ``drafter``: the name of a loaded drafter,
     or "none"; by default the first. ``draft_length`` fixes the draft length. ``grammar``: the
     output must match it, and ends when it is complete. ``stop``: up to 16 stop strings of up to
-    1,000 characters; ``include_stop_str_in_output`` keeps the one that ended the text.
+    1,000 characters; ``include_stop_str_in_output`` keeps the string or token that ended the text.
     ``logits_processors``: functions f(output_ids, logits) or f(prompt_ids, output_ids, logits) that
     return logits, float32 [vocab]. They are applied before everything else, and also called for
     every drafted token, so they must not keep state. ``skip_special_tokens`` leaves special tokens
-    out of the text. Tokens that end the text are never in it; ``skip_end_tokens`` also leaves out
-    end tokens after which ``ignore_eos`` continues. ``prediction``: token ids of the expected
+    out of the text. ``skip_end_tokens`` leaves end tokens out, also where special ones are kept or
+    ``ignore_eos`` continues after one. ``prediction``: token ids of the expected
     output, used as drafts. ``lora``: the name of a loaded adapter. ``priority``: requests with
     lower numbers start first. ``receipt``: the completion gets a record from which ``paceline
     replay`` decodes it again; a request that samples without a seed gets a seed.

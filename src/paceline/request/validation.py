@@ -135,7 +135,8 @@ def endings(
     stops = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stops |= end_tokens
-    return stops, stops | (end_tokens if params.skip_end_tokens else frozenset())
+    hidden = frozenset() if params.include_stop_str_in_output else stops
+    return stops, hidden | (end_tokens if params.skip_end_tokens else frozenset())
 
 
 def params_of_sample(params: SamplingParams, index: int) -> SamplingParams:

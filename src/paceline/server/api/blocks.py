@@ -66,8 +66,8 @@ class BlocksAnswer(Answer):
         deltas, self._reason = parse_event(self._parser, event)
         self._completion = event.completion
         if self._chat.body.logprobs:
-            stops = self._chat.ticket.params.stop_token_ids
-            self._logprobs += token_records(self._service.tokenizer, event, stops)
+            params = self._chat.ticket.params
+            self._logprobs += token_records(self._service.tokenizer, event, params)
         for delta in deltas:
             is_thought = THOUGHT in delta
             if text := delta.get(THOUGHT if is_thought else "content"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from paceline.core.params import TokenLogprob
+from paceline.core.params import SamplingParams, TokenLogprob
 from paceline.model.tokenizer import Tokenizer
 from paceline.request.completion import StreamEvent
 from paceline.request.text import Detokeniser, Spelling
@@ -27,12 +27,15 @@ def count_predicted_tokens(
 
 
 def is_hidden_end_token(
-    tokenizer: Tokenizer, token: int, reason: str | None, stops: Collection[int]
+    tokenizer: Tokenizer, token: int, reason: str | None, params: SamplingParams
 ) -> bool:
-    """Whether the last token only ended the text and is not part of it. ``stops``: the request's
-    ``stop_token_ids``, which need not be special."""
+    """Whether the last token only ended the text and is not part of it."""
     special = Spelling.of(tokenizer).name(token, skip_special=True) is None
-    return reason == "stop" and (special or token in stops)
+    if params.include_stop_str_in_output:
+        hidden = special and (params.skip_special_tokens or params.skip_end_tokens)
+    else:
+        hidden = special or token in params.stop_token_ids
+    return reason == "stop" and hidden
 
 
 def finish_reason(event: StreamEvent) -> str | None:
@@ -41,16 +44,16 @@ def finish_reason(event: StreamEvent) -> str | None:
 
 
 def visible_logprobs(
-    tokenizer: Tokenizer, event: StreamEvent, stops: Collection[int] = ()
+    tokenizer: Tokenizer, event: StreamEvent, params: SamplingParams
 ) -> list[TokenLogprob]:
     """The log-probabilities of those tokens of the event that are part of the text."""
     entries, reason = event.logprobs or [], finish_reason(event)
-    ended = entries and is_hidden_end_token(tokenizer, entries[-1].token_id, reason, stops)
+    ended = entries and is_hidden_end_token(tokenizer, entries[-1].token_id, reason, params)
     return entries[:-1] if ended else entries
 
 
 def token_records(
-    tokenizer: Tokenizer, event: StreamEvent, stops: Collection[int] = ()
+    tokenizer: Tokenizer, event: StreamEvent, params: SamplingParams
 ) -> list[dict[str, Any]]:
     """The tokens of the event's text, with alternatives, in the format of chat completions."""
 
@@ -61,7 +64,7 @@ def token_records(
 
     return [
         record(entry.token_id, entry.logprob) | {"top_logprobs": [record(*e) for e in entry.top]}
-        for entry in visible_logprobs(tokenizer, event, stops)
+        for entry in visible_logprobs(tokenizer, event, params)
     ]
 
 
@@ -84,12 +87,10 @@ class TokenOrigins:
         self,
         tokenizer: Tokenizer,
         prompt: Sequence[int],
-        visible: bool = False,
-        stops: Collection[int] = (),
+        params: SamplingParams,
     ) -> None:
-        """``visible``: special tokens are part of the text, except the one that ends it."""
-        self._tokenizer, self._stops = tokenizer, stops
-        self._detokeniser = Detokeniser(tokenizer, prompt, skip_special=not visible)
+        self._tokenizer, self._params = tokenizer, params
+        self._detokeniser = Detokeniser(tokenizer, prompt, params.skip_special_tokens)
 
     def records(self, event: StreamEvent) -> list[dict[str, Any]]:
         """The records of the next event's tokens. ``draft_position`` counts in the step's draft."""
@@ -99,7 +100,7 @@ class TokenOrigins:
             zip(event.token_ids, event.from_draft, strict=True)
         ):
             last = reason is not None and index == len(event.token_ids) - 1
-            ends = last and is_hidden_end_token(self._tokenizer, token, reason, self._stops)
+            ends = last and is_hidden_end_token(self._tokenizer, token, reason, self._params)
             text = "" if ends else self._detokeniser.feed(token)
             logprobs = event.logprobs
             records.append(

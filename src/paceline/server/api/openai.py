@@ -63,9 +63,9 @@ class OpenAIAnswer(Answer, Generic[_Body]):
         }
         self._tokenizer = service.tokenizer
         self._prompts = [prompt for prompt in prompts for _ in range(self._n)]  # by choice
-        visible, self._stops = not ticket.params.skip_special_tokens, ticket.params.stop_token_ids
+        self._params = ticket.params
         self._origins = [
-            TokenOrigins(self._tokenizer, prompt, visible, self._stops)
+            TokenOrigins(self._tokenizer, prompt, ticket.params)
             for prompt in (self._prompts if self._speculation.tokens else ())
         ]
         self._started: set[int] = set()  # choices that have been sent in part
@@ -236,7 +236,7 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
         # With an echoed prompt all tokens are listed, including the one that ended the text.
         entries = event.logprobs or []
         if not self._body.echo:
-            entries = visible_logprobs(self._tokenizer, event, self._stops)
+            entries = visible_logprobs(self._tokenizer, event, self._params)
         columns = self._columns[index].columns(entries)
         if not echoed:
             return columns
@@ -290,7 +290,7 @@ class ChatAnswer(OpenAIAnswer[ChatRequest]):
     def _logprobs(self, event: StreamEvent) -> dict[str, Any] | None:
         if not self._body.logprobs or event.logprobs is None:
             return None
-        records = token_records(self._tokenizer, event, self._stops)
+        records = token_records(self._tokenizer, event, self._params)
         return {"content": records, "refusal": None}
 
     def feed(self, event: StreamEvent) -> list[Chunk]:
