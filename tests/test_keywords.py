@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import LLM, ConfigError, PacelineError, SamplingParams
+from paceline import LLM, ConfigError, PacelineError, PromptError, SamplingParams
 from paceline.core.keywords import TABLES, forgiving
 from paceline.settings import EngineSettings, entries
 from support.command_lines import every_command
@@ -63,6 +63,15 @@ def test_what_one_writes_for_vllm() -> None:
         params = SamplingParams(max_tokens=99, ignore_eos=True)
         outputs = llm.generate([PROMPT], sampling_params=params, use_tqdm=False)  # type: ignore[call-arg]
         assert outputs[0].outputs[0].text == outputs[0].text
+        ids = llm.get_tokenizer().encode(PROMPT)
+        dicts = [
+            {"prompt": PROMPT},
+            {"prompt_token_ids": ids},
+            {"prompt_token_ids": ids, "prompt": ""},
+        ]
+        assert {o.text for o in llm.generate(dicts, params)} == {outputs[0].text}  # type: ignore[arg-type]
+        with pytest.raises(PromptError, match="give texts or lists of token ids"):
+            llm.generate({"prompt": PROMPT, "multi_modal_data": 1}, params)  # type: ignore[arg-type]
         assert llm.max_model_len == 48
         assert len(llm.get_tokenizer().encode(PROMPT)) + len(outputs[0].token_ids) == 48
         assert llm.engine.scheduler.config.max_batch_size == 2
@@ -105,6 +114,8 @@ def test_what_parameters_and_calls_refuse(plain: LLM) -> None:
         SamplingParams(guided_decoding=1)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="did you mean params"):
         plain.generate(PROMPT, param=SamplingParams())  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="did you mean sampling_params"):
+        plain.generate(PROMPT, sampling_parms=SamplingParams())  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r'LLM\(lora={"sql": folder}\), and name it'):
         plain.generate(PROMPT, lora_request=object())  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="give functions"):

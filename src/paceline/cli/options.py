@@ -77,6 +77,8 @@ class Command(SwitchesWithoutType, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flags = {option for item in self.params for option in (*item.opts, *item.secondary_opts)}
         arguments = flags - {option for option in flags if option.startswith("-")}
+        if "--help-all" not in flags:  # all options are in --help
+            args = ["--help" if word == "--help-all" else word for word in args]
         given: dict[str, str] = {}  # the name that the user wrote, by our name
         words: list[str] = []
         if not arguments and "--model" in flags and args and not args[0].startswith("-"):

@@ -17,9 +17,10 @@ Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Make a list of one prompt or several. Raises PromptError."""
-    if isinstance(prompts, str):
-        return [prompts]
+    """Make a list of one prompt or several; vLLM's dicts become their text or token ids. Raises
+    PromptError."""
+    if isinstance(prompts, (str, dict)):
+        prompts = [prompts]
     items = _listed(prompts)
     if items is None:
         raise PromptError(f"the prompts are {shown(prompts)}; give texts or lists of token ids")
@@ -27,6 +28,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         raise PromptError("no prompt was given")
     if is_whole(items[0]):
         return [items]
+    items = [_of_dict(item) if isinstance(item, dict) else item for item in items]
     for item in items:
         if not isinstance(item, (str, list)):
             raise PromptError(f"a prompt is {shown(item)}; give texts or lists of token ids")
@@ -49,6 +51,12 @@ def as_params(
             f"{len(items)} SamplingParams for {count} prompts; give one for all or one each"
         )
     return items
+
+
+def _of_dict(prompt: Mapping[str, Any]) -> Any:
+    """vLLM's ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; another dict is returned."""
+    known = prompt.keys() <= {"prompt", "prompt_token_ids"}
+    return prompt.get("prompt_token_ids", prompt.get("prompt", prompt)) if known else prompt
 
 
 def _listed(value: Any) -> list[Any] | None:
