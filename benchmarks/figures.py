@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +29,7 @@ LIGHT, DARK = (
     ("#0072b2", "#e69f00", "#009e73", "#d55e00"),
     ("#56b4e9", "#f0b840", "#2fc79a", "#ff8f4a"),
 )
-WIDTH, LABELS, BAR = 720, 190, 13  # pixels: width of a chart and of its labels, height of a bar
+WIDTH, LABELS, BAR = 720, 190, 12  # pixels: width of a chart and of its labels, height of a bar
 
 
 def markdown(table: dict[str, Any]) -> str:
@@ -63,12 +64,11 @@ def svg(chart: dict[str, Any]) -> str:
         f"@media(prefers-color-scheme:dark){{text{{fill:#ddd}}{fills[1]}.l{{fill:none}}}}"
     )
     title, about = escape(chart["title"]), f"{table['machine']}; {table['date']}"
-    body += [
-        words(0, height + 20, about, "s"),
-        words(0, height + 34, table.get("how", "") + table["command"], "s"),
-    ]
+    notes = [*wrap(about, 130), *wrap(table.get("how", "") + table["command"], 130)]
+    body += [words(0, height + 20 + 14 * n, line, "s") for n, line in enumerate(notes)]
+    height += 14 * len(notes)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height + 42:g}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height + 14:g}" width="{WIDTH}" role="img">'
         f"<title>{title}</title><style>{style}</style>\n"
         + words(0, 16, chart["title"], "t")
         + "\n".join(body)
@@ -104,7 +104,7 @@ def bars(chart: dict[str, Any], rows: list[list[str]], columns: list[str]) -> Dr
         for n, value in values:
             body.append(
                 f'<rect x="{LABELS}" y="{y:g}" width="{value * scale:.1f}" height="{BAR - 2}" '
-                f'class="c{n}"/>' + words(LABELS + value * scale + 5, y + 10, f"{value:g}")
+                f'class="c{n}"/>' + words(LABELS + value * scale + 5, y + BAR - 2, f"{value:g}")
             )
             y += BAR
         y += 8

@@ -18,7 +18,9 @@ from rich.text import Text
 from paceline.cli.main import app
 from paceline.draft.spec import DraftSpec
 from paceline.drafters import RECORDS
+from paceline.server.api.anthropic import MessagesRequest
 from paceline.server.api.protocol import ChatRequest, CompletionRequest, Speculation
+from paceline.server.api.responses_api import ResponsesRequest
 from paceline.server.config import SECTIONS, keys
 from paceline.server.metrics import Metrics
 from paceline.settings import TableEntry
@@ -59,18 +61,26 @@ def _default(entry: TableEntry) -> str:
 
 
 def request_fields() -> str:
-    """Of completions and chats, and of ``speculation`` in both."""
-    models = {"completions": CompletionRequest, "chats": ChatRequest}
+    """Of the four kinds of requests, and of ``speculation`` in all of them."""
+    models: dict[str, type[BaseModel]] = {
+        "completions": CompletionRequest,
+        "chats": ChatRequest,
+        "responses": ResponsesRequest,
+        "messages": MessagesRequest,
+    }
     names = dict.fromkeys(name for model in models.values() for name in model.model_fields)
-    rows = []
+    rows = list[tuple[str, ...]]()
     for name in names:
         where = [kind for kind, model in models.items() if name in model.model_fields]
-        info = next(m.model_fields[name] for m in models.values() if name in m.model_fields)
-        asked = "both" if len(where) == len(models) else where[0]
-        rows.append((*_field(name, info), asked))
+        shown = {kind: _field(name, models[kind].model_fields[name]) for kind in where}
+        label, kind, default, bounds = shown[where[0]]
+        if len({row[2] for row in shown.values()}) > 1:
+            default = ", ".join(f"{row[2]} ({kind})" for kind, row in shown.items() if row[2])
+        asked = "all" if len(where) == len(models) else ", ".join(where)
+        rows.append((label, kind, default, bounds, asked))
     inner = [_field(f"speculation.{name}", info) for name, info in _fields(Speculation)]
     return table(
-        ("Field", "Type", "Default", "Bounds", "In"), [*rows, *((*row, "both") for row in inner)]
+        ("Field", "Type", "Default", "Bounds", "In"), [*rows, *((*row, "all") for row in inner)]
     )
 
 
@@ -87,9 +97,9 @@ def _field(name: str, info: FieldInfo) -> tuple[str, str, str, str]:
 
 def _short(kind: str) -> str:
     """A type without the modules of its parts."""
-    kind = re.sub(r"Annotated\[int, FieldInfo\(.*?\)\]\)?\]", "int", kind)
-    for prefix in ("typing.", "paceline.server.api.protocol.", "paceline.server.fields."):
-        kind = kind.replace(prefix, "")
+    kind = re.sub(r"Annotated\[(\w+), FieldInfo\(.*?\)\]\)?\]", r"\1", kind)
+    kind = re.sub(r"Annotated\[(\w+), .*?\)\]", r"\1", kind)
+    kind = re.sub(r"\b(?:[a-z_]+\.)+", "", kind)
     return kind if len(kind) <= 60 else f"{kind[:57]}..."
 
 
