@@ -68,7 +68,8 @@ def svg(chart: dict[str, Any]) -> str:
     body += [words(0, height + 20 + 14 * n, line, "s") for n, line in enumerate(notes)]
     height += 14 * len(notes)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height + 14:g}" width="{WIDTH}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height + 14:g}" '
+        f'width="{WIDTH}" role="img">'
         f"<title>{title}</title><style>{style}</style>\n"
         + words(0, 16, chart["title"], "t")
         + "\n".join(body)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.settings import tuned
+from paceline.settings.tuned import ModelIdentity, TunedSettings
 from support.command_lines import paceline
 
 PAIR = ["--model", "paceline/tiny", "--draft", "ngram:candidates=1", "--draft-length", "4"]
@@ -62,3 +64,17 @@ def test_a_vllm_config_as_the_draft_of_another_engine(tmp_path: Path) -> None:
     file.write_text(json.dumps(spec))
     out, _ = run("--to", "llama.cpp", "--model", "paceline/tiny", "--draft", f"@{file}")
     assert "--spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 3" in out
+
+
+def test_the_winner_of_tune(tmp_path: Path) -> None:
+    made = TunedSettings(
+        tuned.VERSION,
+        ModelIdentity("paceline/tiny", "unread"),
+        tuned.DraftChoice("ngram:max=3", 3),
+        tuned.EngineChoice(5),
+    )
+    made.write(tmp_path / "tuned.toml")
+    words = ("--model", "paceline/tiny", "--config", str(tmp_path / "tuned.toml"))
+    out, _ = run("--to", "vllm", *words)
+    assert '"num_speculative_tokens": 3' in out and '"prompt_lookup_max": 3' in out
+    assert "--max-num-seqs 5" in out
