@@ -13,7 +13,7 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.draft import auto
 from paceline.draft.auto import Circumstances, compose, made_for
-from paceline.drafters import Eagle3, Medusa
+from paceline.drafters import DFlash, DraftSpec, DSpark, Eagle3, Medusa
 from paceline.lab.doctor import examine
 from paceline.lab.export import export
 from paceline.llm import LLM
@@ -165,6 +165,27 @@ def test_a_head_in_the_hubs_cache(hub: Path) -> None:
         hub, "c/head", eagle, "---\nbase_model:\n  - owner/target\nlicense: mit\n---\n"
     )
     assert made_for("owner/target") == (Eagle3(str(found)), "in the hub's cache")
+
+
+@pytest.mark.parametrize(
+    ("config", "record"),
+    [
+        ({"architectures": ["DFlashDraftModel"]}, DFlash),
+        ({"architectures": ["Qwen3DSparkModel"]}, DSpark),
+        ({"speculators_model_type": "dflash"}, DFlash),
+        ({"speculators_model_type": "dspark"}, DSpark),
+        ({"speculators_model_type": "peagle"}, Eagle3),
+    ],
+)
+def test_block_drafters_are_found_like_heads(
+    hub: Path, tmp_path: Path, config: dict[str, Any], record: type[DraftSpec]
+) -> None:
+    found = in_cache(hub, "a/head", {**config, "base_model_name_or_path": "owner/target"})
+    assert made_for("owner/target") == (record(str(found)), "in the hub's cache")
+    target = tmp_path / "a" / "target"
+    target.mkdir(parents=True)
+    beside = head(tmp_path / "a" / f"target-{record.weights}", config)
+    assert made_for(str(target)) == (record(str(beside)), "beside the target")
 
 
 def test_heads_of_other_formats_in_the_hubs_cache(hub: Path) -> None:

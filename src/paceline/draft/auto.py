@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.draft.datastore import Datastore
+from paceline.draft.heads.block import BlockSpec, DFlash, DSpark
 from paceline.draft.heads.checkpoint import SPECULATORS
 from paceline.draft.heads.eagle import Eagle, Eagle2, Eagle3
 from paceline.draft.heads.medusa import Medusa
@@ -33,8 +34,10 @@ from paceline.model.precision import matrix_sizes, rounded_bytes, usual_bits
 from paceline.model.target import CausalModel
 
 # Kinds of drafters that are trained for one target, the best first.
-Trained = DraftModel | Eagle | Medusa
-_TRAINED: tuple[type[Trained], ...] = (Eagle3, Eagle2, DraftModel, Medusa)
+Trained = DraftModel | Eagle | Medusa | BlockSpec
+_TRAINED: tuple[type[Trained], ...] = (Eagle3, DSpark, DFlash, Eagle2, DraftModel, Medusa)
+# Kinds of heads by ``speculators_model_type``.
+_SPECULATORS = {"eagle3": Eagle3, "peagle": Eagle3, "dflash": DFlash, "dspark": DSpark}
 _MIN_BYTES = 64 << 20  # a target with fewer bytes of weights stays in a processor's caches
 _MEMORY_PARTS = 2  # the 4-bit copy takes at most 1 / _MEMORY_PARTS of the free memory
 # A draft model or a head with a larger share of the target's bytes costs what it saves (SmolLM2 in
@@ -250,14 +253,14 @@ def _trained_head(folder: Path, model: str) -> Trained | None:
         config = read_options(folder / "config.json")
     except (ModelLoadError, OSError):
         return None
-    kinds: list[type[Eagle] | type[Medusa]]
     if SPECULATORS in config:
-        kinds = [Eagle3] if config[SPECULATORS] == "eagle3" else []
+        kind: type[Trained] | None = _SPECULATORS.get(str(config[SPECULATORS]))
     else:
         description = f"{config.get('architectures')} {config.get('model_type')}".lower()
-        kinds = [kind for kind in (Eagle3, Eagle2, Medusa) if kind.weights in description]
-    made_for_model = kinds and any(_is_same(model, base) for base in _bases(folder, config))
-    return kinds[0](str(folder)) if made_for_model else None
+        heads = (kind for kind in _TRAINED if kind is not DraftModel)
+        kind = next((kind for kind in heads if kind.weights in description), None)
+    made_for_model = kind and any(_is_same(model, base) for base in _bases(folder, config))
+    return kind(str(folder)) if kind and made_for_model else None
 
 
 def _bases(folder: Path, config: dict[str, Any]) -> list[str]:
