@@ -37,7 +37,12 @@ from paceline.model.target import CausalModel
 Trained = DraftModel | Eagle | Medusa | BlockSpec
 _TRAINED: tuple[type[Trained], ...] = (Eagle3, DSpark, DFlash, Eagle2, DraftModel, Medusa)
 # Kinds of heads by ``speculators_model_type``.
-_SPECULATORS = {"eagle3": Eagle3, "peagle": Eagle3, "dflash": DFlash, "dspark": DSpark}
+_SPECULATORS: dict[str, type[Trained]] = {
+    "eagle3": Eagle3,
+    "peagle": Eagle3,
+    "dflash": DFlash,
+    "dspark": DSpark,
+}
 _MIN_BYTES = 64 << 20  # a target with fewer bytes of weights stays in a processor's caches
 _MEMORY_PARTS = 2  # the 4-bit copy takes at most 1 / _MEMORY_PARTS of the free memory
 # A draft model or a head with a larger share of the target's bytes costs what it saves (SmolLM2 in
@@ -254,7 +259,7 @@ def _trained_head(folder: Path, model: str) -> Trained | None:
     except (ModelLoadError, OSError):
         return None
     if SPECULATORS in config:
-        kind: type[Trained] | None = _SPECULATORS.get(str(config[SPECULATORS]))
+        kind = _SPECULATORS.get(str(config[SPECULATORS]))
     else:
         description = f"{config.get('architectures')} {config.get('model_type')}".lower()
         heads = (kind for kind in _TRAINED if kind is not DraftModel)
