@@ -1,4 +1,8 @@
 // The cached keys and values of one KV head at the positions of one block of attention.
+//
+//   a slot of the cache    head 0: d numbers [int8: and their scale, a float] | head 1: ... | ...
+//   keys, transposed       vector i: number i of 16 keys, so that a query's number i is one multiply-add with it
+//   values, as they lie    vector i: numbers i .. i + 16 of one value
 #pragma once
 #include "gemm.h"
 #include "kernels.h"

@@ -3,6 +3,11 @@
 // draft/text_index.py finds the same n-grams by searching all texts. Here hash chains find them, as compressors find
 // matches: a hash table for each length maps an n-gram to the position after its latest occurrence, and `previous`
 // leads from there to the earlier ones. lookup.cpp makes drafts from what is found.
+//
+//   position      0 1 2 3 4 5 6 7 8
+//   stream        a b c d | a b c x      | is TEXT_END
+//   table of 3    bucket of "a b c": latest 8
+//   previous      8 -> 3, 3 -> 3 (there is none before)
 #pragma once
 #include <algorithm>
 #include <chrono>
