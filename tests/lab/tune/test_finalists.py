@@ -86,6 +86,13 @@ def test_a_draft_that_is_faster_in_half_of_the_rounds_is_not_chosen() -> None:
     assert winner([plain, steady, usual]) is steady
 
 
+def test_one_slow_round_does_not_choose_plain_decoding_over_the_default() -> None:
+    plain, usual = entry(PLAIN, [1.0, 1.0], 0), entry(candidate("usual", default=True), [0.95, 1.8])
+    assert winner([plain, usual]) is usual
+    slow = entry(candidate("usual", default=True), [0.95, 1.05])
+    assert winner([plain, slow]) is plain
+
+
 def test_one_slow_round_changes_no_choice() -> None:
     """The table had 2 tokens a second against 10, and the choice 1.97x: one was of all rounds
     together, the other their median."""

@@ -185,10 +185,15 @@ def confirmations(
 
 def winner(results: Sequence[Confirmation]) -> Confirmation:
     """The fastest drafter by median speedup, or plain decoding unless a drafter is faster by
-    ``MARGIN`` and in most rounds. The default draft, whose several drafters suit other text too, is
-    preferred if it is hardly slower, or if the rounds disagree on which of the two is faster."""
+    ``MARGIN`` and in most rounds. The default draft, whose several drafters suit other text too,
+    is preferred if it is hardly slower, or if the rounds disagree on which of the two is faster;
+    over plain decoding, too."""
     plain = results[0]
-    drafting = [r for r in results[1:] if r.run.counts.drafted and _mostly_faster(r, plain)]
+    drafting = [
+        result
+        for result in results[1:]
+        if result.run.counts.drafted and (result.finalist.default or _mostly_faster(result, plain))
+    ]
     best = max(drafting, key=lambda result: result.speedup, default=plain)
     if best is plain or best.speedup < MARGIN:
         return plain
