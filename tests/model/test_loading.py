@@ -107,10 +107,16 @@ def test_damaged_config(folder: Path) -> None:
     fails(ModelLoadError, folder, "not valid JSON")
 
 
-@pytest.mark.parametrize("ids", ["x", ["x"], 2.5])
+@pytest.mark.parametrize("ids", ["x", ["x"], 2.5, True])
 def test_end_tokens_that_are_none(folder: Path, ids: object) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     fails(ModelLoadError, folder, "eos_token_id", "correct its generation_config.json")
+
+
+def test_a_negative_context(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": -3}))
+    fails(ModelLoadError, folder, "max_position_embeddings", "is -3; correct its config.json")
 
 
 def test_a_cache_without_memory() -> None:

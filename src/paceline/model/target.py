@@ -59,6 +59,10 @@ class CausalModel:
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         limit = getattr(config, "max_position_embeddings", None)
+        if limit is not None and limit < 0:
+            raise ModelLoadError(
+                f"max_position_embeddings of {name} is {limit}; correct its config.json"
+            )
         self.max_positions: int = limit or UNLIMITED_POSITIONS
         self.eos_token_ids = _eos_ids(hf, config)
         self.reference = TorchBackend(hf, self.max_positions)
@@ -268,7 +272,7 @@ def _eos_ids(hf: Any, config: Any) -> frozenset[int]:
     for source in (generation, config):
         ids = getattr(source, "eos_token_id", None)
         id_list = [ids] if isinstance(ids, int) else ids or []
-        if not isinstance(id_list, list) or not all(isinstance(token, int) for token in id_list):
+        if not isinstance(id_list, list) or not all(type(token) is int for token in id_list):
             raise ModelLoadError(
                 f"the eos_token_id of {hf.name_or_path} is {ids!r}; it must be a token's id or a "
                 "list of ids: correct its generation_config.json"

@@ -72,7 +72,9 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, CacheMemoryError):
         return APIError(message, code="context_length_exceeded")
     if isinstance(error, GrammarError):
-        return APIError(message, param="response_format", code="invalid_schema")
+        # response_format has no other kind.
+        param = "response_format" if message.startswith("grammar (json)") else "structured_outputs"
+        return APIError(message, param=param, code="invalid_schema")
     if isinstance(error, PacelineError):
         named = _FIELD_AT_START.match(message) if isinstance(error, ConfigError) else None
         return APIError(message, param=named and named[1])

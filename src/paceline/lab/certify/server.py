@@ -203,7 +203,10 @@ class ServerCertifier:
         self.sampling.checked += 1
         for token, _, top in sample.tokens:
             listed = sorted(top.items(), key=lambda item: -item[1])[:_TOP]
-            names, probs = [other for other, _ in listed], [math.exp(v) for _, v in listed]
+            names, probs = (
+                [other for other, _ in listed],
+                [_probability(v) for _, v in listed],
+            )
             probs.append(max(0.0, 1.0 - sum(probs)))  # of all tokens that are not listed
             index = names.index(token) if token in names else len(names)
             self.ranks.add(torch.tensor(probs, dtype=torch.float64), [index])
@@ -239,12 +242,16 @@ class ServerCertifier:
         )
 
 
+def _probability(logprob: float) -> float:
+    return math.exp(min(logprob, 1.0))  # a server may claim any number
+
+
 def _wrong_logprobs(answer: ScoredText) -> Iterator[str]:
     """What is wrong with the logprobs of an answer by themselves."""
     tops = [list(token.likeliest.values()) for token in answer.tokens]
     if len(tops) >= _MIN_UNCERTAIN and not any(token.logprob for token in answer.tokens):
         yield "all logprobs are 0.0"
-    if any(sum(map(math.exp, top)) > 1.01 for top in tops):
+    if any(sum(map(_probability, top)) > 1.01 for top in tops):
         yield "the probabilities of a position sum to more than 1"
     if 0 < (without := tops.count([])) < len(tops):
         yield f"{without} of {len(tops)} tokens have no alternatives"
