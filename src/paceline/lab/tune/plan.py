@@ -236,13 +236,16 @@ class _Tuning:
         outcome.finalists = choose(outcome.trials, default)
         count, seconds = len(outcome.finalists), _OVERHEAD * self.request_seconds
         outcome.size = round_size(count, seconds, options, self.budget)
-        if self.budget.left <= 0:
-            return
-        size = outcome.size, options.concurrency
-        jobs, repeats = rounds_of(self.prompts, options.rounds, *size, self.params)
-        engines = [self.plain, *map(self.open, outcome.finalists[1:])]
-        runner.warm_up(jobs[:1], engines[1:])
-        record = outcome.job_results
-        runner.take_turns(jobs, engines, repeats, record, self.advance, self.budget)
-        for engine in engines:
-            engine.llm.close()
+        engines = [self.plain]
+        try:
+            if self.budget.left <= 0:
+                return
+            size = outcome.size, options.concurrency
+            jobs, repeats = rounds_of(self.prompts, options.rounds, *size, self.params)
+            engines += map(self.open, outcome.finalists[1:])
+            runner.warm_up(jobs[:1], engines[1:])
+            record = outcome.job_results
+            runner.take_turns(jobs, engines, repeats, record, self.advance, self.budget)
+        finally:
+            for engine in engines:
+                engine.llm.close()
