@@ -85,6 +85,25 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert not out.exists()
 
 
+def test_held_out_texts_are_read_before_the_first_step(
+    tiny_pair: TinyPair, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    command = arguments("eagle3", tiny_pair.target, corpus, tmp_path / "run")
+    monkeypatch.setattr(EagleTrainer, "train_step", None)
+    result = paceline(*command, "--valid", str(tmp_path / "empty.jsonl"))
+    assert result.exit_code == 1 and "empty.jsonl has no prompt" in result.stderr
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    tiny_pair: TinyPair, corpus: str, tmp_path: Path
+) -> None:
+    command = arguments("eagle3", tiny_pair.target, corpus, tmp_path / "run")
+    result = paceline(*command, "--lr=1e30", "--adam-lr=1e30", "--steps=9", "--save-seconds=0")
+    assert result.exit_code == 1 and "use a lower --lr and --adam-lr" in result.stderr
+    assert not (tmp_path / "run" / "head").exists()
+
+
 def test_a_folder_is_one_runs_alone(tiny_pair: TinyPair, corpus: str, tmp_path: Path) -> None:
     command = arguments("eagle3", tiny_pair.target, corpus, tmp_path / "run")
     with lock_folder(tmp_path / "run"):

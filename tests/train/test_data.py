@@ -104,6 +104,12 @@ def test_a_gzip_that_was_cut(tmp_path: Path) -> None:
         list(Records(path))
 
 
+def test_a_file_that_begins_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n')
+    assert [record["text"] for record in Records(path)] == ["one"]
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "binary.jsonl"
     path.write_bytes(b"\xff\xfe\x00")
@@ -115,6 +121,12 @@ def test_source_specs(corpus: Path) -> None:
     assert Source.parse(str(corpus)) == Source(corpus, 1.0)
     assert Source.parse(f"{corpus}=2.5") == Source(corpus, 2.5)
     assert Source.parse(str(corpus)).name == "data"
+    folder = corpus.parent / "lr=1"
+    folder.mkdir()
+    moved = corpus.rename(folder / corpus.name)
+    assert Source.parse(str(moved)) == Source(moved, 1.0)
+    assert Source.parse(f"{moved}=2") == Source(moved, 2.0)
+    corpus = moved
     for spec in (f"{corpus}=x", f"{corpus}=0", f"{corpus}=-1", f"{corpus}=nan", "missing.jsonl"):
         with pytest.raises(DataError):
             Source.parse(spec)

@@ -218,6 +218,8 @@ def test_a_head_goes_on_with_its_own_embedding(
     assert training_runs.check_held_out(loaded, llm).mean_accepted_length < 1.5
     with pytest.raises(ConfigError, match="has layers 1, but this run 2; give the same --layers"):
         EagleTrainer(replace(again, layers=2), tmp_path / "other", device="cpu")
+    with pytest.raises(ConfigError, match="but this run 40; give the same --ffn-size"):
+        EagleTrainer(replace(again, ffn_size=40), tmp_path / "other", device="cpu")
 
 
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)])  # it learns

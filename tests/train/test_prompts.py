@@ -61,6 +61,28 @@ def test_questions_and_prompts_are_opened_whole(tmp_path: Path) -> None:
     file.write_text(json.dumps({"ids": [*ids, 9, 9], "prompt": len(ids)}) + "\n")
     (opening,) = answer_positions(Source(file, 1.0), 1)
     assert opening.token_ids == ids
+    file.write_text(json.dumps({"ids": [*range(20)]}) + "\n")  # all of them as a text
+    (opening,) = answer_positions(Source(file, 1.0), 1)
+    assert opening.token_ids == [*range(len(opening.token_ids))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"ids": [1, 2, 10**6, 4]}, "outside the vocabulary"),
+        ({"ids": [1, -2, 3, 4]}, "outside the vocabulary"),
+        ({"ids": {"a": 1}}, "not a list of whole numbers"),
+        ({"prompt": -2}, "must be a number at most the number of ids"),
+        ({"prompt": 50}, "must be a number at most the number of ids"),
+    ],
+)
+def test_ids_that_are_no_prompt_are_an_error(
+    tmp_path: Path, changes: dict[str, object], why: str
+) -> None:
+    file = tmp_path / "ids.jsonl"
+    file.write_text(json.dumps({"ids": [1, 2, 3, 4], "prompt": 3} | changes) + "\n")
+    with pytest.raises(DataError, match=why):
+        answer_positions(Source(file, 1.0), 1)
 
 
 def test_long_conversations_are_opened_where_they_are_wanted(tmp_path: Path) -> None:

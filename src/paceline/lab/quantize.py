@@ -62,7 +62,7 @@ def quantize(
         "rounding": "nearest" if read is None else "GPTQ",
         "layers": rounded.layers,
         "not_quantised": rounded.left,
-        "bytes_before": rounded.before,
+        "bytes_before": rounded.before // 2,  # in bf16; they were read in float32
         "bytes_after": rounded.after,
         "text": (evaluate or calibrate or Path("shipped")).name,
         "before": before.record(),
@@ -93,7 +93,7 @@ def _table(record: dict[str, Any], to: str) -> Table:
         [
             [
                 f"{record['layers']} linear layers",
-                f"{record['bytes_before'] / 2 / 1e6:.1f} MB (bf16)",
+                f"{record['bytes_before'] / 1e6:.1f} MB (bf16)",
                 f"{record['bytes_after'] / 1e6:.1f} MB",
             ],
             [

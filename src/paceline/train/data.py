@@ -89,6 +89,26 @@ def encode_stream(
     return TokenStream(path.name, ids, loss_mask, starts)
 
 
+def checked_ids(record: dict[str, Any], size: int, after: int) -> tuple[np.ndarray, int]:
+    """The token ids of a record, all below ``size``, and how many are its prompt, which at least
+    ``after`` others follow. Raises RecordError."""
+    try:
+        ids = np.asarray(record["ids"])
+    except (ValueError, OverflowError):
+        ids = np.zeros(0)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RecordError("its ids are not a list of whole numbers")
+    if ids.min() < 0 or ids.max() >= size:
+        raise RecordError(f"it has ids outside the vocabulary (0 to {size - 1})")
+    prompt = record.get("prompt") or 0
+    if not isinstance(prompt, int) or not 0 <= prompt <= len(ids) - after:
+        than = "less than" if after else "at most"
+        raise RecordError(
+            f"its prompt is {prompt!r}, but it must be a number {than} the number of ids"
+        )
+    return ids, prompt
+
+
 class _Reader:
     """Converts records to documents, and documents to token ids with a loss mask."""
 
@@ -127,20 +147,7 @@ class _Reader:
         return _Document(checked_text(text), spans)
 
     def _ids_document(self, record: dict[str, Any]) -> _Document:
-        try:
-            ids = np.asarray(record["ids"])
-        except (ValueError, OverflowError):
-            ids = np.zeros(0)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RecordError("its ids are not a list of whole numbers")
-        size = len(self._tokenizer)
-        if ids.min() < 0 or ids.max() >= size:
-            raise RecordError(f"it has ids outside the vocabulary (0 to {size - 1})")
-        prompt = record.get("prompt", 0)
-        if not isinstance(prompt, int) or not 0 <= prompt < len(ids):
-            raise RecordError(
-                f"its prompt is {prompt!r}, but it must be a number less than the number of ids"
-            )
+        ids, prompt = checked_ids(record, len(self._tokenizer), after=1)
         if not self._compared and isinstance(record.get("text"), str):
             self._compared = True
             if self._tokenizer.decode(ids.tolist()) != record["text"]:

@@ -72,7 +72,9 @@ class EagleTrainer(HeadTrainer):
         if self.config.init not in ("", _FROM_TARGET):
             target = TargetShape(self.shape.hidden_size, self.vocab_size, self.num_layers)
             head = load_eagle(self.config.init, target, shape.version, target_head=target_head)
-            for name in ("layers", "feature_layers"):
+            sizes = ("heads", "kv_heads", "head_dim", "ffn_size")  # 0: not given
+            given = [name for name in sizes if getattr(self.config, name)]
+            for name in ("layers", "feature_layers", *given):
                 theirs, ours = getattr(head.config, name), getattr(shape, name)
                 if theirs != ours:
                     raise ConfigError(

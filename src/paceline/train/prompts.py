@@ -19,6 +19,7 @@ from paceline.core.stages import stage
 from paceline.errors import DataError
 from paceline.train.chat import ChatWriter, conversation_from_record
 from paceline.train.configs import PromptSelection
+from paceline.train.data import checked_ids
 from paceline.train.records import RecordError, Records, Source, checked_text
 
 _DEFAULT_TEXTS = 1000  # number of text prefixes if no number of prompts is given
@@ -123,15 +124,14 @@ class _PromptMaker:
         return NumberedPrompt(ids, source, licence)
 
     def _text_prefix(self, record: dict[str, Any]) -> list[int]:
-        prompt, text = record.get("prompt"), record.get("text")
-        if isinstance(record.get("ids"), list) and isinstance(prompt, int) and prompt:
-            given: list[int] = record["ids"][:prompt]
-            if not all(isinstance(token, int) for token in given):
-                raise RecordError("its ids are not a list of whole numbers")
-            if len(given) > self.selection.max_prompt_len:
-                raise RecordError(f"its prompt has {len(given)} tokens, more than --max-prompt-len")
-            return given
-        ids = self.tokenizer.encode(checked_text(text))
+        given, text = np.zeros(0, np.int64), record.get("text")
+        if record.get("ids") is not None:
+            given, prompt = checked_ids(record, len(self.tokenizer), after=0)
+            if prompt > self.selection.max_prompt_len:
+                raise RecordError(f"its prompt has {prompt} tokens, more than --max-prompt-len")
+            if prompt:
+                return [int(token) for token in given[:prompt]]
+        ids = given.tolist() if len(given) else self.tokenizer.encode(checked_text(text))
         longest = min(self.selection.max_text_len, self.selection.max_prompt_len, len(ids) - 1)
         if longest < _MIN_PREFIX:
             raise RecordError(f"it has {len(ids)} tokens, too few for a prefix of {_MIN_PREFIX}")

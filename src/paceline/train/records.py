@@ -50,7 +50,9 @@ class Source:
     @classmethod
     def parse(cls, spec: str) -> Source:
         """``FILE`` or ``FILE=WEIGHT``; the weight is relative, 1 when left out."""
-        path, _, weight = spec.partition("=")
+        path, _, weight = spec.rpartition("=")
+        if not path or Path(spec).is_file():  # its folder may be called a=1
+            path, weight = spec, ""
         try:
             value = float(weight) if weight else 1.0
         except ValueError:
@@ -133,7 +135,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     if not line.strip():
         return None
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8-sig"))  # some editors begin files with a mark
     except UnicodeDecodeError:
         raise RecordError("it is not UTF-8 text") from None
     except (ValueError, RecursionError):

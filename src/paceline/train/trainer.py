@@ -10,6 +10,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,11 @@ class Trainer(ABC):
             loss = self.loss(part) * (part.drafts / drafts)
             loss.backward()  # type: ignore[no-untyped-call]
             total_loss += float(loss.detach())
+        if not isfinite(total_loss):
+            raise ConfigError(
+                f"the loss of step {self.step + 1} is {total_loss}, so the weights are lost; use "
+                "a lower --lr and --adam-lr with another --out"
+            )
         self.optimizer.step(learning_rate_scale(self.step, self.config.steps, self.config.warmup))
         self.step += 1
         return total_loss
@@ -214,6 +220,8 @@ class Trainer(ABC):
         """Train to the last step, then write the result; returns its folder. Raises ConfigError if
         another process is training in the same folder."""
         with lock_folder(self.out):
+            if self.valid_sources and self.step < self.config.steps:
+                _ = self.held_out_texts  # unusable ones end the run before it trains
             saved = time.monotonic()
             while self.step < self.config.steps:
                 start = time.monotonic()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paceline.draft.foreign import foreign_of
 from paceline.draft.heads.block_head import BlockHead, load_block, save_block
@@ -20,6 +21,7 @@ from paceline.lab.export import DIALECTS, export
 from paceline.lab.export.speculation import LAYERS, Export, outputs_of, shape_of
 from paceline.model.names import resolve
 from support.every_drafter import SPECS
+from support.tiny_models import TinyPair
 
 TARGET, HEAD = "paceline/tiny", "eagle3:paceline/tiny-eagle3"
 BLOCKS = ["dflash:paceline/tiny-dflash", "dspark:paceline/tiny-dspark"]
@@ -138,12 +140,20 @@ def test_the_weights_of_a_head_are_the_same(tmp_path: Path, to: str) -> None:
 
 
 def test_medusa_heads_are_written_to_the_file_that_vllm_reads(tmp_path: Path) -> None:
-    heads = MedusaHeads(MedusaConfig(256, 4096, heads=3))
+    heads = MedusaHeads(MedusaConfig(256, 4096, heads=3, layers=2))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
     save_medusa(heads, tmp_path / "own")
-    made = exported("vllm", f"medusa:{tmp_path / 'own'}", tmp_path / "out")
+    made = exported("vllm", f"medusa:{tmp_path / 'own'}", tmp_path / "out", draft_length="auto")
     files = {file.name for file in (tmp_path / "out" / "head").iterdir()}
     assert files == {"config.json", "model.safetensors"}
     assert made.config["num_speculative_tokens"] == 3  # although four were requested
+    assert made.approximations[0].instead == "3 tokens in every step"
+    # The names of the parameters of vLLM's Medusa class, which skips all others.
+    blocks = [f"blocks.{k}.layers.{n}." for k in range(3) for n in range(2)]
+    names = {f"{block}{kind}" for block in blocks for kind in ("weight", "bias")}
+    written = load_file(tmp_path / "out" / "head" / "model.safetensors")
+    assert written.keys() == names | {f"lm_heads.{k}.weight" for k in range(3)}
     again = load_medusa(str(tmp_path / "out" / "head"), TINY).state_dict()
     assert all(torch.equal(again[name], value) for name, value in heads.state_dict().items())
 
@@ -282,6 +292,15 @@ def test_what_has_no_equivalent_is_refused_by_name(to: str, draft: str, named: s
     with pytest.raises(ConfigError, match=named) as caught:
         exported(to, draft)
     assert "\n" not in str(caught.value) and "; " in str(caught.value)
+
+
+@pytest.mark.parametrize("to", [*DIALECTS])
+def test_a_draft_of_another_vocabulary_is_for_llama_cpp_alone(to: str, tiny_pair: TinyPair) -> None:
+    if to == "llama.cpp":  # it translates the tokens
+        assert exported(to, tiny_pair.draft).config["--spec-type"] == "draft-simple"
+        return
+    with pytest.raises(ConfigError, match="it differs from the target in"):
+        exported(to, tiny_pair.draft)
 
 
 def test_an_unknown_engine_is_refused() -> None:

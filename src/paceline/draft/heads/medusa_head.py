@@ -41,6 +41,10 @@ _NAMES = (
     (r"lm_heads?\.(\d+)\.weight", r"\1.*.weight"),
     (r"lm_heads?\.weight", "0.*.weight"),
 )
+_VLLM_NAMES = (
+    (r"^(\d+)\.(\d+)\.linear", r"blocks.\1.layers.\2"),
+    (r"^(\d+)\.\d+\.weight", r"lm_heads.\1.weight"),
+)
 _VOCABULARY = re.compile(_NAMES[1][0])
 _ACCURACY = "paceline_accuracy"
 _TARGET_LAYERS = "paceline_target_layers"
@@ -150,9 +154,10 @@ def load_medusa(source: str | Checkpoint, target: Target) -> MedusaHeads:
 
 
 def save_medusa(
-    heads: MedusaHeads, folder: Path, target_layers: int | None = None, file: str = WEIGHTS
+    heads: MedusaHeads, folder: Path, target_layers: int | None = None, for_vllm: bool = False
 ) -> None:
-    """Write Medusa's layout. ``target_layers``: targets with another number are then refused."""
+    """Write Medusa's layout, or the file and names that vLLM reads, which ignores others.
+    ``target_layers``: targets with another number are then refused."""
     config = heads.config
     values: dict[str, Any] = {
         "architectures": ["MedusaModel"],
@@ -170,7 +175,12 @@ def save_medusa(
         values[_ACCURACY] = [[round(value, 4) for value in ranks] for ranks in config.accuracy]
     if target_layers is not None:
         values[_TARGET_LAYERS] = target_layers
-    write_checkpoint(folder, file, heads.state_dict(), values)
+    file, tensors = WEIGHTS, heads.state_dict()
+    if for_vllm:
+        file = "model.safetensors"
+        for pattern, name in _VLLM_NAMES:
+            tensors = {re.sub(pattern, name, key): value for key, value in tensors.items()}
+    write_checkpoint(folder, file, dict(tensors), values)
 
 
 def _public_names(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

@@ -59,7 +59,7 @@ def export(
         speculation = levels, length == "auto", rule, batch
         made = Export(to, dialect, model, chosen, *speculation, Path(out) if out else None)
         try:
-            dialect.fill(made)
+            made.fill()
             break
         except ConfigError as error:
             if chosen is specs[-1] or isinstance(error, WriteError):

@@ -41,13 +41,10 @@ def _vllm_method(export: Export) -> dict[str, Any]:
     if isinstance(draft, Mtp):  # of the target, unless it names another checkpoint
         return {"method": "mtp"} | ({"model": export.draft_path} if draft.path else {})
     if isinstance(draft, Medusa):
-        folder, heads = export.write_medusa(draft)
-        length = min(export.length, heads)
-        return {"method": "medusa", "model": folder, "num_speculative_tokens": length}
+        return {"method": "medusa", "model": export.write_medusa(draft)}
     if isinstance(draft, (DFlash, DSpark)):
-        folder, most = export.write_block(draft, "speculators", "z-lab", "deepspec")
-        length = min(export.length, most)
-        return {"method": draft.kind, "model": folder, "num_speculative_tokens": length}
+        folder = export.write_block(draft, "speculators", "z-lab", "deepspec")
+        return {"method": draft.kind, "model": folder}
     if isinstance(draft, Suffix):
         options: dict[str, Any] = {"max_tree_depth": draft.max_depth}
         options |= {"max_spec_factor": draft.factor, "min_token_prob": draft.min_prob}
@@ -86,8 +83,8 @@ def _sglang(export: Export) -> None:
             switch = "block-verification" if export.rule == "block" else "rejection-sampling"
             flags[f"use-{switch}"] = ""
     elif isinstance(draft, (DFlash, DSpark)):
-        model, most = export.write_block(draft, "z-lab", "deepspec")
-        nodes = min(levels, most)
+        model = export.write_block(draft, "z-lab", "deepspec")
+        nodes = export.length
         flags |= {"algorithm": draft.kind.upper(), "draft-model-path": model}
         if draft.kind == "dspark":
             flags["dspark-block-size"] = str(nodes)
@@ -209,6 +206,8 @@ DIALECTS = {
         "TensorRT-LLM 1.2 (its documented classes; it cannot be installed without a GPU)",
         _tensorrt_llm,
     ),
-    "llama.cpp": Dialect("llama.cpp 0.5.0-dev", _llama_cpp, rules=("token", "coupled")),
+    "llama.cpp": Dialect(
+        "llama.cpp 0.5.0-dev", _llama_cpp, vocabularies=True, rules=("token", "coupled")
+    ),
     "openvino": Dialect("openvino-genai 2026.4.1", _openvino),
 }

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 from paceline.core.stages import stage
 from paceline.draft.heads.block_head import layouts_of, load_block, save_block
-from paceline.draft.heads.checkpoint import WEIGHTS
 from paceline.draft.heads.eagle_head import EagleHead, load_eagle, save_eagle
 from paceline.draft.heads.medusa_head import load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.drafters import DFlash, DraftModel, DraftSpec, DSpark, Eagle, Medusa, TreeSpec
 from paceline.errors import ConfigError
 from paceline.files import user_path, write_files
-from paceline.model.loading import read_config
+from paceline.model.loading import load_tokenizer, read_config
 from paceline.model.names import resolve
+from paceline.model.tokenizer import differences
 
 # The cost of looking up one candidate instead of several.
 FEWER_MATCHES = "fewer tokens per step where a text was continued in several ways"
@@ -32,11 +32,13 @@ _NODES = 8  # of a dynamic tree whose number of nodes is not given
 
 @dataclass(frozen=True)
 class Dialect:
-    """An engine: the version whose options were checked, and which of our features it has."""
+    """An engine: the version whose options were checked, and which of our features it has.
+    ``vocabularies``: drafts with another vocabulary than the target's."""
 
     version: str
     fill: Callable[[Export], None]
     trees: bool = False
+    vocabularies: bool = False
     parallel: bool = False
     rules: tuple[str, ...] = ("token",)
 
@@ -124,6 +126,15 @@ class Export:
     def approximate(self, what: str, instead: str, cost: str) -> None:
         self.approximations.append(Approximation(what, instead, cost))
 
+    def fill(self) -> None:
+        """Raises ConfigError if the engine cannot run the draft."""
+        if isinstance(self.draft, DraftModel) and not self.dialect.vocabularies:
+            differing = differences(load_tokenizer(self.target), load_tokenizer(self.draft.path))
+            if differing:
+                family = "export a draft of the target's family"
+                raise self.refuse(f"it differs from the target in {differing}; {family}")
+        self.dialect.fill(self)
+
     def refuse(self, instead: str) -> ConfigError:
         return ConfigError(f"{self.engine} has no equivalent of --draft {self.draft}; {instead}")
 
@@ -147,9 +158,9 @@ class Export:
 
         return self._write_head(save)
 
-    def write_block(self, draft: DFlash | DSpark, *layouts: str) -> tuple[str, int]:
+    def write_block(self, draft: DFlash | DSpark, *layouts: str) -> str:
         """The folder (see ``write_eagle``) of a block drafter in the first of ``layouts`` that can
-        represent it, and its longest draft. Raises ConfigError if the engine cannot run it."""
+        represent it; a draft is at most a block. Raises ConfigError if the engine cannot run it."""
         head = load_block(draft.path, shape_of(self.target)[0], draft.kind, draft.feature_layers)
         config, fits = head.config, [n for n in layouts if n in layouts_of(head.config)]
         problems = {
@@ -164,21 +175,20 @@ class Export:
                     f"{self.engine} cannot run the {draft.kind} head {draft.path}, which has "
                     f"{problem}; train a head that fits, or export another draft"
                 )
-        folder = self._write_head(lambda to: save_block(head, to, fits[0], *self._verifier()))
-        return folder, config.drafts
+        self.length = min(self.length, config.drafts)
+        return self._write_head(lambda to: save_block(head, to, fits[0], *self._verifier()))
 
-    def write_medusa(self, draft: Medusa) -> tuple[str, int]:
-        """The folder of Medusa heads in vLLM's layout, see ``write_eagle``, and their number.
-        Raises ConfigError for heads that share the target's output layer."""
+    def write_medusa(self, draft: Medusa) -> str:
+        """The folder of Medusa heads in vLLM's layout, see ``write_eagle``. A draft is at most as
+        long as there are heads. Raises ConfigError for heads that share the target's layer."""
         heads = load_medusa(draft.path, shape_of(self.target)[0])
         if heads.config.shared_head:
             raise ConfigError(
                 f"the Medusa heads {draft.path} share the target's output layer, but vLLM needs "
                 "one in their file; train them with --own-heads"
             )
-        # The published layout, under the file name that vLLM expects.
-        folder = self._write_head(lambda to: save_medusa(heads, to, file=WEIGHTS))
-        return folder, heads.config.heads
+        self.length = min(self.length, heads.config.heads)
+        return self._write_head(lambda to: save_medusa(heads, to, for_vllm=True))
 
     def _verifier(self) -> tuple[str, tuple[str, ...]]:
         """The target's folder and model classes, for layouts that record them."""
