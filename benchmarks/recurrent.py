@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from measuring import alternate
 from paceline.core.batch import Batch, Span
-from paceline.model.backends.reference.recurrent import _Mixer
+from paceline.model.backends.reference.recurrent import Mixer
 from paceline.model.paged.states import bytes_per_state
 from paceline.model.target import CausalModel
 from support.engine_models import random_recurrent
@@ -101,7 +101,7 @@ def steps(kind: str, dtype: torch.dtype) -> dict[str, float]:
 
 def states(kind: str) -> dict[str, float]:
     hf = random_recurrent(kind, **{"num_hidden_layers": 2} | REAL[kind]).bfloat16()
-    mixer = next(m for m in CausalModel(hf, kind).hf.modules() if isinstance(m, _Mixer))
+    mixer = next(m for m in CausalModel(hf, kind).hf.modules() if isinstance(m, Mixer))
     hidden = torch.randn(1, 1, hf.config.hidden_size).bfloat16()
     parts = mixer.probe(torch.randn(1, 3, hf.config.hidden_size).bfloat16())
     store = [torch.zeros(2 + ROWS, *shape, dtype=dtype) for shape, dtype in parts]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,19 @@ def test_options_have_the_names_of_the_commands() -> None:
     }
     assert ("native.py", "--concurrency") in firsts
     assert {one for one in firsts if one[1] in FORMER} == {("perplexity.py", "--tokens")}
+
+
+def test_what_the_scripts_import_from_the_package_is_there() -> None:
+    scripts = FOLDER.glob("*.py")
+    imports = [
+        (script.name, node.module, name.name)
+        for script in scripts
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline")
+        for name in node.names
+    ]
+    absent = []
+    for script, module, name in imports:
+        if not hasattr(import_module(module), name) and not find_spec(f"{module}.{name}"):
+            absent.append((script, module, name))
+    assert len(imports) > 50 and not absent

@@ -181,7 +181,7 @@ _LAWS = (
 def check_drafter(
     output: JsonOptions,
     drafter: str = setting(
-        MISSING, "The drafter: a DrafterRecord, a class or a function.", flags=("MODULE:NAME",)
+        MISSING, "The drafter: a class, a function, a record or a spec.", flags=("MODULE:NAME",)
     ),
     model: str = setting(
         EMBEDDED, "The target; a record's example specs may need weights made for it."

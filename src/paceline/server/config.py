@@ -70,7 +70,7 @@ class ServeConfig(EngineSettings, AdapterSettings, _Names):
         False, "Run HTTP and the engine in one process: slower, but easier to debug."
     )
 
-    max_queue: int = _limits(64, "Most waiting requests; further ones are refused with 429.", low=0)
+    max_queue: int = _limits(64, "Most waiting sequences; with more, requests get 429.", low=0)
     deadline: float = _limits(600.0, "Most seconds a request may take; 0 is no limit.", low=0)
     max_request_bytes: int = _limits(
         4 * 2**20, "Largest request; larger ones are refused with 413.", kind="size", shown="4M"
