@@ -254,6 +254,25 @@ def test_closing_from_within_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert own.owner._engine is None
 
 
+def test_a_call_from_within_a_step_is_refused(llm: LLM) -> None:
+    """It would wait for itself, for ever; here in a thread and an LLM of its own, so that a failure
+    ends."""
+    own = llm.with_draft("none")
+
+    def asking(_: list[int], logits: Any) -> Any:
+        own.generate("a")
+        return logits
+
+    params = SamplingParams(max_tokens=2, logits_processors=(asking,))
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(own.generate("a", params)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found and "within its own step" in found[0].error
+    assert own.generate("a")[0].error is None
+    own.close()
+
+
 def test_a_request_that_the_engine_has_dropped_ends(llm: LLM) -> None:
     stream = llm.stream(TEXTS[0], LONG)
     next(stream)

@@ -176,6 +176,8 @@ def load_target(name: str, options: EngineOptions) -> CausalModel:
     loading: dict[str, Any] = {
         key: getattr(options, key) for key in ("dtype", "device", "backend", "quantize")
     }
+    if options.offload is None and options.weights_memory is not None:
+        raise ConfigError("weights_memory is for offload: give offload as well, or leave it out")
     if options.tensor_parallel == 1:
         target = CausalModel.load(
             name, **loading, offload=options.offload, weights_memory=options.weights_memory

@@ -202,6 +202,7 @@ def test_doctor_says_what_auto_takes_and_how_often_the_target_that_is(
         ({"offload": "cpu"}, "the weights are in its memory already; use disk"),
         ({"offload": "disk", "quantize": "int8"}, "quantize='int8' lays all weights out"),
         ({"offload": "disk", "backend": "native"}, "backend='native' lays all weights out"),
+        ({"weights_memory": "1G"}, "give offload as well"),  # it was ignored
     ],
 )
 def test_what_cannot_be_offloaded_is_refused_by_name(

@@ -16,7 +16,13 @@ import torch
 
 from paceline.core.batch import Commit, ModelOutput, Plan
 from paceline.core.tree import TokenTree
-from paceline.draft.base import Drafter, DrafterTraits, can_extend_forced, forced_tokens
+from paceline.draft.base import (
+    Drafter,
+    DrafterTraits,
+    can_extend_forced,
+    forced_tokens,
+    with_members,
+)
 from paceline.draft.spec import DraftSpec, LoadContext, NoDraft, PreparedDraft
 from paceline.errors import ConfigError
 
@@ -122,6 +128,7 @@ class HybridDrafter(_Joined):
     def __init__(self, members: Sequence[Drafter], device: torch.device | str) -> None:
         super().__init__(members, [member.name for member in members], device)
         self.max_forced_tokens = max(DrafterTraits.of(m).max_forced_tokens for m in members)
+        self.drafted: dict[int, Hashable] = {}  # the member that drafted last, by sequence
         self._known: set[int] = set()
 
     def propose(self, plan: Plan) -> list[TokenTree]:
@@ -143,11 +150,19 @@ class HybridDrafter(_Joined):
                 for number, tree in enumerate(member.propose(Plan(tuple(items)))):
                     if len(tree):
                         trees[number] = tree
+                        self.drafted[items[number].seq.seq_id] = name
         return trees
 
     def forget(self, seq_id: int) -> None:
         super().forget(seq_id)
         self._known.discard(seq_id)
+        self.drafted.pop(seq_id, None)
+
+
+def member_that_drafted(drafter: Drafter, seq_id: int) -> Hashable:
+    """The member of a hybrid that drafted last for a sequence; None if no hybrid did."""
+    hybrids = (part for part in with_members(drafter) if isinstance(part, HybridDrafter))
+    return next((part.drafted[seq_id] for part in hybrids if seq_id in part.drafted), None)
 
 
 class Router(_Joined):

@@ -23,6 +23,7 @@ from paceline.core.sampling import needs_logits
 from paceline.core.sequence import SequenceState
 from paceline.core.tree import TokenTree, children_of
 from paceline.draft.base import Drafter, DrafterTraits, check_trees, runs_torch
+from paceline.draft.hybrid import member_that_drafted
 from paceline.draft.text_index import Predictions
 from paceline.engine.clock import PhaseClock
 from paceline.engine.recovery import Failure, error_commit, log, step_with_recovery
@@ -283,6 +284,7 @@ class Engine:
             chosen = self.predictions.name
         elif chosen == self.predictions.name:  # it found nothing, and the drafter drafted
             chosen = None
+        chosen = chosen or member_that_drafted(self.drafter, seq.seq_id)
         return Commit(
             seq.seq_id,
             verdict.tokens[:kept],

@@ -122,7 +122,10 @@ class EngineOwner:
 
     def until(self, done: Callable[[], bool]) -> None:
         """Return once ``done()`` is true. Runs steps here, or waits for the engine's thread if
-        other callers wait as well. Raises EngineLostError, and PacelineError after ``close``."""
+        other callers wait as well. Raises EngineLostError, and PacelineError after ``close`` or
+        from within a step, such as in a logits processor, which would wait for itself."""
+        if self._holder == threading.get_ident():
+            raise PacelineError("this LLM is called from within its own step; call another one")
         try:
             with self._engine_lock(wait=False) as locked:
                 while locked and self._thread is None and not done() and not self._waiters:
