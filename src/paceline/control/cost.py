@@ -218,16 +218,15 @@ class CostModel:
         expected ``speedup`` is small, several in a row, as those behind drafts or a prompt find
         cold caches and are slower. Where it is large, as in a repeated answer, the price of a plain
         step decides nothing, and it waits. Several sequences never: what start-up measured has to
-        do.
-        Assumes that the plain step is then taken.
+        do. Assumes that the plain step is then taken.
         """
         if batch == 1 and self._in_a_row and speedup < _MARGINAL:
             self._in_a_row -= 1
             return True
         count = self._plain_steps
         interval = min(_MAX_PLAIN_INTERVAL, 4 ** (count + 1)) if count else 1
-        decides = not count or speedup < _CERTAIN
-        wanted = batch == 1 and decides and self._since_plain >= interval
+        wanted = batch == 1 and self._since_plain >= interval
+        wanted &= not count or speedup < _CERTAIN
         self._in_a_row = WARM_UP if wanted and count else 0
         self._plain_steps += wanted
         if wanted:

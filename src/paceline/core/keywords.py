@@ -50,9 +50,7 @@ def forgiving(what: str) -> Callable[[_Made], _Made]:
             for name in [name for name in keywords if name not in known]:
                 ours = our_name(name, known)
                 if ours not in known:
-                    theirs = [
-                        other for other in TABLES["theirs"] if our_name(other, known) in known
-                    ]
+                    theirs = [word for word in TABLES["theirs"] if our_name(word, known) in known]
                     otherwise = did_you_mean(name, theirs, f"it knows {', '.join(known)}")
                     advice = ours or did_you_mean(name, known, otherwise)
                     raise ConfigError(f"{what} has no keyword {name}; {advice}")

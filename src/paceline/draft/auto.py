@@ -264,8 +264,9 @@ def _trained_head(folder: Path, model: str) -> Trained | None:
         description = f"{config.get('architectures')} {config.get('model_type')}".lower()
         heads = (kind for kind in _TRAINED if kind is not DraftModel)
         kind = next((kind for kind in heads if kind.weights in description), None)
-    made_for_model = kind and any(_is_same(model, base) for base in _bases(folder, config))
-    return kind(str(folder)) if kind and made_for_model else None
+    if kind is None or not any(_is_same(model, base) for base in _bases(folder, config)):
+        return None
+    return kind(str(folder))
 
 
 def _bases(folder: Path, config: dict[str, Any]) -> list[str]:

@@ -284,7 +284,8 @@ class Engine:
             chosen = self.predictions.name
         elif chosen == self.predictions.name:  # it found nothing, and the drafter drafted
             chosen = None
-        chosen = chosen or member_that_drafted(self.drafter, seq.seq_id)
+        if chosen is None and len(tree):
+            chosen = member_that_drafted(self.drafter, seq.seq_id)
         return Commit(
             seq.seq_id,
             verdict.tokens[:kept],

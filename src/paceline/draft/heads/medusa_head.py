@@ -154,9 +154,9 @@ def load_medusa(source: str | Checkpoint, target: Target) -> MedusaHeads:
 
 
 def save_medusa(
-    heads: MedusaHeads, folder: Path, target_layers: int | None = None, for_vllm: bool = False
+    heads: MedusaHeads, folder: Path, target_layers: int | None = None, layout: str = "medusa"
 ) -> None:
-    """Write Medusa's layout, or the file and names that vLLM reads, which ignores others.
+    """Write heads in a ``layout``: "medusa" (its authors') or "vllm", which skips other names.
     ``target_layers``: targets with another number are then refused."""
     config = heads.config
     values: dict[str, Any] = {
@@ -176,7 +176,7 @@ def save_medusa(
     if target_layers is not None:
         values[_TARGET_LAYERS] = target_layers
     file, tensors = WEIGHTS, heads.state_dict()
-    if for_vllm:
+    if layout == "vllm":
         file = "model.safetensors"
         for pattern, name in _VLLM_NAMES:
             tensors = {re.sub(pattern, name, key): value for key, value in tensors.items()}

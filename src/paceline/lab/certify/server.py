@@ -203,10 +203,8 @@ class ServerCertifier:
         self.sampling.checked += 1
         for token, _, top in sample.tokens:
             listed = sorted(top.items(), key=lambda item: -item[1])[:_TOP]
-            names, probs = (
-                [other for other, _ in listed],
-                [_probability(v) for _, v in listed],
-            )
+            names = [other for other, _ in listed]
+            probs = [_probability(logprob) for _, logprob in listed]
             probs.append(max(0.0, 1.0 - sum(probs)))  # of all tokens that are not listed
             index = names.index(token) if token in names else len(names)
             self.ranks.add(torch.tensor(probs, dtype=torch.float64), [index])

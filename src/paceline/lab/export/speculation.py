@@ -188,7 +188,7 @@ class Export:
                 "one in their file; train them with --own-heads"
             )
         self.length = min(self.length, heads.config.heads)
-        return self._write_head(lambda to: save_medusa(heads, to, for_vllm=True))
+        return self._write_head(lambda to: save_medusa(heads, to, layout="vllm"))
 
     def _verifier(self) -> tuple[str, tuple[str, ...]]:
         """The target's folder and model classes, for layouts that record them."""
