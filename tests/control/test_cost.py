@@ -84,14 +84,6 @@ def test_one_hiccup_is_no_policy() -> None:
     assert known.verification(32, 0) < 1.6 * 4.1, "nor is the first step of a new load"
 
 
-def test_no_plain_step_is_measured_inside_a_repeated_answer() -> None:
-    known = steps()
-    assert known.wants_plain_step(1, 10.0)  # the first step of all
-    teach(known, 1, 2, rest=1.2, drafting=0.2)
-    assert not known.wants_plain_step(1, 10.0)
-    assert known.wants_plain_step(1, 2.0)
-
-
 def test_sampled_text_has_an_acceptance_of_its_own() -> None:
     acceptance = AcceptanceTracker(1)
     acceptance.priors["model"] = (0.8,)

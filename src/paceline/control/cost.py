@@ -26,7 +26,6 @@ from paceline.core.costs import DrafterCosts, TargetCosts
 
 WARM_UP = 5  # plain steps behind passes or a prompt, after which the target's weights are cached
 _MAX_PLAIN_INTERVAL = 256  # steps after which a plain step is measured again
-_CERTAIN = 4.0  # expected speedup from which on plain steps are not measured
 _MARGINAL = 1.2  # expected speedup below which plain steps are measured several in a row
 _MAX_COLD_PENALTY = 0.1  # of a plain step, by which cold caches may be thought to slow it down
 _SLOW_STEP = 1.3  # times its expected time; from there on a step says that the machine is busy
@@ -216,9 +215,8 @@ class CostModel:
 
         Of a single sequence the first step, soon some more, then one now and then. Where the
         expected ``speedup`` is small, several in a row, as those behind drafts or a prompt find
-        cold caches and are slower. Where it is large, as in a repeated answer, the price of a plain
-        step decides nothing, and it waits. Several sequences never: what start-up measured has to
-        do. Assumes that the plain step is then taken.
+        cold caches and are slower. Several sequences never: what start-up measured has to do.
+        Assumes that the plain step is then taken.
         """
         if batch == 1 and self._in_a_row and speedup < _MARGINAL:
             self._in_a_row -= 1
@@ -226,7 +224,6 @@ class CostModel:
         count = self._plain_steps
         interval = min(_MAX_PLAIN_INTERVAL, 4 ** (count + 1)) if count else 1
         wanted = batch == 1 and self._since_plain >= interval
-        wanted &= not count or speedup < _CERTAIN
         self._in_a_row = WARM_UP if wanted and count else 0
         self._plain_steps += wanted
         if wanted:
