@@ -26,8 +26,8 @@ from paceline.model.names import (
     weight_files,
 )
 from paceline.model.precision import (
-    dense_tensors,
     library_of,
+    load_quantised,
     quantization_of,
     restore_quantised,
     stays_quantised,
@@ -82,7 +82,7 @@ def load_module(
         options = quantization_of(config)
         if options is not None and stays_quantised(options, target):
             torch_dtype = torch_dtype or torch.float32
-            dense, weights = dense_tensors(weight_files(Path(path)), options, torch_dtype)
+            dense, weights = load_quantised(weight_files(Path(path)), options, torch_dtype)
             del config.quantization_config  # so that transformers builds an unquantised model
             module = _load_weights(name, path, config, torch_dtype, attention, dense)
             restore_quantised(name, module, weights)

@@ -18,6 +18,7 @@ from paceline.model.quantised.mxfp4 import METHOD as MXFP4
 from paceline.model.quantised.mxfp4 import Mxfp4Weight, expert_weights
 from paceline.model.quantised.weights import (
     ROW_GROUP,
+    Float8Weight,
     LinearBase,
     MatrixSize,
     QuantisedLinear,
@@ -51,18 +52,26 @@ def stays_quantised(options: Mapping[str, Any], device: torch.device) -> bool:
 
 
 def dense_tensors(
+    tensors: Mapping[str, torch.Tensor], options: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], Mapping[str, QuantisedWeight | Float8Weight]]:
+    """A checkpoint's tensors, dequantised, and its quantised weights. Raises ModelLoadError."""
+    matrices = quantised_weights(options, tensors)
+    packed = {f"{layer}{ending}" for layer in matrices for ending in tensor_suffixes(options)}
+    plain = {key: tensor for key, tensor in tensors.items() if key not in packed}
+    plain |= {f"{layer}.weight": weight.dense(dtype) for layer, weight in matrices.items()}
+    return plain, matrices
+
+
+def load_quantised(
     files: list[Path], options: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], Mapping[str, StoredWeight]]:
-    """A checkpoint's tensors, dequantised, and its quantised weights. Raises ModelLoadError."""
+    """Like ``dense_tensors``, for the tensors of all ``files``; raises if none is quantised."""
     tensors = {key: tensor for file in files for key, tensor in load_tensors(file).items()}
-    weights: Mapping[str, StoredWeight]
+    weights: Any  # without Float8Weight, as whole models of these are left to transformers
     if options["quant_method"] == MXFP4:
         plain, weights = expert_weights(tensors, dtype)
     else:
-        weights = matrices = quantised_weights(options, tensors)
-        packed = {f"{layer}{ending}" for layer in matrices for ending in tensor_suffixes(options)}
-        plain = {key: tensor for key, tensor in tensors.items() if key not in packed}
-        plain |= {f"{layer}.weight": weight.dense(dtype) for layer, weight in matrices.items()}
+        plain, weights = dense_tensors(tensors, options, dtype)
     if not weights:
         raise ModelLoadError(
             f"the config.json asks for {options['quant_method']} weights, but the checkpoint has "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,73 @@ def test_outputs_are_the_papers(tmp_path: Path, kind: str, layout: str) -> None:
             found, logits = step(batch, cache, hidden[first:behind], fused=False)
             torch.testing.assert_close(found, wanted[first:behind], rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(logits, target.head(found))
+
+
+FLOATS = {"num_bits": 8, "type": "float"}
+INTEGERS = {"num_bits": 8, "type": "int", "strategy": "channel"}
+BLOCKS = {"strategy": "block", "block_structure": [24, 40]}
+FP8, COMPRESSED = {"quant_method": "fp8"}, {"quant_method": "compressed-tensors"}
+# quantization_config, the scale's name, and the block that it multiplies; None: all outputs, inputs
+FORMS: dict[str, tuple[dict[str, Any], str, tuple[int | None, int | None]]] = {
+    "DeepSeek": (FP8 | {"weight_block_size": [24, 40]}, "weight_scale_inv", (24, 40)),
+    "one scale": (FP8 | {"activation_scheme": "static"}, "weight_scale", (None, None)),
+    "rows": ({"quant_method": "fbgemm_fp8"}, "weight_scale", (1, None)),
+    "compressed": (
+        COMPRESSED
+        | {"format": "float-quantized"}
+        | {"config_groups": {"a": {"weights": FLOATS | {"strategy": "channel"}}}},
+        *("weight_scale", (1, None)),
+    ),
+    "compressed blocks": (
+        COMPRESSED | {"config_groups": {"a": {"weights": FLOATS | BLOCKS}}},
+        *("weight_scale", (24, 40)),
+    ),
+    "integers": (
+        COMPRESSED | {"config_groups": {"a": {"weights": INTEGERS}}},
+        *("weight_scale", (1, None)),
+    ),
+}
+
+
+def rounded(weight: torch.Tensor, block: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Numbers of ``dtype``, the scales of their blocks, and what they stand for."""
+    height, width = (part or size for part, size in zip(block, weight.shape, strict=True))
+    largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
+    numbers, meant = weight.to(dtype), torch.empty_like(weight)
+    scales = torch.empty(-(-weight.shape[0] // height), -(-weight.shape[1] // width))
+    for i, j in torch.cartesian_prod(*(torch.arange(size) for size in scales.shape)).tolist():
+        part = slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)
+        scales[i, j] = weight[part].abs().max() / largest
+        scaled = weight[part] / scales[i, j]
+        numbers[part] = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+        meant[part] = numbers[part].float() * scales[i, j]
+    return numbers, scales, meant
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quantised_layer_is_dequantised(tmp_path: Path, form: str) -> None:
+    options, scale, block = FORMS[form]
+    model = write_mtp(tmp_path / "model", config_of("llama"), whole=True)
+    target = CausalModel.load(model, "float32", "cpu", backend="reference")
+    folders = [Path(write_mtp(tmp_path / name, target.hf.config)) for name in ("a", "b")]
+    tensors = load_file(folders[0] / "model.safetensors")
+    wanted, config = dict(tensors), {"quantization_config": options}
+    for key, weight in tensors.copy().items():
+        if weight.dim() == 2:
+            kind = torch.int8 if form == "integers" else torch.float8_e4m3fn
+            tensors[key], scales, wanted[key] = rounded(weight, block, kind)
+            tensors[key.removesuffix("weight") + scale] = scales
+    (folders[0] / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for folder, stored in zip(folders, (tensors, wanted), strict=True):
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    found, meant = (load_mtp(str(folder), target).state_dict() for folder in folders)
+    read = [key for key in meant if "embed_tokens" not in key and "lm_head" not in key]
+    assert all(torch.equal(found[key], meant[key]) for key in read)
+    key = next(key for key in tensors if key.endswith(scale))
+    tensors[key] = torch.ones(3, 3)
+    save_file(tensors, folders[0] / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"\[3, 3\]"):
+        load_mtp(str(folders[0]), target)
 
 
 @pytest.mark.broad

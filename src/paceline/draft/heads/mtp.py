@@ -46,11 +46,13 @@ from paceline.draft.spec import (
 from paceline.errors import ModelLoadError
 from paceline.model.backends.base import EagleStep
 from paceline.model.backends.reference.attention import STEP
-from paceline.model.loading import causal_class, quiet
+from paceline.model.loading import causal_class, check_folder, quiet
 from paceline.model.names import first_line, model_path, weight_files
 from paceline.model.paged.cache import PagedCache
 from paceline.model.paged.segments import AttentionStep
+from paceline.model.precision import dense_tensors
 from paceline.model.probe import ATTENTION
+from paceline.model.quantised.formats import check_fields, is_supported
 from paceline.model.target import CausalModel
 from paceline.model.tensorfile import Entry, check_finite, load_tensors, read_table
 
@@ -63,10 +65,10 @@ _PARTS = {
     "eh_proj": ("eh_proj", "fc", "input_proj"),
     "model.norm": ("shared_head.norm", "norm", "final_layernorm"),
 }
-_PART = {f"{name}.weight": f"{part}.weight" for part, names in _PARTS.items() for name in names}
-_HIDDEN_FIRST = "input_proj.weight"
-_COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's weights
-_FLOATS = ("F32", "F16", "BF16")
+_PART = {name: part for part, names in _PARTS.items() for name in names}
+_HIDDEN_FIRST = ".input_proj"
+_COPIES = ("embed_tokens", "shared_head.head")  # copies of the target's weights
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _BLOCK = "model.layers.0."
 
 
@@ -123,7 +125,7 @@ def mtp_names(keys: Iterable[str], layers: int) -> dict[str, str]:
     """Key -> name in a model of one layer, for the tensors of the first MTP layer. Empty without a
     projection of features and embeddings: then these are layers that the config leaves out."""
     names = {key: name for key in keys if (name := _mtp_name(key, layers)) is not None}
-    return names if "eh_proj.weight" in names.values() else {}
+    return names if any(name.startswith("eh_proj.") for name in names.values()) else {}
 
 
 def _mtp_name(key: str, layers: int) -> str | None:
@@ -137,7 +139,8 @@ def _mtp_name(key: str, layers: int) -> str | None:
         rest = outside[1]
     else:
         return None
-    return None if rest in _COPIES else _PART.get(rest, f"{_BLOCK}{rest}")
+    part, _, ending = rest.rpartition(".")
+    return None if part in _COPIES else f"{_PART.get(part, _BLOCK + part)}.{ending}"
 
 
 def _found(model: str, layers: int) -> list[MtpWeight]:
@@ -206,19 +209,11 @@ def load_mtp(name: str, target: CausalModel) -> MtpHead:
     """Load the first MTP layer in the files of ``name``, on the target's device and in its dtype.
     Raises ModelLoadError, and UnsupportedModelError for a recurrent layer."""
     weights = _found(name, target.num_layers)
-    if packed := next((w for w in weights if w.entry.dtype not in _FLOATS), None):
-        raise ModelLoadError(
-            f"the MTP layer of {name} is quantised ({packed.key} is {packed.entry.dtype}), which "
-            "is not read; use another draft"
-        )
-    tensors: dict[str, torch.Tensor] = {}
-    for file in {weight.file for weight in weights}:
-        names = {weight.key: weight.name for weight in weights if weight.file == file}
-        tensors |= {names[key]: tensor for key, tensor in load_tensors(file, names).items()}
+    tensors = _dequantised(name, weights, target.num_layers, target.dtype)
     check_finite(tensors, f"the MTP layer of {name} cannot be used")
     around = {part: tensors.pop(f"{part}.weight", None) for part in ("enorm", "hnorm", "eh_proj")}
     model = _one_layer(name, target, tensors)
-    hidden_first = any(weight.key.endswith(_HIDDEN_FIRST) for weight in weights)
+    hidden_first = any(weight.key.rpartition(".")[0].endswith(_HIDDEN_FIRST) for weight in weights)
     head = MtpHead(model, target, hidden_first)
     for part, tensor in around.items():
         module = head.get_submodule(part)
@@ -226,6 +221,25 @@ def load_mtp(name: str, target: CausalModel) -> MtpHead:
             raise _misfit(name, f"{part} {'is missing' if tensor is None else list(tensor.shape)}")
         module.weight = nn.Parameter(tensor.to(target.device, target.dtype), requires_grad=False)
     return head.eval().requires_grad_(False)
+
+
+def _dequantised(
+    name: str, weights: list[MtpWeight], layers: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The tensors, by their names in a model of one layer. Raises ModelLoadError."""
+    stored: dict[str, torch.Tensor] = {}
+    for file in {weight.file for weight in weights}:
+        stored |= load_tensors(file, [weight.key for weight in weights if weight.file == file])
+    options = check_folder(name, Path(model_path(name))).get("quantization_config")
+    if isinstance(options, dict) and is_supported(options, floats=True):
+        check_fields(name, options)
+        stored, _ = dense_tensors(stored, options, dtype)
+    if packed := next((key for key, t in stored.items() if t.dtype not in _FLOATS), None):
+        raise ModelLoadError(
+            f"the MTP layer of {name} is quantised ({packed} is {stored[packed].dtype}), in a form "
+            "that is not read; use another draft"
+        )
+    return {str(_mtp_name(key, layers)): tensor for key, tensor in stored.items()}
 
 
 def _one_layer(name: str, target: CausalModel, tensors: dict[str, torch.Tensor]) -> CausalModel:

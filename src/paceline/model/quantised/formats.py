@@ -1,5 +1,6 @@
-"""Quantised checkpoints. GPTQ, AWQ and compressed-tensors are read into ``QuantisedWeight``;
-compressed-tensors, which vLLM and transformers load, is also written. Tensors of a layer ``L``:
+"""Quantised checkpoints. GPTQ, AWQ and compressed-tensors are read into ``QuantisedWeight``, 8-bit
+floats into ``Float8Weight``; compressed-tensors, which vLLM and transformers load, is also written.
+Tensors of a layer ``L``:
 
 ===============  ======================================================================
 compressed-tensors
@@ -14,6 +15,12 @@ GPTQ             ``qweight`` int32 ``[in / 8, out]``, code k of a column in word
                  than the zero point (except in ``gptq_v2``); ``g_idx``: the group of each input
 AWQ (gemm)       ``qweight`` int32 ``[in, out / 8]``, the outputs of a word in the order 0 2 4 6
                  1 3 5 7; ``scales`` ``[groups, out]``; ``qzeros`` packed like ``qweight``
+fp8              ``L.weight`` float8_e4m3fn ``[out, in]``; ``L.weight_scale_inv``, by which it is
+                 multiplied: one number, or one for each block of ``weight_block_size`` outputs
+                 and inputs (DeepSeek: 128 and 128), of which the last may be smaller
+float-quantized  ``L.weight`` as in fp8; ``L.weight_scale``: one number, or one for each output
+(compressed-     ``[out, 1]``, group ``[out, groups]`` or block of ``block_structure``
+tensors), fbgemm
 ===============  ======================================================================
 
 With the strategy tensor_group zero points are unpacked floats, so an offset need not be a multiple
@@ -32,36 +39,39 @@ from torch import nn
 from paceline.errors import ModelLoadError, UnsupportedModelError
 from paceline.model.quantised import mxfp4
 from paceline.model.quantised.convert import Scheme
-from paceline.model.quantised.weights import QuantisedLinear, QuantisedWeight
+from paceline.model.quantised.weights import Float8Weight, QuantisedLinear, QuantisedWeight
 
 METHOD = "compressed-tensors"
 _FORMATS = {8: "int-quantized", 4: "pack-quantized"}
 _UNSIGNED_SHIFT = 8  # from codes -8 to 7 to codes 0 to 15
 _PER_WORD = 8  # 4-bit codes in an int32
 Tensors = Mapping[str, torch.Tensor]
+_FLOAT8 = ("fp8", "fbgemm_fp8")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where outputs 0 to 7 are in a word
 
 
 # -- reading -----------------------------------------------------------------------------------
 
 
-def quantised_weights(options: Mapping[str, Any], tensors: Tensors) -> dict[str, QuantisedWeight]:
+def quantised_weights(
+    options: Mapping[str, Any], tensors: Tensors
+) -> dict[str, QuantisedWeight | Float8Weight]:
     """The quantised weights in a checkpoint's ``tensors``, by layer. ``options``: its
     ``quantization_config``. Raises ModelLoadError for damaged tensors (naming one), and
     UnsupportedModelError for features of a format that are not implemented."""
-    reader, suffix = _READERS[options["quant_method"]]
-    weights: dict[str, QuantisedWeight] = {}
+    reader, endings = _READERS[options["quant_method"]]
+    weights: dict[str, QuantisedWeight | Float8Weight] = {}
     for key in tensors:
-        if not key.endswith(suffix):
+        name, _, ending = key.rpartition(".")
+        if ending not in endings:
             continue
-        name = key.removesuffix(suffix)
         try:
             weights[name] = reader(name, tensors, options).check(f"{name}.weight")
         except KeyError as error:
             raise ModelLoadError(
                 f"the checkpoint has {key} but no {error.args[0]}; copy its files again"
             ) from None
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ModelLoadError(
                 f"the tensors of {name} do not fit together ({error}); copy the files again"
             ) from None
@@ -91,37 +101,68 @@ def _is_neutral(value: Any) -> bool:
     return not value
 
 
-def is_supported(options: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint with this ``quantization_config`` is read here, not by transformers."""
+def is_supported(options: Mapping[str, Any], floats: bool = False) -> bool:
+    """Whether a checkpoint with this ``quantization_config`` is read here, not by transformers.
+    ``floats``: whether ``quantised_weights`` reads it: also 8-bit floats, of which whole models are
+    left to transformers, but not MXFP4."""
     method = options.get("quant_method")
-    if method in ("gptq", "awq", mxfp4.METHOD):
+    if method in ("gptq", "awq", *(_FLOAT8 if floats else (mxfp4.METHOD,))):
         return True
     stated = options.get("config_groups") or {}
     groups = list(stated.values()) if isinstance(stated, Mapping) else [stated]
     if method != METHOD or not all(isinstance(group, Mapping) for group in groups):
         return False  # a list names the layers of a preset scheme of the compressed-tensors library
-    if not {options.get("format"), *(group.get("format") for group in groups)} <= _LAYOUTS:
+    layouts = _LAYOUTS | ({"float-quantized"} if floats else set())
+    if not {options.get("format"), *(group.get("format") for group in groups)} <= layouts:
         return False
-    weights = [group.get("weights") or {} for group in groups]
+    kinds = [("int", 4), ("int", 8), *([("float", 8)] if floats else [])]
     return all(
         isinstance(item, Mapping)
-        and item.get("type", "int") == "int"
-        and item.get("num_bits") in (4, 8)
-        and item.get("strategy") in ("group", "channel", "tensor", "tensor_group")
+        and (item.get("type", "int"), item.get("num_bits")) in kinds
+        and item.get("strategy") in ("group", "channel", "tensor", "tensor_group", "block")
         and not item.get("actorder")
-        for item in weights
+        for item in _of_groups(options)
     )
+
+
+def _of_groups(options: Mapping[str, Any]) -> list[Any]:
+    """How each group of layers stores its weights."""
+    return [group.get("weights") or {} for group in (options.get("config_groups") or {}).values()]
 
 
 def tensor_suffixes(options: Mapping[str, Any]) -> tuple[str, ...]:
     """How the names of a quantised layer's tensors end; its bias is not among them."""
+    if options.get("quant_method") in _FLOAT8:
+        return (".weight", ".weight_scale_inv", ".weight_scale")
     if options.get("quant_method") == METHOD:
         names = ("packed", "scale", "shape", "zero_point", "global_scale", "g_idx")
         return (".weight", *(f".weight_{name}" for name in names))
     return (".qweight", ".qzeros", ".scales", ".g_idx")
 
 
-def _compressed(name: str, tensors: Tensors, options: Mapping[str, Any]) -> QuantisedWeight:
+def _float8(name: str, tensors: Tensors, options: Mapping[str, Any]) -> Float8Weight:
+    numbers = tensors[f"{name}.weight"]
+    stored = tensors.get(f"{name}.weight_scale_inv")
+    scales = (tensors[f"{name}.weight_scale"] if stored is None else stored).float()
+    rows, columns = numbers.shape
+    if scales.numel() == 1:
+        return Float8Weight(numbers, scales.reshape(1, 1), (rows, columns))
+    scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+    if len(scales) == rows:
+        return Float8Weight(numbers, scales, (1, -(-columns // scales.shape[1])))
+    blocks = [options.get("weight_block_size")]
+    if options["quant_method"] == METHOD:
+        blocks = [item.get("block_structure") for item in _of_groups(options)]
+    height, width = next((block for block in blocks if block), numbers.shape)
+    return Float8Weight(numbers, scales, (height, width))
+
+
+def _compressed(
+    name: str, tensors: Tensors, options: Mapping[str, Any]
+) -> QuantisedWeight | Float8Weight:
+    plain, kinds = tensors.get(f"{name}.weight"), [g.get("type") for g in _of_groups(options)]
+    if plain is not None and plain.dtype == torch.float8_e4m3fn and "float" in kinds:
+        return _float8(name, tensors, options)
     scales = tensors[f"{name}.weight_scale"].float()
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
     global_scale = tensors.get(f"{name}.weight_global_scale")
@@ -210,12 +251,13 @@ def _offsets(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor |
     return -zeros * scales if zeros.shape == scales.shape else zeros
 
 
-_Reader = Callable[[str, Tensors, Mapping[str, Any]], QuantisedWeight]
-_READERS: dict[str, tuple[_Reader, str]] = {
-    METHOD: (_compressed, ".weight_scale"),
-    "gptq": (_by_columns, ".qweight"),
-    "awq": (_by_columns, ".qweight"),
-}
+_Reader = Callable[[str, Tensors, Mapping[str, Any]], QuantisedWeight | Float8Weight]
+# By quant_method, the reader and how the name of a tensor ends that every quantised layer has.
+_READERS: dict[str, tuple[_Reader, set[str]]] = {
+    METHOD: (_compressed, {"weight_scale"}),
+    "gptq": (_by_columns, {"qweight"}),
+    "awq": (_by_columns, {"qweight"}),
+} | dict.fromkeys(_FLOAT8, (_float8, {"weight_scale", "weight_scale_inv"}))
 
 
 # -- writing -----------------------------------------------------------------------------------

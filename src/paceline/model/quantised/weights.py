@@ -34,7 +34,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -153,6 +153,35 @@ class QuantisedWeight:
             raise ModelLoadError(
                 f"the scale of {name} at row {row}, group {group} is "
                 f"{float(self.scales[row, group]):g}; quantise the model again"
+            )
+        return self
+
+
+class Float8Weight(NamedTuple):
+    """A matrix of 8-bit floats: ``numbers [out, in]``, and ``scales``, by which blocks of ``block``
+    outputs and inputs are multiplied."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int]
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The dequantised weight ``[out, in]``."""
+        (rows, columns), (height, width) = self.numbers.shape, self.block
+        scales = self.scales.repeat_interleave(height, 0)[:rows]
+        scales = scales.repeat_interleave(width, 1)[:, :columns]
+        return (self.numbers.float() * scales).to(dtype)
+
+    def check(self, name: str) -> Float8Weight:
+        """Returns ``self``. Raises ModelLoadError, naming the tensor, if its parts do not fit."""
+        shape = [
+            -(-size // part) for size, part in zip(self.numbers.shape, self.block, strict=True)
+        ]
+        if self.numbers.dtype != torch.float8_e4m3fn or list(self.scales.shape) != shape:
+            raise ModelLoadError(
+                f"{name} is {self.numbers.dtype} {list(self.numbers.shape)} with scales "
+                f"{list(self.scales.shape)}, where float8_e4m3fn with scales {shape} is expected; "
+                "the file is damaged or mixes formats"
             )
         return self
 
