@@ -4,7 +4,7 @@
     python benchmarks/native.py --wide 3      # random weights: 3 layers of an 8B model
     python benchmarks/native.py [MODEL] --kv-cache-dtype int8 --context 4096 [--rows 1 8]
     python benchmarks/native.py --context 2000 --concurrency 16 --rows 1
-    python benchmarks/native.py --roofline    # the least that products of few rows could cost
+    python benchmarks/native.py [MODEL] --roofline   # where the time of a forward goes
 
 Each figure is the median over rounds of the milliseconds of one forward of a chain after
 ``context`` cached tokens, logits of all rows included; ``ratio`` is relative to one row of the same
@@ -20,7 +20,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -29,38 +29,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from measuring import alternate
 from paceline.core.batch import Span
-from paceline.kernels.library import (
-    BFLOAT16,
-    OFFSETS_UNSIGNED,
-    SCALE_HALF,
-    CWeight,
-    check,
-    instructions,
-    library,
-)
+from paceline.kernels.library import DTYPES, CWeight, check, instructions, library
 from paceline.kernels.pages import zeros
 from paceline.lab.profiling.limits import read_bandwidth
+from paceline.model.backends.native.packing import PackedFormat, PackedLinear, PackedMatrix
 from paceline.model.paged.cache import PagedCache, bytes_per_token
 from paceline.model.paged.int8 import INT8, cache_dtype, encode
 from paceline.model.precision import matrix_sizes
 from paceline.model.target import CausalModel
 
 ROWS = (1, 2, 4, 8, 16, 32)
-WEIGHTS, INPUTS, PANEL = 134_500_000, 576, 32  # those of SmolLM2-135M
-CACHED, STREAMED, COPIES = 16, 1024, 8  # panels per thread and per matrix; matrices
-# 8-bit weights with activations of 16 bits, and of 8 bits ("narrow": gate, up and head).
-_INT8 = {"bits": 8, "groups_per_scale": 2, "scale_kind": SCALE_HALF}
-FORMS = {
-    "bf16": {},
-    "8 bits": {**_INT8, "int16_activations": True},
-    "narrow": _INT8,
-    "4 bits": {
-        "bits": 4,
-        "groups_per_scale": 1,
-        "scale_kind": SCALE_HALF,
-        "offset_kind": OFFSETS_UNSIGNED,
-    },
-}
+PANEL = 32  # outputs that the kernels store together
+IN_CACHE = 400_000  # bytes for each thread that stay in the L2 cache
 
 
 def filled(model: CausalModel, blocks: int, kind: str) -> PagedCache:
@@ -123,63 +103,97 @@ def bytes_read(model: CausalModel, cache: PagedCache, context: int) -> int:
     return cached + sum(matrix.bytes for matrix in matrix_sizes(model.hf))
 
 
-class Matrices:
-    """``copies`` consecutive packed matrices [outputs, INPUTS] with random content."""
+class Products:
+    """The matrix products of a model's forward, on random weights."""
 
-    def __init__(self, form: str, outputs: int, copies: int) -> None:
-        self.outputs, self.copies = outputs, copies
-        self.weight = CWeight(None, None, outputs, INPUTS, **FORMS[form])
-        plain = form == "bf16"
-        self.bytes = (
-            library().pl_packed_bytes(BFLOAT16, outputs, INPUTS)
-            if plain
-            else library().pl_quantised_bytes(self.weight)
-        )
-        self._data = zeros(self.bytes * copies + (1 << 16)).random_(1, 50)  # huge pages
-        self.weight.data = self._data.data_ptr()
+    def __init__(self, model: CausalModel) -> None:
+        linears = [m for m in model.hf.modules() if isinstance(m, PackedLinear)]
+        matrices = {id(linear.packed): linear.packed for linear in linears}.values()
+        self.dtype, self.threads = DTYPES[model.dtype], torch.get_num_threads()
+        self.bytes = sum(matrix.data.nbytes for matrix in matrices)
+        widest = max(max(matrix.inputs, matrix.outputs) for matrix in matrices)
+        self.x = torch.randn(max(ROWS), widest, dtype=model.dtype)
+        self.y = torch.empty_like(self.x)
+        self._data: list[torch.Tensor] = []  # of the weights
+        # For each kind of matrix: all of them one behind the other, their number and bytes each; a
+        # part that stays in the cache, and how much larger the matrix is.
+        self.kinds: list[tuple[CWeight, int, int, CWeight, float]] = []
+        for form, *shape, size in dict.fromkeys(map(_kind, matrices)):
+            count = sum(_kind(matrix) == (form, *shape, size) for matrix in matrices)
+            panels = max(1, IN_CACHE * shape[0] // (size * PANEL)) * self.threads
+            part = min(shape[0], panels * PANEL)
+            weights = [
+                CWeight(None, None, outputs, shape[1], *(form or ()))
+                for outputs in (shape[0], part)
+            ]
+            for weight, room in zip(weights, (count, 1), strict=True):
+                self._data.append(zeros(room * size + (1 << 16)).random_(1, 50))
+                weight.data = self._data[-1].data_ptr()
+            self.kinds.append((weights[0], count, size, weights[1], shape[0] / part))
 
-    def seconds(self, rows: int, passes: int) -> float:
-        """Seconds of products with WEIGHTS weights, from ``passes`` passes over the matrices."""
-        x = torch.randn(rows, INPUTS, dtype=torch.bfloat16)
-        y = torch.empty(rows, self.outputs, dtype=torch.bfloat16)
-        stride = self.bytes if self.copies > 1 else 0
-        call = (0.0, passes, stride, y.data_ptr(), torch.get_num_threads())
+    def _seconds(self, weight: CWeight, rows: int, passes: int, stride: int = 0) -> float:
+        call = (0.0, passes, stride, self.y.data_ptr(), self.threads)
         began = time.perf_counter()
-        check(library().pl_product(BFLOAT16, self.weight, x.data_ptr(), rows, *call))
-        return (time.perf_counter() - began) / passes * WEIGHTS / (self.outputs * INPUTS)
+        check(library().pl_product(self.dtype, weight, self.x.data_ptr(), rows, *call))
+        return time.perf_counter() - began
+
+    def products(self, rows: int) -> float:
+        """Seconds of all products, their weights read from memory."""
+        return sum(self._seconds(all_, rows, count, size) for all_, count, size, *_ in self.kinds)
+
+    def multiply(self, rows: int) -> float:
+        """Seconds of as many multiplications by weights that stay in the L2 cache."""
+        kinds = ((part, count * more) for _, count, _, part, more in self.kinds)
+        return sum(self._seconds(part, rows, 100) / 100 * times for part, times in kinds)
 
 
-def roofline(rows: Sequence[int], rounds: int, as_json: bool) -> None:
-    """For each precision and number of rows, milliseconds for as many weights as SmolLM2-135M has:
-    ``read``: reading their bytes at the speed of a sum over memory; ``multiply``: a product whose
-    weights stay in the L2 cache; ``both``: a product whose weights come from memory. ``gap``:
-    ``both`` divided by the larger of the two, the extra cost of latency, conversion and waiting."""
-    threads, rate = torch.get_num_threads(), read_bandwidth(torch.device("cpu"), 1 << 28)
+def _kind(matrix: PackedMatrix) -> tuple[PackedFormat | None, int, int, int]:
+    """Format, outputs, inputs and bytes."""
+    weight = matrix.struct()
+    return matrix.form, weight.outputs, weight.inputs, matrix.data.nbytes
+
+
+def roofline(models: Mapping[str, CausalModel], options: argparse.Namespace) -> None:
+    """What a forward costs beyond reading its weights. ``read``: reading them at the speed of a sum
+    over memory; ``multiply``: the products, if their weights were in the L2 cache; ``products``:
+    all products, their weights read from memory; ``forward``: a whole forward.
+
+    ``loss`` names the largest part above ``read``. "multiply": what ``multiply`` takes longer.
+    "loads": what the products take longer than the slower of the two, as loads wait. "rest": what
+    the forward takes longer than its products: attention, norms, threads that wait."""
+    rate = read_bandwidth(torch.device("cpu"), 1 << 28)
     records = []
-    for form in FORMS:
-        cached = Matrices(form, CACHED * threads * PANEL, 1)
-        streamed = Matrices(form, STREAMED * PANEL, COPIES)
-        read = streamed.bytes / (streamed.outputs * INPUTS) * WEIGHTS / rate
-        for count in rows:
-            times = alternate(
-                {
-                    "multiply": partial(cached.seconds, count, 200),
-                    "both": partial(streamed.seconds, count, COPIES),
-                },
-                rounds,
-            )
-            multiply, both = (statistics.median(times[name]) for name in ("multiply", "both"))
-            gap = both / max(read, multiply)
-            record = {"read": read, "multiply": multiply, "both": both, "gap": gap}
-            records.append({"form": form, "rows": count, **record})
-    if as_json:
+    for form, model in models.items():
+        parts, cache = Products(model), filled(model, options.context // 16 + 4, "auto")
+        for rows in options.rows:
+            runs = {
+                "multiply": partial(parts.multiply, rows),
+                "products": partial(parts.products, rows),
+                "forward": partial(forward, model, cache, options.context, rows, False),
+            }
+            times = {n: statistics.median(t) for n, t in alternate(runs, options.rounds).items()}
+            times["forward"] /= 1e3
+            records.append({"form": form, "rows": rows, **_losses(parts.bytes / rate, times)})
+    if options.json:
+        threads = torch.get_num_threads()
         print(json.dumps({"kernels": instructions(), "threads": threads, "rows": records}))
         return
-    print(f"{instructions()}, {threads} threads, {rate / 1e9:.1f} GB/s; milliseconds")
-    print("form    rows    read multiply    both   gap")
+    print(f"{instructions()}, {rate / 1e9:.1f} GB/s; milliseconds")
+    columns = ("read", "multiply", "products", "forward")
+    print("form          rows" + "".join(f"{name:>10}" for name in columns) + "   largest loss")
     for r in records:
-        times_ = " ".join(f"{1e3 * r[name]:8.2f}" for name in ("read", "multiply", "both"))
-        print(f"{r['form']:7} {r['rows']:4} {times_} {r['gap']:5.2f}")
+        numbers = "".join(f"{1e3 * r[name]:10.2f}" for name in columns)
+        loss = f"{r['loss']} {1e3 * r['losses'][r['loss']]:.2f}"
+        print(f"{r['form']:12} {r['rows']:5}{numbers}   {loss}")
+
+
+def _losses(read: float, times: Mapping[str, float]) -> dict[str, object]:
+    losses = {
+        "multiply": max(0.0, times["multiply"] - read),
+        "loads": max(0.0, times["products"] - max(read, times["multiply"])),
+        "rest": max(0.0, times["forward"] - times["products"]),
+    }
+    return {"read": read, **times, "losses": losses, "loss": max(losses, key=losses.__getitem__)}
 
 
 def main() -> None:
@@ -201,12 +215,17 @@ def main() -> None:
         "--wide", type=int, metavar="LAYERS", help="use a wide model with random weights"
     )
     parser.add_argument(
-        "--roofline", action="store_true", help="measure products only, without a model"
+        "--roofline",
+        action="store_true",
+        help="bf16, 8 and 4 bits: what reading and multiplying take, and the largest loss",
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.roofline:
-        return roofline(options.rows, options.rounds, options.json)
+        load = partial(CausalModel.load, options.model, options.dtype, "cpu", backend="native")
+        forms = {"unquantised": None, "8 bits": "int8", "4 bits": "int4"}
+        with torch.inference_mode():
+            return roofline({form: load(quantize=q) for form, q in forms.items()}, options)
     with tempfile.TemporaryDirectory() as folder:
         source = wide(options.wide, folder) if options.wide else options.model
         load = partial(CausalModel.load, source, options.dtype, "cpu")

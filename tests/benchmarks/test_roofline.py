@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -16,21 +17,26 @@ from paceline.model.backends.native.packing import PackedMatrix
 pytestmark = pytest.mark.skipif(not are_kernels_here(), reason="no kernels on this machine")
 
 
-def test_every_form_and_number_of_rows_is_measured(
+def test_every_form_and_number_of_rows_is_measured_and_its_largest_loss_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "STREAMED", native.STREAMED // 16)  # what it says needs no memory
-    monkeypatch.setattr(native, "read_bandwidth", lambda *_: 1e10)
-    native.roofline((1, 2), 1, as_json=True)
-    record = json.loads(capsys.readouterr().out)
-    assert [(r["form"], r["rows"]) for r in record["rows"]] == [
-        (form, rows) for form in native.FORMS for rows in (1, 2)
-    ]
-    for row in record["rows"]:
-        assert min(row["read"], row["multiply"], row["both"]) > 0
-        assert row["gap"] == pytest.approx(row["both"] / max(row["read"], row["multiply"]))
-    native.roofline((1,), 1, as_json=False)
-    assert len(capsys.readouterr().out.splitlines()) == 2 + len(native.FORMS)
+    monkeypatch.setattr(native, "read_bandwidth", lambda *_: 1e10)  # what it says needs no memory
+    arguments = ["native.py", "paceline/tiny", "--roofline", "--rounds", "1", "--rows", "1", "2"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--json"])
+    native.main()
+    records = json.loads(capsys.readouterr().out)["rows"]
+    forms = ("unquantised", "8 bits", "4 bits")
+    assert [(r["form"], r["rows"]) for r in records] == [(f, n) for f in forms for n in (1, 2)]
+    for r in records:
+        assert min(r["read"], r["multiply"], r["products"], r["forward"]) > 0
+        above = max(0.0, r["products"] - max(r["read"], r["multiply"]))
+        assert r["losses"]["loads"] == pytest.approx(above)
+        assert r["losses"][r["loss"]] == max(r["losses"].values())
+    # The bytes are those of the weights: in 8 bits about half as many as in 16.
+    assert records[0]["read"] > 1.8 * records[2]["read"] > 1.8 * records[4]["read"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    native.main()
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(records)
 
 
 def test_each_pass_is_over_the_weights_behind_the_last() -> None:
