@@ -310,7 +310,28 @@ def test_structured_json(server: Running) -> None:
     assert anything.json["choices"][0]["text"].startswith("{")
     refused = complete(server, structured_outputs={"json": schema, "regex": "a"})
     assert refused.status == 400 and refused.error["param"] == "structured_outputs"
-    assert complete(server, structured_outputs={"json": "{"}).status == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_grammar_is_said_of_the_clients_field(server: Running, stream: bool) -> None:
+    bad: Any = {"type": "strange"}
+    named = {"name": "x", "schema": bad}
+    call = {"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": bad}}}}
+    text = {"response_format": {"type": "text"}}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("structured_outputs", {"structured_outputs": {"json": bad}, **text}),
+        ("structured_outputs", {"structured_outputs": {"json": "{"}}),
+        ("structured_outputs", {"structured_outputs": {"regex": "("}}),
+        ("response_format", {"response_format": {"type": "json_schema", "json_schema": named}}),
+        ("tools", {"tools": [call], "tool_choice": "required"}),
+    ]
+    for field, fields in cases:
+        refused = chat(server, **fields, stream=stream)
+        assert (refused.status, refused.error["param"]) == (400, field), refused.text
+    refused = complete(server, structured_outputs={"json": bad}, stream=stream)
+    assert refused.error["param"] == "structured_outputs"
+    body = {"input": "Once", "text": {"format": {"type": "json_schema", **named}}}
+    assert ask(server.url, "/v1/responses", body).error["param"] == "text.format"
 
 
 def test_usage_in_every_chunk(server: Running) -> None:

@@ -102,11 +102,6 @@ def test_errors_keep_what_clients_are_told(
     assert vars(decoded) == vars(as_api_error(error))
 
 
-def test_a_grammars_error_names_the_field() -> None:
-    for kind, field in (("json", "response_format"), ("regex", "structured_outputs")):
-        assert as_api_error(GrammarError(f"grammar ({kind}): x")).param == field
-
-
 def test_other_errors_keep_their_secrets() -> None:
     for error in (ValueError("a secret"), KeyError("a secret")):
         decoded = REPLIES.decode(encode_message(Ended(1, as_api_error(error)))[4:]).error

@@ -9,6 +9,7 @@ from functools import partial
 from paceline.core.params import is_unicode, shown
 from paceline.errors import CacheMemoryError, ConfigError, GrammarError, PacelineError
 
+INVALID_GRAMMAR = "invalid_schema"
 _SERVER_ERROR, _INVALID_REQUEST = "server_error", "invalid_request_error"
 # The client should retry on a new connection: it reaches another server, or this one restarted.
 _RETRY_ELSEWHERE = {"Retry-After": "5", "Connection": "close"}
@@ -72,9 +73,7 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, CacheMemoryError):
         return APIError(message, code="context_length_exceeded")
     if isinstance(error, GrammarError):
-        # response_format has no other kind.
-        param = "response_format" if message.startswith("grammar (json)") else "structured_outputs"
-        return APIError(message, param=param, code="invalid_schema")
+        return APIError(message, code=INVALID_GRAMMAR)  # service.py adds the field
     if isinstance(error, PacelineError):
         named = _FIELD_AT_START.match(message) if isinstance(error, ConfigError) else None
         return APIError(message, param=named and named[1])

@@ -19,7 +19,7 @@ from paceline.model.tokenizer import Tokenizer, load_tokenizer
 from paceline.server.api.protocol import Generation
 from paceline.server.client import EngineClient, EngineEndpoint, Ticket
 from paceline.server.config import ServeConfig
-from paceline.server.failures import APIError, check_text
+from paceline.server.failures import INVALID_GRAMMAR, APIError, check_text
 from paceline.server.requestlog import current_exchange
 
 log = logging.getLogger("paceline.server")
@@ -79,7 +79,12 @@ class Service:
     ) -> Ticket:
         """``EngineClient.submit`` for the model or adapter named; the ticket goes to the log."""
         params = replace(params, lora=self.check_model(body.model))
-        ticket = await self.client.submit(prompts, params, body.deadline, body.stream)
+        try:
+            ticket = await self.client.submit(prompts, params, body.deadline, body.stream)
+        except APIError as error:
+            if error.code == INVALID_GRAMMAR:
+                error.param = body.grammar_field
+            raise
         current_exchange().ticket = ticket
         if self.config.log_prompts:  # the engine has checked all ids, so they can be decoded
             for prompt in prompts:

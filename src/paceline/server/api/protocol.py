@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from paceline.core.params import MAX_STOPS
 from paceline.server.fields import Body, Content
@@ -82,8 +82,10 @@ Stops = Annotated[
 
 
 class Generation(Body):
-    """Fields that all requests share. Without ``model`` the served model is used."""
+    """Fields that all requests share. Without ``model`` the served model is used.
+    ``_format_name``: what the request's API calls ``response_format``."""
 
+    _format_name: str = PrivateAttr("response_format")
     model: str | None = Field(default=None, max_length=512)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
@@ -118,6 +120,12 @@ class Generation(Body):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream=true only")
         return self
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that defines the grammar of the text, for messages."""
+        form = self.response_format
+        return "structured_outputs" if form is None or form.type == "text" else self._format_name
 
 
 def _as_prompt_list(value: Any) -> Any:
@@ -266,6 +274,11 @@ class ChatRequest(Generation):
         if isinstance(self.tool_choice, NamedTool) and not self.callable_tools:
             raise ValueError("tool_choice names a function that is not among the tools")
         return self
+
+    @property
+    def grammar_field(self) -> str:
+        forced = self.tool_choice not in (None, "none", "auto")
+        return "tools" if forced else super().grammar_field
 
     @property
     def shown_tools(self) -> list[Tool]:

@@ -138,7 +138,10 @@ class ResponsesRequest(Generation):
             "verbosity": self.text.verbosity,
             "response_format": self.response_format or response_format,
         }
-        return blocks.to_chat_request(self, fields, "input")
+        request = blocks.to_chat_request(self, fields, "input")
+        if self.response_format is None:
+            request._format_name = "text.format"
+        return request
 
 
 # -- converting items to messages ------------------------------------------------------------------
