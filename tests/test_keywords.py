@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,8 +71,14 @@ def test_what_one_writes_for_vllm() -> None:
             {"prompt_token_ids": ids, "prompt": ""},
         ]
         assert {o.text for o in llm.generate(dicts, params)} == {outputs[0].text}  # type: ignore[arg-type]
-        with pytest.raises(PromptError, match="give texts or lists of token ids"):
-            llm.generate({"prompt": PROMPT, "multi_modal_data": 1}, params)  # type: ignore[arg-type]
+        array, tensor = np.array(ids), torch.tensor(ids)
+        arrays: list[Any] = [array, tensor[None], [array, tensor], {"prompt_token_ids": array}]
+        for prompts in arrays:
+            assert {o.text for o in llm.generate(prompts, params)} == {outputs[0].text}
+        refused: list[Any] = [{"prompt": PROMPT, "multi_modal_data": 1}, array / 2, array[0]]
+        for prompts in (*refused, llm.tokenizer(PROMPT)):  # type: ignore[operator]
+            with pytest.raises(PromptError, match="give texts or lists of token ids"):
+                llm.generate(prompts, params)
         assert llm.max_model_len == 48
         assert len(llm.get_tokenizer().encode(PROMPT)) + len(outputs[0].token_ids) == 48
         assert llm.engine.scheduler.config.max_batch_size == 2

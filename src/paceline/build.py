@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,9 +26,9 @@ from paceline.draft.base import (
 )
 from paceline.draft.heads.features import MAX_PENDING_FEATURES
 from paceline.draft.hybrid import HybridDrafter, Router
-from paceline.draft.spec import DraftContext, DraftSpec, LoadContext, PreparedDraft
+from paceline.draft.spec import DraftContext, DraftSpec, LoadContext, NoDraft, PreparedDraft
 from paceline.draft.text_index import Predictions
-from paceline.drafters import BLOCK_SIZE, DRAFTERS, DraftLike, prepare_all
+from paceline.drafters import BLOCK_SIZE, DRAFTERS, RECORDS, DraftLike, parse_draft, prepare_all
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.errors import CacheMemoryError, ConfigError
@@ -204,8 +204,23 @@ def load_draft(
     settings: EngineSettings,
 ) -> PreparedDraft:
     """Load one drafter, or several that requests choose from, as the settings say."""
-    draft_settings = (settings.draft_quantize, settings.draft_offload, settings.draft_device)
-    return prepare_all(draft, LoadContext(target, tokenizer, settings.dtype, *draft_settings))
+    how = {name: getattr(settings, f"draft_{name}") for name in ("quantize", "offload", "device")}
+    prepared = prepare_all(draft, LoadContext(target, tokenizer, settings.dtype, **how))
+    unused = ", ".join(f"draft_{name}={value}" for name, value in how.items() if value is not None)
+    if not unused or any(map(_may_load_model, prepared.drafts)):
+        return prepared
+    note = f"{unused}: no effect, as no draft here is a model (model:PATH, tree:PATH)"
+    return replace(prepared, notes=(*prepared.notes, note))
+
+
+def _may_load_model(draft: str) -> bool:
+    """Whether a draft is a model or not one of ours, which may load one; so may "none", as a
+    command opens it before other drafts."""
+    ours = {record.kind for record in RECORDS if record.argument_kind != "model"} - {NoDraft.kind}
+    try:
+        return not {member.kind for member in parse_draft(draft).members()} <= ours
+    except ConfigError:  # the name of an object
+        return True
 
 
 def build_engine(

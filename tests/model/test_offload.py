@@ -52,6 +52,10 @@ def test_the_text_is_that_of_a_model_in_memory(random_pair: tuple[str, str]) -> 
     assert said(away.with_draft(f"tree:{draft},branching=2x1", **drafting())) == expected
     both = away.with_draft(f"model:{draft}", draft_offload="disk", **drafting())
     assert said(both) == expected
+    assert both.setup_notes == away.with_draft("none", draft_offload="disk").setup_notes == ()
+    for several in ("ngram", ["ngram", "hybrid:ngram+suffix"], "auto"):
+        *_, said_so = away.with_draft(several, draft_offload="disk", **drafting()).setup_notes
+        assert said_so.startswith("draft_offload=disk: no effect")
 
 
 def counted(llm: LLM) -> list[int]:

@@ -158,6 +158,9 @@ def test_an_adapter_loads_and_unloads_beside_requests(
     assert tokens == plain["greedy"][0]
     with pytest.raises(ConfigError, match="no adapter 'three' is loaded; there are: one, two"):
         llm.generate(PROMPTS[0], replace(GREEDY, lora="three"))
+    for name in (None, "four", ["one"]):
+        with pytest.raises(ConfigError, match=r"no adapter .* is loaded; there are: one, two"):
+            llm.adapters.unload(name)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="loaded already"):
         llm.adapters.load("one", folders["two"])
 

@@ -49,9 +49,10 @@ class Adapters:
 
     def named(self, name: str | None) -> Adapter | None:
         """The adapter ``name``; None for None. Raises ConfigError if it is not loaded."""
-        if name is None:
-            return None
-        adapter = self._by_name.get(name)
+        return None if name is None else self._loaded(name)
+
+    def _loaded(self, name: str) -> Adapter:
+        adapter = self._by_name.get(name) if isinstance(name, str) else None
         if adapter is None:
             names = ", ".join(self._by_name) or "none"
             raise ConfigError(f"no adapter {name!r:.80} is loaded; there are: {names}")
@@ -69,8 +70,7 @@ class Adapters:
 
     def unload(self, name: str) -> None:
         """Unload an adapter; running requests keep it until they end. Raises ConfigError."""
-        self.named(name)
-        del self._by_name[name]
+        del self._by_name[self._loaded(name).name]
 
 
 def read_adapter(name: str, folder: str, model: CausalModel) -> Adapter:

@@ -17,18 +17,17 @@ Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Make a list of one prompt or several; vLLM's dicts become their text or token ids. Raises
-    PromptError."""
-    if isinstance(prompts, (str, dict)):
-        prompts = [prompts]
-    items = _listed(prompts)
+    """Make a list of one prompt or several; vLLM's dicts become their text or token ids, arrays and
+    tensors become lists. Raises PromptError."""
+    given: Any = _plain(prompts)
+    items: list[Any] | None = [given] if isinstance(given, (str, dict)) else _listed(given)
     if items is None:
-        raise PromptError(f"the prompts are {shown(prompts)}; give texts or lists of token ids")
+        raise PromptError(f"the prompts are {shown(given)}; give texts or lists of token ids")
     if not items:
         raise PromptError("no prompt was given")
+    items = [_plain(_of_dict(item) if isinstance(item, dict) else item) for item in items]
     if is_whole(items[0]):
         return [items]
-    items = [_of_dict(item) if isinstance(item, dict) else item for item in items]
     for item in items:
         if not isinstance(item, (str, list)):
             raise PromptError(f"a prompt is {shown(item)}; give texts or lists of token ids")
@@ -59,9 +58,16 @@ def _of_dict(prompt: Mapping[str, Any]) -> Any:
     return prompt.get("prompt_token_ids", prompt.get("prompt", prompt)) if known else prompt
 
 
+def _plain(value: Any) -> Any:
+    """An array of numpy, or a tensor of torch, as a list or a number."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _listed(value: Any) -> list[Any] | None:
     """The items of an iterable as a list; None if the value is text, a mapping or no iterable."""
-    if isinstance(value, (bytes, bytearray, memoryview, dict)) or not isinstance(value, Iterable):
+    if isinstance(value, (bytes, bytearray, memoryview, Mapping)):
+        return None
+    if not isinstance(value, Iterable):
         return None
     return list(value)
 
