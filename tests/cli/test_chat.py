@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from paceline.__main__ import main
 from paceline.cli.generate import _stream_markdown
 from support.command_lines import paceline
 
@@ -66,6 +68,27 @@ def test_without_drafts_nothing_is_said_of_them() -> None:
     """It said "no draft was tried: it would not have paid"."""
     done = paceline("chat", "hello", *BASE, "--draft", "none")
     assert "tokens/s" in done.output and "draft" not in done.output
+
+
+@pytest.mark.parametrize("flags", [["--json"], []])
+def test_any_bytes_pass_streams_that_are_ascii(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    sink, errors = (TextIOWrapper(BytesIO(), "ascii", write_through=True) for _ in range(2))
+    source = TextIOWrapper(BytesIO("¿Él? 🙂\nok\n".encode() + b"caf\xe9\n"), "ascii")
+    for name, stream in (("stdin", source), ("stdout", sink), ("stderr", errors)):
+        monkeypatch.setattr(sys, name, stream)
+    says = ["--logit-bias", "131=100", "--max-tokens", "1"]  # half a character
+    monkeypatch.setattr(sys, "argv", ["paceline", "chat", *BASE, *says, *flags])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, said = (cast(BytesIO, each.buffer).getvalue().decode("ascii") for each in (sink, errors))
+    assert ended.value.code == 1 and "error: a prompt is not UTF-8 text" in said
+    if flags:
+        first, second = map(json.loads, out.splitlines())
+        assert "¿Él? 🙂" in first["prompt"] and second["text"] == "\ufffd"
+    else:
+        assert out.splitlines() == ["\\ufffd"] * 2
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,20 @@ def test_a_request_that_fails_is_told_and_exits_1(
     assert shown.exit_code == 1 and "0 tokens (RuntimeError: planted)" in shown.stderr
 
 
+def test_an_answer_that_the_cache_cuts_says_so(base: Sequence[str]) -> None:
+    flags = ["--ignore-eos", "--max-tokens", "90", "--draft", "none"]
+    for small, words in (
+        (["--kv-cache-memory", "40K"], "raise kv_cache_memory"),
+        (["--max-model-len", "64"], "raise max_model_len"),
+    ):
+        for how in ([], ["--json"]):
+            done = paceline("generate", "Once upon", "A", *base, *flags, *small, *how)
+            assert done.exit_code == 0 and done.stderr.count("cut short: with the answer") == 1
+            assert words in done.stderr and "cut short" not in done.stdout
+    full = paceline("generate", "Once upon", *base, *flags, "--max-tokens", "60")
+    assert "cut short" not in full.stderr
+
+
 def test_plain_decoding_says_nothing_of_drafts(base: Sequence[str]) -> None:
     """It said "no draft was tried: it would not have paid"."""
     done = paceline("generate", "Once upon", *base, "--draft", "none")

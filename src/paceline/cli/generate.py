@@ -20,7 +20,7 @@ from rich.markdown import Markdown
 from paceline.cli.options import ModelOptions, expand
 from paceline.cli.output import completion_record, print_json, stream_to, summary
 from paceline.core.keywords import did_you_mean
-from paceline.core.params import EMPTY_PROMPT
+from paceline.core.params import EMPTY_PROMPT, is_unicode
 from paceline.core.stages import info
 from paceline.errors import ConfigError, PacelineError, PromptError
 from paceline.files import write_files
@@ -53,6 +53,7 @@ def run(
         completions = llm.generate(prompts, params)
         for completion in completions:
             print_json(completion_record(completion, llm.tokenizer))
+        note_cuts(llm, completions, params)
         return completions
     if params.receipt or params.logprobs is not None:
         note("--receipt and --logprobs are shown with --json only")
@@ -62,7 +63,15 @@ def run(
     completions = stream_to(console, llm, prompts, params, show_draft)
     for completion in completions:
         note(summary(completion, llm.drafters != ("none",)))
+    note_cuts(llm, completions, params)
     return completions
+
+
+def note_cuts(llm: LLM, completions: list[Completion], params: SamplingParams) -> None:
+    """Say so if an answer ended before ``max_tokens`` because nothing more fits."""
+    cut = [done for done in completions if done.finish_reason == "length"]
+    if any(len(done.token_ids) < params.max_tokens for done in cut):
+        note(f"cut short: {llm.context_budget.bounds}")
 
 
 def note(line: str) -> None:
@@ -83,11 +92,13 @@ def open_model(
 
 def read_prompt(prompt: str) -> str:
     """The prompt, or standard input if it is "-". Raises PromptError."""
-    try:
-        text = sys.stdin.read() if prompt == "-" else prompt
-        text.encode()  # fails for bytes that are not UTF-8, which become lone surrogates
-    except UnicodeError:
-        raise PromptError("a prompt is not UTF-8 text; save or convert it as UTF-8") from None
+    return checked(sys.stdin.read() if prompt == "-" else prompt)
+
+
+def checked(text: str) -> str:
+    """Raises PromptError for bytes that are not UTF-8, which became lone surrogates."""
+    if not is_unicode(text):
+        raise PromptError("a prompt is not UTF-8 text; save or convert it as UTF-8")
     return text
 
 
@@ -148,7 +159,7 @@ def chat(
         return
     while (text := _read_input()) is not None:
         try:
-            if not session.run_command(text) and text:
+            if not session.run_command(checked(text)) and text:
                 session.answer(text)
         except (PacelineError, KeyboardInterrupt) as error:
             if not sys.stdin.isatty():
@@ -269,6 +280,7 @@ def _stream_markdown(llm: LLM, prompt: list[int], params: SamplingParams) -> str
         info(f"{count} tokens (stopped) · {count / seconds:.0f} tokens/s{drafted}")
     else:
         note(summary(completion, llm.drafters != ("none",)))
+        note_cuts(llm, [completion], params)
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,7 +77,8 @@ def completion_record(completion: Completion, tokenizer: Any) -> dict[str, Any]:
 
 def print_json(record: dict[str, Any]) -> None:
     convert = partial(to_builtins, order="deterministic", enc_hook=str)  # sorts sets
-    print(json.dumps(record, ensure_ascii=False, default=convert), flush=True)
+    escaped = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    print(json.dumps(record, ensure_ascii=escaped, default=convert), flush=True)
 
 
 def summary(completion: Completion, drafts: bool = False) -> str:

@@ -87,13 +87,16 @@ class ContextBudget:
 
     def refusal(self, count: int) -> str | None:
         """The error message for a prompt of ``count`` tokens if it leaves no room to answer."""
-        if count < self.limit:
-            return None
+        too_long = f"the prompt has {count} tokens, but {self.bounds}"
+        return None if count < self.limit else too_long
+
+    @property
+    def bounds(self) -> str:
+        """The limits in words, and what raises them."""
         setting = "kv_cache_memory" if self.cached < self.positions else "max_model_len, if set"
         return (
-            f"the prompt has {count} tokens, but with the answer {self.model} sees "
-            f"{self.positions} and the cache holds {self.cached}; shorten the prompt or raise "
-            f"{setting}"
+            f"with the answer {self.model} sees {self.positions} and the cache holds "
+            f"{self.cached}; shorten the prompt or raise {setting}"
         )
 
 
