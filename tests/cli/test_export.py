@@ -37,6 +37,26 @@ def test_what_is_approximated_is_said(tmp_path: Path) -> None:
     }
 
 
+def test_force_leaves_nothing_of_an_earlier_export(tmp_path: Path) -> None:
+    """A head of before lay beside a command that does not use it."""
+    out, head = tmp_path / "there", ["--model", "paceline/tiny", "--draft-length", "4"]
+    eagle = [*head, "--draft", "eagle3:paceline/tiny-eagle3"]
+    run("--to", "tensorrt-llm", *eagle, "--out", str(out))
+    (out / "head" / "old").touch()
+    (out / "mine").touch()
+    run("--to", "vllm", *eagle, "--out", str(out), "--force")
+    written = {"run.sh", "export.json", "vllm.json", "mine"}
+    assert {file.name for file in out.iterdir()} == {*written, "head"}
+    assert not (out / "head" / "old").exists()
+    # What the command uses is kept.
+    kept = ["--draft", f"eagle3:{out / 'head'}", "--out", str(out), "--force"]
+    run("--to", "llama.cpp", *head, *kept)
+    assert (out / "head" / "model.safetensors").exists()
+    run("--to", "vllm", *eagle, "--out", str(out), "--force")
+    run("--to", "vllm", *PAIR, "--out", str(out), "--force")
+    assert {file.name for file in out.iterdir()} == written
+
+
 def test_files_that_the_command_needs_are_named() -> None:
     """The command was printed without a word about the file that only --out writes."""
     for to, file in (("tensorrt-llm", "tensorrt_llm.yaml"), ("openvino", "openvino_generate.py")):

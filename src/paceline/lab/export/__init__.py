@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from paceline.core.keywords import forgiving
 from paceline.draft.auto import made_for
 from paceline.drafters import Auto, NGram, NoDraft, parse_draft
 from paceline.errors import ConfigError, WriteError
-from paceline.files import write_files
+from paceline.files import json_object, write_files
 from paceline.lab.export.dialects import DIALECTS as DIALECTS
 from paceline.lab.export.speculation import Export, note_missing_features
 from paceline.settings.tuned import TunedSettings
@@ -73,9 +74,16 @@ def export(
 
 
 def _write(made: Export, folder: Path) -> None:
+    """Write the files and remove those of an earlier export. Raises WriteError."""
     lines = ["#!/bin/sh", f"# Made by `paceline export` for {made.dialect.version}."]
     lines += [f"# Approximated: {approximation.line()}" for approximation in made.approximations]
     lines += ["set -e", *made.steps, f"exec {made.command_line}", ""]
     record = json.dumps(made.record(), indent=2) + "\n"
     texts = {**made.files, "run.sh": "\n".join(lines), "export.json": record}
+    earlier = json_object(folder / "export.json")
     write_files({folder / name: text.encode() for name, text in texts.items()}, "the export")
+    for name in {*map(str, earlier.get("files") or ())} - {*texts}:
+        if Path(name).name == name:
+            (folder / name).unlink(missing_ok=True)
+    if made.head is None and earlier.get("head") == made.in_folder("head") != made.draft_path:
+        shutil.rmtree(folder / "head", ignore_errors=True)

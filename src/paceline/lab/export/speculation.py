@@ -19,7 +19,7 @@ from paceline.draft.heads.medusa_head import load_medusa, save_medusa
 from paceline.draft.spec import TargetShape
 from paceline.drafters import DFlash, DraftModel, DraftSpec, DSpark, Eagle, Medusa, TreeSpec
 from paceline.errors import ConfigError
-from paceline.files import user_path, write_files
+from paceline.files import atomic_folder, user_path, write_files
 from paceline.model.loading import load_tokenizer, read_config
 from paceline.model.names import resolve
 from paceline.model.tokenizer import differences
@@ -199,8 +199,8 @@ class Export:
         if self.out is None:
             return self.draft_path
         folder = self.out / "head"
-        with stage(f"writing {folder}"):
-            save(folder)
+        with stage(f"writing {folder}"), atomic_folder(folder, "the head") as new:
+            save(new)
         self.head = self.in_folder("head")
         return self.head
 
