@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import threading
 import time
 import urllib.error
@@ -108,7 +109,10 @@ def test_load_counts_what_is_under_way(small: Running, monkeypatch: pytest.Monke
     wait_until(lambda: load(small) == empty)
 
 
-def test_deadlines(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines(
+    small: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "paceline.server")
     engine = small.service.client.engine.llm.engine
     step = engine.step
 
@@ -131,6 +135,9 @@ def test_deadlines(small: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[DONE]" not in text
     pool = engine.cache.pool
     wait_until(lambda: pool.available == pool.total)
+    # The log says how many tokens there were, also of what was not streamed.
+    line = re.compile(r"POST /v1/completions (?:408|504) [\d.]+ s [1-9]\d* tokens")
+    wait_until(lambda: len(list(filter(line.fullmatch, caplog.messages))) == 3)
 
 
 def test_draining(small: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import uvicorn
@@ -19,6 +22,7 @@ from paceline import LLM
 from paceline.server import run
 from paceline.server.app import create_app
 from paceline.server.config import ServeConfig
+from paceline.server.requestlog import RequestLog
 from paceline.server.security import Keys
 from paceline.server.service import Service
 from paceline.server.wire import Facts
@@ -157,6 +161,40 @@ def test_what_still_runs_after_drain_seconds_is_told(impatient: Ending) -> None:
     assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
     impatient.thread.join(20)
     assert not impatient.thread.is_alive() and not impatient.service.client.alive
+
+
+def test_clients_that_neither_send_nor_read_are_ended_without_a_traceback(
+    impatient: Ending, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "paceline.server")
+    impatient.server.config.timeout_graceful_shutdown = 0
+    with socket.create_connection(("127.0.0.1", impatient.port)) as client:
+        kind = "Content-Type: application/json\r\nContent-Length: 100"
+        client.sendall(f"POST /v1/messages HTTP/1.1\r\nHost: x\r\n{kind}\r\n\r\n{{".encode())
+        while not impatient.server.server_state.tasks:
+            time.sleep(0.01)
+        impatient.server.handle_exit(signal.SIGTERM, None)
+        assert client.makefile().readline().startswith("HTTP/1.1 503 ")
+        impatient.thread.join(20)
+
+    async def hangs(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await asyncio.sleep(60)
+
+    async def cancelled() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
+        task = asyncio.create_task(RequestLog(hangs)(scope, AsyncMock(), AsyncMock()))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(cancelled())
+    logged = [record for record in caplog.records if record.name == "paceline.server"]
+    assert [r.getMessage().split()[:3] for r in logged if " 503 " in r.getMessage()] == [
+        ["POST", "/v1/messages", "503"],
+        ["GET", "/x", "503"],
+    ]
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_a_second_signal_ends_the_process(patient: Ending, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from paceline.core import children
@@ -101,6 +102,7 @@ class Ticket:
         self.unfinished = len(prompts) * params.n  # sequences
         self.error: Exception | None = None  # raised by ``next`` after the last event
         self.timer: asyncio.TimerHandle | None = None
+        self.dropped: asyncio.Future[str] | None = None  # done once a cancelled ticket has ended
         self._client = client
         self._events: list[StreamEvent] = []
         self._changed = asyncio.Event()
@@ -217,13 +219,22 @@ class EngineClient:
     def cancel(self, number: int, missed: failures.APIError | None = None) -> None:
         """Cancel a ticket, unless it is finished; ``missed`` is the error if it missed a deadline.
         The engine may have ended."""
-        if number not in self._tickets:
+        ticket = self._tickets.get(number)
+        if ticket is None:
             return
         if missed is not None:
             self._fail(number, missed)
         self._remove(number)
         with suppress(failures.APIError):
             self._send(wire.Cancel(number, "cancelled" if missed is None else "deadline"))
+            future = asyncio.get_running_loop().create_future()
+            ticket.dropped = self._replies.setdefault(number, future)
+            ticket.dropped.add_done_callback(partial(self._dropped, ticket))
+
+    def _dropped(self, ticket: Ticket, reply: asyncio.Future[str]) -> None:
+        self._replies.pop(ticket.number, None)
+        if reply.exception() is None and reply.result():
+            ticket.output_tokens = int(reply.result())
 
     def _remove(self, number: int) -> Ticket | None:
         """Remove a ticket, which then gets no more events."""

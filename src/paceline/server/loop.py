@@ -123,7 +123,9 @@ class EngineLoop:
             worker.submit(self._reply, message.number, partial(self._prepare, message, job))
         elif isinstance(message, wire.Cancel):
             cancelled = self._jobs.get(message.number)
-            if cancelled is not None:
+            if cancelled is None:  # it has ended
+                self._post(wire.Done(message.number))
+            else:
                 cancelled.outcome = message.outcome
         elif isinstance(message, wire.Scrape):
             self._reply(message.number, self.metrics.render)
@@ -199,6 +201,8 @@ class EngineLoop:
                 for job in self._prepared:
                     if job.outcome is not None:  # cancelled
                         self._finish(job, job.outcome)
+                        tokens = sum(request.seq.generated for request in job.requests)
+                        self._post(wire.Done(job.ticket, str(tokens)))
                 if self.llm.engine.has_work:
                     self.metrics.record_step(self.llm, self.llm.owner.step())
                 # Jobs may also have ended without a step.

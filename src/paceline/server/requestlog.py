@@ -7,6 +7,7 @@ polls of metrics and health. Every response has an ``x-request-id`` (the client'
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -78,6 +79,8 @@ class RequestLog:
         start = time.perf_counter()
         try:
             await self._app(scope, receive, send_with_headers)
+        except asyncio.CancelledError:  # the server has shut down, and the client does not read
+            exchange.status = 503
         except Exception:
             if not response_started:
                 exchange.status = 500  # an outer handler sends it
@@ -85,7 +88,11 @@ class RequestLog:
         finally:
             _exchange.reset(token)
             exchange.seconds = time.perf_counter() - start
-            _log_exchange(exchange)
+            dropped = exchange.ticket and exchange.ticket.dropped
+            if dropped:  # the engine will say how many tokens there were
+                dropped.add_done_callback(lambda _: _log_exchange(exchange))
+            else:
+                _log_exchange(exchange)
 
 
 def _log_exchange(exchange: Exchange) -> None:

@@ -4,6 +4,7 @@ request log -> CORS -> host name -> content type -> API key -> body size -> the 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import ConfigError
 from paceline.server.errors import error_response
-from paceline.server.failures import APIError
+from paceline.server.failures import APIError, shutting_down
 
 KEYS_VARIABLE = "PACELINE_API_KEYS"
 # Paths that need no API key: they reveal neither prompts nor answers.
@@ -157,6 +158,10 @@ class Gate:
                     raise refused
             body = await self._read_body(Request(scope, receive))
         except ClientDisconnect:
+            return
+        except asyncio.CancelledError:  # the client has stopped sending, and the server ends
+            refused = shutting_down("the server has shut down")
+            await error_response(refused, path)(scope, receive, send)
             return
         except APIError as error:
             await error_response(error, path)(scope, receive, send)

@@ -8,7 +8,7 @@
            <-------------------------------- StepEvents(events), one per step for all tickets
            <-------------------------------------- Ended(number, error)
     Cancel(number, outcome) ------------------>
-    Scrape(number), SetAdapter(number, ...) -->
+    Scrape(number), SetAdapter(number, ...) -->            (Cancel: the text is a number of tokens)
            <-------------------------------------- Done(number, text) | Ended(number, error)
            <-------------------------------------- Lost(reason)
 
