@@ -103,9 +103,9 @@ class RankGroup:
 
     def least_memory(self) -> int:
         """Free bytes of the rank that has the least; the ranks of a CPU share its memory evenly."""
-        free = free_memory(self.device)
-        free_bytes = torch.tensor(free if self.device.type == "cuda" else free // self.size)
-        dist.all_reduce(free_bytes, dist.ReduceOp.MIN, group=self._control)
+        share = 1 if self.device.type == "cuda" else self.size
+        free_bytes = torch.tensor(free_memory(self.device) // share, device=self.device)
+        dist.all_reduce(free_bytes, dist.ReduceOp.MIN)
         return int(free_bytes)
 
     def leave(self) -> None:

@@ -197,7 +197,7 @@ def _max_bytes() -> int:
 
 def _evict(folder: Path, limit: int) -> None:
     """Delete the least recently used files until the others take at most ``limit`` bytes."""
-    files = folder.glob("*.safetensors")
+    files = filter(Path.is_file, folder.iterdir())  # also those of other versions
     for file in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
         limit -= file.stat().st_size
         if limit < 0:
