@@ -19,6 +19,7 @@ from paceline.train.configs import DraftConfig
 from paceline.train.data import Windows
 from paceline.train.reading import FeatureCache, TargetOutputs
 from support.damages import damages
+from support.tiny_models import write_tiny_model
 from support.training_runs import smallest_run, write_words
 
 # -- the state of a training run -------------------------------------------------------------------
@@ -138,11 +139,18 @@ def test_damaged_held_out_texts_are_written_again(tmp_path: Path, content: bytes
 
 
 def test_held_out_texts_of_another_target_are_written_again(tmp_path: Path) -> None:
-    file = tmp_path / "held_out.json"
-    load_held_out_texts(None, None, [], HELD_OUT, file)  # type: ignore[arg-type]
-    saved = json.loads(file.read_text())
-    saved["texts"] = [{"source": "a", "prompt": 2, "token_ids": [1, 2, 3]}]
-    file.write_text(json.dumps(saved))
-    for model, texts in ((HELD_OUT.model, 1), ("another", 0)):
-        config = replace(HELD_OUT, model=model)
-        assert len(load_held_out_texts(None, None, [], config, file)) == texts  # type: ignore[arg-type]
+    """Another folder, or other weights in the same one."""
+    file, folders = tmp_path / "held_out.json", [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        write_tiny_model(folder)
+
+    def loaded(model: Path) -> int:
+        config = replace(HELD_OUT, model=str(model))
+        return len(load_held_out_texts(None, None, [], config, file))  # type: ignore[arg-type]
+
+    for change in (lambda: folders[1], lambda: write_tiny_model(folders[0], seed=1)):
+        loaded(folders[0])
+        saved = json.loads(file.read_text())
+        saved["texts"] = [{"source": "a", "prompt": 2, "token_ids": [1, 2, 3]}]
+        file.write_text(json.dumps(saved))
+        assert loaded(folders[0]) == 1 and loaded(change()) == 0

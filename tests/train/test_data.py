@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from embedded_target import chat_text, train_tokenizer
 from paceline import DataError
-from paceline.train.configs import PromptSelection
+from paceline.train.configs import DraftConfig, PromptSelection
 from paceline.train.data import encode_stream, load_token_stream
 from paceline.train.prompts import load_prompts
 from paceline.train.records import Records, Source
@@ -41,9 +41,13 @@ def corpus(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_licences_are_left_out(corpus: Path) -> None:
-    texts = [record["text"] for record in Records(corpus, ("CC-BY-SA",))]
+    usual = PromptSelection().exclude_licenses
+    assert usual == DraftConfig(data=("x",)).exclude_licenses == ("CC-BY-SA",)
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "training.md"
+    assert f"`license` contains `{usual[0]}` are left out" in guide.read_text(encoding="utf-8")
+    texts = [record["text"] for record in Records(corpus, usual)]
     assert texts == ["one", "three", "four"]
-    assert len(list(Records(corpus))) == 4
+    assert len(list(Records(corpus))) == len(list(Records(corpus, ("",)))) == 4
 
 
 def test_excluded_records_are_not_encoded(corpus: Path) -> None:
@@ -52,10 +56,10 @@ def test_excluded_records_are_not_encoded(corpus: Path) -> None:
     assert text == "<|endoftext|>one<|endoftext|>three<|endoftext|>four"
 
 
-def test_a_file_with_nothing_left_is_an_error(corpus: Path) -> None:
-    tokenizer = TOKENIZER
-    with pytest.raises(DataError, match="no usable records"):
-        encode_stream(corpus, tokenizer, ("",), "all")
+def test_a_file_with_nothing_left_is_an_error(tmp_path: Path) -> None:
+    file = write(tmp_path / "licensed.jsonl", [json.dumps(record) for record in RECORDS[:3]])
+    with pytest.raises(DataError, match="no usable records except those under MIT, CC"):
+        encode_stream(file, TOKENIZER, ("MIT", "CC"), "all")
 
 
 @pytest.mark.parametrize("line", ["{", "[1, 2]", '{"body": "x"}', "3", "null", '{"text": 3}'])

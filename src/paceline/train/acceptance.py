@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from paceline.core.sequence import Sums
 from paceline.core.stages import stage
 from paceline.files import FileStamp, write_files
+from paceline.model.names import model_path, stamps_of
 from paceline.train.configs import PromptSelection, TrainConfig
 from paceline.train.prompts import load_file_prompts
 from paceline.train.records import Source
@@ -118,6 +119,7 @@ def load_held_out_texts(
     count, max_tokens = config.held_out, config.held_out_tokens
     files = [str(FileStamp.of(source.path)) for source in sources]
     key: dict[str, Any] = {"model": config.model, "files": files}
+    key["weights"] = str(stamps_of(model_path(config.model)))
     key |= {"count": count, "max_tokens": max_tokens, "exclude": [*config.exclude_licenses]}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged
         saved = json.loads(cache.read_text(encoding="utf-8"))

@@ -72,7 +72,7 @@ class Records:
     without unusable lines (``refused_lines``)."""
 
     def __init__(self, path: Path, exclude_licenses: Sequence[str] = ()) -> None:
-        self.path, self._exclude = path, exclude_licenses
+        self.path, self._exclude = path, [*filter(None, exclude_licenses)]  # "" is in any text
         self.refused = 0
         self._first: list[str] = []
 
