@@ -82,8 +82,7 @@ Stops = Annotated[
 
 
 class Generation(Body):
-    """Fields that all requests share. Without ``model`` the served model is used.
-    ``_format_name``: what the request's API calls ``response_format``."""
+    """Fields that all requests share. Without ``model`` the served model is used."""
 
     _format_name: str = PrivateAttr("response_format")
     model: str | None = Field(default=None, max_length=512)
@@ -273,6 +272,11 @@ class ChatRequest(Generation):
             raise ValueError("tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool) and not self.callable_tools:
             raise ValueError("tool_choice names a function that is not among the tools")
+        return self
+
+    def with_format_name(self, name: str) -> ChatRequest:
+        """This request, from an API in which ``response_format`` has another name."""
+        self._format_name = name
         return self
 
     @property

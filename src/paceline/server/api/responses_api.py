@@ -139,9 +139,7 @@ class ResponsesRequest(Generation):
             "response_format": self.response_format or response_format,
         }
         request = blocks.to_chat_request(self, fields, "input")
-        if self.response_format is None:
-            request._format_name = "text.format"
-        return request
+        return request if self.response_format else request.with_format_name("text.format")
 
 
 # -- converting items to messages ------------------------------------------------------------------
