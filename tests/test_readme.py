@@ -6,26 +6,38 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
+from urllib.parse import urlsplit
 
 import pytest
 import typer.main
+from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.draft.spec import DraftSpec
-from paceline.drafters import RECORDS
+from paceline.drafters import DRAFTERS, RECORDS, parse_draft
+from paceline.files import read_toml
 from paceline.model.names import EMBEDDED, has_assets
+from paceline.server.app import create_app
+from paceline.server.config import ServeConfig
 from support.tiny_models import TinyPair
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "archive"),
 ]
+
+
+SERVICE: Any = MagicMock(config=ServeConfig())  # for the routes, without an engine
 
 
 def blocks(language: str) -> list[str]:
@@ -34,8 +46,33 @@ def blocks(language: str) -> list[str]:
     return [block for page in PAGES for block in fence.findall(page.read_text(encoding="utf-8"))]
 
 
-def commands(program: str) -> list[str]:
-    lines = [line.split("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+# Commands among what is shown: text blocks have output, too.
+_SHOWN_COMMANDS = re.compile(r"^(?:paceline [a-z]|curl |pip |python |docker )(?:.*\\\n)*.*", re.M)
+
+
+def command_lines(language: str) -> list[str]:
+    """The commands in blocks of a language, each with its further lines."""
+    lines, begun = list[str](), ""
+    for block in blocks(language):
+        found = _SHOWN_COMMANDS.findall(block) if language == "text" else [block]
+        for line in "\n".join(found).replace("\\\n", " ").splitlines():
+            begun += line
+            try:
+                words = shlex.split(begun, comments=True)
+            except ValueError:  # within quotes
+                begun += "\n"
+                continue
+            lines += [shlex.join(words)] if words else []
+            begun = ""
+        assert not begun, begun
+    return lines
+
+
+_SHELLS = ("sh", "bash", "text")
+
+
+def commands(program: str, *languages: str) -> list[str]:
+    lines = [line for language in languages or ("sh",) for line in command_lines(language)]
     return sorted({line for line in lines if line.split(" ")[0] == program})
 
 
@@ -88,15 +125,76 @@ def test_make_alone_prints_the_targets() -> None:
         assert f"make {target} " in done.stdout
 
 
-@pytest.mark.parametrize("command", commands("paceline"))
+@pytest.mark.parametrize("command", commands("paceline", *_SHELLS))
 def test_commands_parse(command: str) -> None:
-    """Every option and argument shown is known; nothing is run."""
+    """Every option, argument and spec shown is known; nothing is run."""
     words = shlex.split(command)[1:]
+    if words[-1] == "...":  # what is left out is needed
+        words[-1:] = ["--data", "x", "--out", "x"]
     current: Any = typer.main.get_command(app)
     while hasattr(current, "commands"):
         current = current.commands[words.pop(0)]
     if "--help" not in words:
         current.make_context("paceline", words)
+    for option, value in pairwise(words):
+        if option == "--draft" and re.match(rf"({'|'.join(DRAFTERS)})\b", value):
+            parse_draft(value)
+
+
+def check_pip(words: list[str]) -> None:
+    extras = read_toml(ROOT / "pyproject.toml", "")["project"]["optional-dependencies"]
+    place, _, extra = words[1].partition("[")
+    assert (
+        place in ("paceline", "torch", "vllm-router") or (ROOT / place / "pyproject.toml").exists()
+    )
+    assert not extra or {*extra.rstrip("]").split(",")} <= {*extras}
+
+
+def check_python(words: list[str]) -> None:
+    if words[0] == "-c":
+        compile(words[1], "example", "exec")
+    elif words[0] != "-m":
+        source = (ROOT / words[0]).read_text(encoding="utf-8")
+        assert all(f'"{word}"' in source for word in words[1:] if word.startswith("-"))
+
+
+def check_curl(words: list[str]) -> None:
+    """The path is one of the server's, the body one that it accepts."""
+    routes: dict[str, Any] = {getattr(r, "path", ""): r for r in create_app(SERVICE).routes}
+    route = routes[urlsplit(words[0]).path]
+    assert "Content-Type: application/json" in words
+    (parameter,) = route.dependant.body_params
+    TypeAdapter(parameter.field_info.annotation).validate_json(words[words.index("-d") + 1])
+
+
+def check_docker(words: list[str]) -> None:
+    if words[0] == "build":
+        assert (ROOT / words[words.index("-f") + 1]).is_file() and (ROOT / words[-1]).is_dir()
+    else:
+        assert words[0] == "push"
+
+
+def check_ray_serve(words: list[str]) -> None:
+    module, _, name = words[1].partition(":")
+    assert f"def {name}(" in (ROOT / "deploy" / f"{module}.py").read_text(encoding="utf-8")
+
+
+# How each program's arguments are checked; "paceline", "make" and what others test are not here.
+CHECKS: dict[str, Callable[[list[str]], object]] = {
+    **{"pip": check_pip, "python": check_python, "python3": check_python, "curl": check_curl},
+    **{"docker": check_docker, "serve": check_ray_serve},
+    "helm": lambda words: (ROOT / words[2] / "Chart.yaml").read_text(encoding="utf-8"),
+    "cd": lambda words: next((ROOT / words[0]).iterdir()),
+}
+# Other programs: the environment and the export that the line before made, a router (tests/deploy).
+_TESTED = {"paceline", "make", ".", "sh", "echo", "vllm-router"}
+_OTHERS = [line for shell in _SHELLS for line in command_lines(shell)]
+
+
+@pytest.mark.parametrize("command", sorted({x for x in _OTHERS if x.split(" ")[0] not in _TESTED}))
+def test_commands_of_other_programs(command: str) -> None:
+    program, *words = shlex.split(command)
+    CHECKS[program](words)
 
 
 # These take minutes, serve for ever or talk to somebody; they have tests of their own.
