@@ -55,6 +55,10 @@ def test_force_leaves_nothing_of_an_earlier_export(tmp_path: Path) -> None:
     run("--to", "vllm", *eagle, "--out", str(out), "--force")
     run("--to", "vllm", *PAIR, "--out", str(out), "--force")
     assert {file.name for file in out.iterdir()} == written
+    for damaged in ({"files": 7, "head": 7}, {"files": {"../there/mine": "", "..": ""}}):
+        (out / "export.json").write_text(json.dumps(damaged))
+        run("--to", "vllm", *PAIR, "--out", str(out), "--force")
+    assert {file.name for file in out.iterdir()} == written
 
 
 def test_files_that_the_command_needs_are_named() -> None:

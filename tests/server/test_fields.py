@@ -315,7 +315,8 @@ def test_structured_json(server: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_bad_grammar_is_said_of_the_clients_field(server: Running, stream: bool) -> None:
     bad: Any = {"type": "strange"}
-    named = {"name": "x", "schema": bad}
+    schema: dict[str, Any] = {"schema": bad}
+    named = {"name": "x", **schema}
     call = {"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": bad}}}}
     text = {"response_format": {"type": "text"}}
     cases: list[tuple[str, dict[str, Any]]] = [
@@ -332,6 +333,13 @@ def test_a_bad_grammar_is_said_of_the_clients_field(server: Running, stream: boo
     assert refused.error["param"] == "structured_outputs"
     body = {"input": "Once", "text": {"format": {"type": "json_schema", **named}}}
     assert ask(server.url, "/v1/responses", body).error["param"] == "text.format"
+    for field, form in (
+        ("output_config.format", {"output_config": {"format": {"type": "json_schema", **schema}}}),
+        ("output_format", {"output_format": {"type": "json_schema", **schema}}),
+    ):
+        body = {"max_tokens": 4, "messages": HELLO, **form}
+        said = ask(server.url, "/v1/messages", body).error["message"]
+        assert said.startswith(f"{field}: grammar (json): Invalid type")
 
 
 def test_usage_in_every_chunk(server: Running) -> None:

@@ -82,9 +82,10 @@ class Service:
         try:
             ticket = await self.client.submit(prompts, params, body.deadline, body.stream)
         except APIError as error:
-            if error.code == INVALID_GRAMMAR:
-                error.param = body.grammar_field
-            raise
+            if error.code != INVALID_GRAMMAR:
+                raise
+            field = body.grammar_field
+            raise APIError(f"{field}: {error}", param=field, code=error.code) from None
         current_exchange().ticket = ticket
         if self.config.log_prompts:  # the engine has checked all ids, so they can be decoded
             for prompt in prompts:

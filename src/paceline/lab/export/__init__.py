@@ -82,8 +82,9 @@ def _write(made: Export, folder: Path) -> None:
     texts = {**made.files, "run.sh": "\n".join(lines), "export.json": record}
     earlier = json_object(folder / "export.json")
     write_files({folder / name: text.encode() for name, text in texts.items()}, "the export")
-    for name in {*map(str, earlier.get("files") or ())} - {*texts}:
-        if Path(name).name == name:
-            (folder / name).unlink(missing_ok=True)
+    files = earlier.get("files")
+    for name in {*files} - {*texts} if isinstance(files, dict) else ():
+        if Path(name).name == name and (folder / name).is_file():
+            (folder / name).unlink()
     if made.head is None and earlier.get("head") == made.in_folder("head") != made.draft_path:
         shutil.rmtree(folder / "head", ignore_errors=True)

@@ -109,8 +109,9 @@ class CountRequest(Generation):
             "response_format": self.response_format,
             "include_reasoning": thinks,  # clients that do not ask for thoughts expect text first
         }
-        output_format = config.format or self.output_format
+        output_format, name = config.format or self.output_format, "response_format"
         if output_format is not None:
+            name = "output_format" if config.format is None else "output_config.format"
             schema = {"schema": output_format.schema_}
             fields["response_format"] = {"type": output_format.type, "json_schema": schema}
         if self.tools:
@@ -122,7 +123,7 @@ class CountRequest(Generation):
             converted: Any = {"any": "required", "tool": blocks.named_tool(choice.name or "")}
             fields["tool_choice"] = converted.get(choice.type, choice.type)
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-        return blocks.to_chat_request(self, fields, "messages")
+        return blocks.to_chat_request(self, fields, "messages").with_format_name(name)
 
 
 class MessagesRequest(CountRequest):
