@@ -273,6 +273,9 @@ def test_records_are_the_file_once_all_are_there(place: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_records_are_gone_on_with(place: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error) as caught, LongRecord(place / "r", "the records", "key"):
+        raise error
+    assert content_of(place) == {} and "records until" not in str(caught.value)
     with pytest.raises(error) as caught, LongRecord(place / "r", "the records", "key") as record:
         record.add("one")
         raise error

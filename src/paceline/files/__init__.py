@@ -247,7 +247,7 @@ class LongRecord:
 
     @property
     def _left(self) -> str:
-        return f"; the {self.lines} records until then are in {self.partial}"
+        return f"; the {self.lines} records until then are in {self.partial}" if self.lines else ""
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
@@ -257,6 +257,9 @@ class LongRecord:
                     os.replace(self.partial, self._path)
         if kind is None:
             self._key_file.unlink()
+        elif not self.lines:  # nothing to go on with
+            for file in (self.partial, self._key_file):
+                file.unlink(missing_ok=True)
         elif issubclass(kind, KeyboardInterrupt):
             raise KeyboardInterrupt(
                 f"interrupted{self._left}: run the same command again to go on"

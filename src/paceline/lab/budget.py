@@ -48,6 +48,6 @@ class Spending:
         line = f"{self.spent:.0f} s completed {', '.join(amounts)}."
         if self.missing:
             line += f" Not measured: {', '.join(self.missing)}."
-        if self.missing or self.done != self.wanted:
+        if self.seconds is not None and (self.missing or self.done != self.wanted):
             line += " More --seconds measure the rest."
         return line

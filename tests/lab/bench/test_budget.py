@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -117,7 +117,6 @@ def test_what_the_time_was_spent_on_is_said() -> None:
     record = [job_result(0, job(index=n), plain=2.0, fast=1.0) for n in range(6)]
     prompts = [("chat", [1, 2])] * 8
     spending = spending_of(record, Sweep(8, [1, 4], rounds=3), prompts, Budget(120, Clock()))
-    assert spending.line == (
-        "0 s completed 6 of 27 turns of all methods. Not measured: 4 at once, temperature 0. "
-        "More --seconds measure the rest."
-    )
+    done = "0 s completed 6 of 27 turns of all methods. Not measured: 4 at once, temperature 0."
+    assert spending.line == f"{done} More --seconds measure the rest."
+    assert replace(spending, seconds=None).line == done  # it was interrupted
