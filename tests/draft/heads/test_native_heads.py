@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +15,19 @@ from paceline.core.batch import Span
 from paceline.draft.heads.block import _block_mask
 from paceline.draft.heads.block_head import BlockConfig, BlockHead
 from paceline.draft.heads.eagle_head import EagleConfig, EagleHead
-from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads
+from paceline.draft.heads.medusa_head import MedusaConfig, MedusaHeads, save_medusa
+from paceline.draft.spec import LoadContext
+from paceline.drafters import parse_draft
 from paceline.kernels.library import SAME_BITS, choose, instructions
 from paceline.model.backends.base import BlockStep, EagleStep
 from paceline.model.backends.native.heads import NativeBlock, NativeEagle, NativeMedusa
+from paceline.model.backends.native.model import NativeModel
 from paceline.model.paged.cache import PagedCache
 from paceline.model.precision import quantise_loaded
+from paceline.model.quantised.weights import LinearBase
 from paceline.model.target import CausalModel
 from support.engine_models import VOCAB, random_llama
+from support.every_drafter import SPECS
 from support.heard_stages import heard
 from support.random_heads import eagle_config, expanded
 
@@ -337,6 +343,30 @@ def test_medusa_heads(kind: str, dtype: str, quantize: str | None) -> None:
             torch.set_num_threads(threads)
             assert torch.equal(quick(features, 3), rows), name
             assert torch.equal(quick(features[1:3], 2), rows[1:3, :2]), name
+
+
+def test_eight_bits_where_the_kernels_run_heads_in_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[Any] = []
+    for name in ("eagle", "block", "medusa", "packed"):
+        run = getattr(NativeModel, name)
+        notes = lambda self, head, *rest, run=run: heads.append(head) or run(self, head, *rest)  # noqa: E731
+        monkeypatch.setattr(NativeModel, name, notes)
+    for dtype in DTYPES:
+        target = CausalModel.load("paceline/tiny", dtype, "cpu", backend="native")
+        loading = LoadContext(target, None, dtype)  # type: ignore[arg-type]
+        config = MedusaConfig(target.hidden_size, target.vocab_size, heads=2)
+        save_medusa(MedusaHeads(config), tmp_path / "own")
+        specs = [SPECS[kind] for kind in ("eagle", "eagle3, one pass", "dflash", "dspark", "mtp")]
+        shared = SPECS["medusa"]  # their blocks alone would gain too little
+        for spec in (*specs, f"medusa:{tmp_path / 'own'}", shared):
+            for option in ("", ",quantize=none"):
+                heads.clear()
+                parse_draft(spec + option).prepare(loading)
+                layers = [m for m in heads[-1].modules() if isinstance(m, LinearBase)]
+                bits = 32 if dtype == "float32" else 16 if option or spec == shared else 8
+                assert {m.matrix_size().bits for m in layers} == {bits}, (spec, dtype, option)
 
 
 def test_on_the_reference_backend() -> None:

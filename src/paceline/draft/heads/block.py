@@ -29,7 +29,7 @@ from paceline.core.transfer import to_device
 from paceline.core.tree import is_chain
 from paceline.draft.base import Drafter
 from paceline.draft.heads.block_head import load_block
-from paceline.draft.heads.features import FeatureDrafter, HeadSpec, feature_drafter
+from paceline.draft.heads.features import FeatureDrafter, HeadSpec, feature_drafter, ready_head
 from paceline.draft.spec import DraftContext, DraftInfo, LoadContext, PreparedDraft, Target, option
 from paceline.draft.trees.grow import GrowingTree, Logits
 from paceline.draft.trees.levels import GrowthSettings, OnePassDrafter
@@ -46,7 +46,7 @@ class BlockSpec(HeadSpec):
     def prepare(self, loading: LoadContext, stop: float | None = 0.0) -> PreparedDraft:
         target = loading.target
         head = load_block(self.path, target, self.kind, self.feature_layers)
-        head = head.to(target.device, target.dtype).eval().requires_grad_(False)
+        head = ready_head(head, target, self.quantize)
         step, config = target.backend.block(head, target), head.config
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:

@@ -17,7 +17,7 @@ head (arXiv 2602.01469) drafts in one pass: its drafted rows have a mask token a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,13 @@ from paceline.core.batch import ModelOutput, Span
 from paceline.core.sequence import SEQUENCE_IDS
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle_head import default_feature_layers, load_eagle, stated_layers
-from paceline.draft.heads.features import FeatureDrafter, FeatureRow, HeadSpec, feature_drafter
+from paceline.draft.heads.features import (
+    FeatureDrafter,
+    FeatureRow,
+    HeadSpec,
+    feature_drafter,
+    ready_head,
+)
 from paceline.draft.spec import (
     NODES,
     DraftContext,
@@ -35,13 +41,11 @@ from paceline.draft.spec import (
     Note,
     PreparedDraft,
     Target,
-    option,
 )
 from paceline.draft.trees.grow import GrowingTree, Logits, ReducedLogits
 from paceline.draft.trees.levels import OnePassDrafter
 from paceline.model.backends.base import EagleStep, TreeGrower
 from paceline.model.paged.cache import PagedCache
-from paceline.model.quantised.convert import Scheme, quantise_module
 
 # A tree ends with a level that is accepted with less than this chance. SmolLM2 in bf16 with its
 # EAGLE-3 head, greedy: 1.80x at 0.1, 1.83x at 0.25; sampled: 1.32x at 0.15, 1.37x at 0.25.
@@ -51,7 +55,7 @@ _GPU_NODES = 32  # of dynamic trees, by default
 
 @dataclass(frozen=True)
 class Eagle(HeadSpec):
-    """An EAGLE head. ``quantize``: "int8" (if the kernels run the head in bf16) or "none"."""
+    """An EAGLE head."""
 
     kind = "eagle"
     page = "eagle.md"
@@ -60,18 +64,12 @@ class Eagle(HeadSpec):
     version: ClassVar[int] = 1
     dynamic: ClassVar[bool] = False
 
-    _: KW_ONLY
-    quantize: str = option("int8", choices=("int8", "none"))
-
     def prepare(self, loading: LoadContext) -> PreparedDraft:
         target = loading.target
         head = load_eagle(
             self.path, target, self.version, self.feature_layers, target.embedding("output")
         )
-        head = head.to(target.device, target.dtype).eval().requires_grad_(False)
-        rounds = self.quantize == "int8" and not target.backend.runs_torch
-        if rounds and target.dtype == torch.bfloat16:
-            quantise_module(head, Scheme("int8", finer=True))
+        head = ready_head(head, target, self.quantize)
         step = target.backend.eagle(head, target)
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:

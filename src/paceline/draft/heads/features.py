@@ -28,6 +28,7 @@ from paceline.draft.spec import (
 from paceline.draft.trees.grow import Logits, ReducedLogits
 from paceline.draft.trees.levels import CachedRows, CachingDrafter, GrowthSettings
 from paceline.model.paged.cache import LayerShape, PagedCache, bytes_per_token
+from paceline.model.quantised.convert import Scheme, quantise_module
 from paceline.model.target import CausalModel
 
 # The most features kept for a sequence that does not draft: the oldest are dropped, which costs a
@@ -52,10 +53,23 @@ def feature_drafter(
     return PreparedDraft(build, bytes_per_token(shapes, target.dtype), feature_bytes=kept)
 
 
+QUANTIZE = ("int8", "none")
+
+
+def ready_head(head: Any, target: CausalModel, quantize: str) -> Any:
+    """``head`` on the target's device, in its dtype. ``quantize`` "int8": its linear layers are
+    rounded to 8 bits if the kernels run it in bf16."""
+    head = head.to(target.device, target.dtype).eval().requires_grad_(False)
+    rounds = quantize == "int8" and not target.backend.runs_torch
+    if rounds and target.dtype == torch.bfloat16:
+        quantise_module(head, Scheme("int8", finer=True))
+    return head
+
+
 @dataclass(frozen=True)
 class HeadSpec(TreeSpec):
     """A head by folder, built-in or hub name; chains. ``feature_layers``: layers of the target
-    whose inputs it reads, in place of its config's."""
+    whose inputs it reads, in place of its config's. ``quantize``: "int8" or "none"."""
 
     argument_kind = "head"
     weight_files = FILES
@@ -63,6 +77,7 @@ class HeadSpec(TreeSpec):
     path: str = option(needs="a head")
     _: KW_ONLY
     feature_layers: tuple[int, ...] | None = option(None, like="2x16x29 (layers of the target)")
+    quantize: str = option("int8", choices=QUANTIZE)
 
     def examination(
         self, text: str, config: HeadShape, size: int, target: Target, more: Sequence[Note] = ()

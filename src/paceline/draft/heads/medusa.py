@@ -27,7 +27,7 @@ from paceline.core.sampling import Rows, needs_paths
 from paceline.core.sequence import SequenceView
 from paceline.core.transfer import to_device
 from paceline.core.tree import Draw, TokenTree, depths_of
-from paceline.draft.heads.features import FeatureRow, join_features
+from paceline.draft.heads.features import QUANTIZE, FeatureRow, join_features, ready_head
 from paceline.draft.heads.medusa_head import FILES, load_medusa
 from paceline.draft.spec import (
     DraftInfo,
@@ -68,7 +68,8 @@ def shapes_of(
 @dataclass(frozen=True)
 class Medusa(DraftSpec):
     """Medusa heads by folder, built-in or hub name. ``tree``: "auto" (the best tree of ``nodes``
-    nodes, given the heads' measured accuracy) or "chain"."""
+    nodes, given the heads' measured accuracy) or "chain". ``quantize``: "int8" (for heads with
+    vocabulary layers of their own) or "none"."""
 
     kind = "medusa"
     argument_kind = "head"
@@ -80,11 +81,13 @@ class Medusa(DraftSpec):
     _: KW_ONLY
     nodes: int = option(8, least=1)
     tree: str = option("auto", choices=("auto", "chain"))
+    quantize: str = option("int8", choices=QUANTIZE)
 
     def prepare(self, loading: LoadContext) -> PreparedDraft:
         target = loading.target
         heads = load_medusa(self.path, target)
-        heads = heads.to(device=target.device, dtype=target.dtype)
+        # The blocks alone are small: rounding them saves 1 to 7 % of a pass.
+        heads = ready_head(heads, target, "none" if heads.config.shared_head else self.quantize)
         shapes = shapes_of(heads.config.heads, self.nodes, self.tree, heads.config.accuracy)
         run = target.backend.medusa(heads)
         prior = self.prior()

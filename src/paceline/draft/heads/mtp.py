@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from paceline.core.batch import Batch
 from paceline.core.bound import bound
 from paceline.draft.base import Drafter
 from paceline.draft.heads.eagle import MIN_LEVEL_PROB, EagleDrafter
-from paceline.draft.heads.features import feature_drafter
+from paceline.draft.heads.features import QUANTIZE, feature_drafter, ready_head
 from paceline.draft.spec import (
     DraftContext,
     DraftInfo,
@@ -83,10 +83,13 @@ class Mtp(TreeSpec):
     examples: ClassVar[tuple[str, ...]] = ("mtp:{mtp},branching=2x1",)
 
     path: str | None = option(None)
+    _: KW_ONLY
+    quantize: str = option("int8", choices=QUANTIZE)
 
     def prepare(self, loading: LoadContext) -> PreparedDraft:
         target = loading.target
-        step = MtpStep(load_mtp(self.path or target.name, target), target)
+        head = ready_head(load_mtp(self.path or target.name, target), target, self.quantize)
+        step = MtpStep(target.backend.packed(head), target)
         shapes, switch = step.head.model.cache_shapes, step.head.model.rope_switch
 
         def make(context: DraftContext, cache: PagedCache) -> Drafter:

@@ -237,6 +237,11 @@ class Backend(ABC):
         embed = head.embed_tokens or model.embedding("input")
         return BlockStep(head, embed, head.lm_head or self.head)
 
+    def packed(self, head: Any) -> Any:
+        """``head``, which torch runs, with linear layers that kernels multiply, where there are
+        some; may change it in place."""
+        return head
+
     def medusa(self, heads: Any) -> DraftingHeads:
         """Runs Medusa ``heads`` in one call; may change the layout of their weights."""
 

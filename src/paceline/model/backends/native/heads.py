@@ -27,6 +27,7 @@ from paceline.model.backends.native.recognise import (
 )
 from paceline.model.paged.cache import PagedCache
 from paceline.model.quantised.convert import walk_children
+from paceline.model.quantised.weights import QuantisedLinear
 
 
 class HeadTarget(Protocol):
@@ -49,6 +50,14 @@ def can_run_head(head: Any, name: str) -> bool:
             f"the rotary embedding {kind} depends on the length"
         )
     return kind in STATIC_ROPE
+
+
+def pack_linears(head: Any, dtype: torch.dtype) -> Any:
+    """Pack all linear modules of ``head`` in place that are not packed; returns it."""
+    for parent, name, child in walk_children(head):
+        if type(child) is nn.Linear or isinstance(child, QuantisedLinear):
+            pack_children(parent, (name,), dtype)
+    return head
 
 
 def _head_model(
@@ -147,9 +156,7 @@ class NativeBlock(BlockStep):
             hidden_norm=weights.norm(head.hidden_norm),
             block=1 if head.config.causal else 2,
         )
-        for parent, name, child in walk_children(head):
-            if type(child) is nn.Linear:  # outside the layers: biases, and the head's own lm_head
-                pack_children(parent, (name,), head.dtype)
+        pack_linears(head, head.dtype)  # outside the layers: biases, and the head's own lm_head
         self.logits = head.lm_head or target.head
         self._handle = ModelHandle(model, weights, Rotation(head.rotary))
 

@@ -34,6 +34,7 @@ from paceline.model.backends.native.heads import (
     NativeEagle,
     NativeMedusa,
     can_run_head,
+    pack_linears,
 )
 from paceline.model.backends.native.packing import PackedLinear, WeightPacker, pack_children
 from paceline.model.backends.native.recognise import DecoderShape, describe_decoder, scaled_norm
@@ -137,15 +138,18 @@ class NativeModel(Backend):
         hidden = hidden if scale == 1 else hidden * scale
         return self.lm_head.multiply(hidden, self.decoder.logit_cap)
 
+    def packed(self, head: Any) -> Any:
+        return pack_linears(head, self.dtype)
+
     def eagle(self, head: Any, model: BackendModel) -> EagleStep:
-        return (
-            NativeEagle(head, self) if can_run_head(head, "EAGLE") else super().eagle(head, model)
-        )
+        if can_run_head(head, "EAGLE"):
+            return NativeEagle(head, self)
+        return super().eagle(self.packed(head), model)
 
     def block(self, head: Any, model: BackendModel) -> BlockStep:
-        return (
-            NativeBlock(head, self) if can_run_head(head, "block") else super().block(head, model)
-        )
+        if can_run_head(head, "block"):
+            return NativeBlock(head, self)
+        return super().block(self.packed(head), model)
 
     def medusa(self, heads: Any) -> DraftingHeads:
         return NativeMedusa(heads, self)
