@@ -45,7 +45,7 @@ draft=(--hidden-size 192 --layers 2 --heads 3 --kv-heads 3 --ffn-size 512)
 python "$here/embedded_target.py" "${corpus[@]}" --tokenizer "$out/target/model" "${draft[@]}" \
   --out "$out/draft-text" --compile --loss-on all --steps "${TEXT_STEPS:-500}" "$@"
 paceline train draft "${corpus[@]}" "${valid[@]}" --model "$out/target/model" \
-  --init "$out/draft-text/model" --argmax-weight 0.3 "${draft[@]}" \
+  --init "$out/draft-text/model" --argmax-weight 0.3 \
   --data "$out/written-greedy.jsonl=60" --data "$out/written-greedy-on.jsonl=60" \
   --data "$out/written-sampled.jsonl=40" \
   --out "$out/draft" --compile --steps "${DRAFT_STEPS:-900}" "$@"

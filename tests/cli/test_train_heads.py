@@ -60,6 +60,9 @@ def test_a_run_ends_with_a_head_a_card_and_a_json_line(
     again = paceline(*command, "--steps", "4")
     assert again.exit_code == 0, again.output
     assert "resuming at step 3 of 4" in again.stderr
+    anew = paceline(*command, "--steps", "1", "--force", "--json")
+    assert anew.exit_code == 0, anew.output
+    assert "resuming" not in anew.stderr and json.loads(anew.stdout)["steps"] == 1
 
 
 @pytest.mark.parametrize(

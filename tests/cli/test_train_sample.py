@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM
+from paceline.cli import train
+from paceline.errors import DataError
 from paceline.request import progress
 from support.command_lines import paceline
 from support.tiny_models import SENTENCES, TinyPair
@@ -74,6 +76,25 @@ def test_the_end_token_is_written(tiny_pair: TinyPair, prompts: str, tmp_path: P
     assert ended, "a random model of 320 tokens ends some of 12 answers within 200"
     llm = LLM(str(tiny_pair.target), draft="none", dtype="float32")
     assert all(record["ids"][-1] in llm.end_tokens for record in ended)
+
+
+def test_records_are_of_the_prompts_that_a_file_had(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A changed file is other work, which does not resume the records of the old one."""
+    keys: list[str] = []
+
+    def begun(out: Path, what: str, key: str) -> None:
+        keys.append(key)
+        raise DataError(what)
+
+    monkeypatch.setattr(train, "LongRecord", begun)
+    file = tmp_path / "prompts.jsonl"
+    for content in ("a", "", "b"):
+        if content:
+            file.write_text(json.dumps({"text": content}))
+        assert paceline(*arguments(tiny_pair, str(file), tmp_path / "out")).exit_code == 1
+    assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.slow  # a process that is killed

@@ -169,3 +169,7 @@ def test_strict_raises_with_the_traceback(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("PACELINE_STRICT", "1")
     with pytest.raises(ConfigError, match="parents must come before"):
         plain.with_draft(Backwards(), draft_length=3).generate(PROMPT, params)
+    llm = plain.with_draft("ngram")
+    monkeypatch.setattr(llm.engine.drafter, "forget", lambda seq_id: {}[seq_id])
+    with pytest.raises(KeyError):  # also when the text has ended
+        llm.generate(PROMPT, params)

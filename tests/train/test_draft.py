@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from paceline.train.unrolled import MaskedRows
 from support import training_runs
 from support.tiny_models import TinyPair
 
+NO_SHAPE: dict[str, Any] = {name: getattr(DraftConfig, name) for name in training_runs.SMALLEST}
 train = partial(training_runs.train, DraftTrainer)
 
 
@@ -220,9 +222,9 @@ def test_a_resumed_run_ends_with_the_same_weights(
 def test_training_of_a_draft_can_be_continued(
     config: DraftConfig, finished: DraftTrainer, tmp_path: Path, tv_weight: float
 ) -> None:
-    """From the weights of another run, with another loss; its shape is that of the start."""
+    """From the weights of another run, with another loss."""
     start = str(finished.out / "model")
-    further = replace(config, init=start, tv_weight=tv_weight, hidden_size=999, heads=7)
+    further = replace(config, init=start, tv_weight=tv_weight, **NO_SHAPE)
     further = replace(further, adam_lr=0.005)
     trainer = DraftTrainer(further, tmp_path, device="cpu")
     assert training_runs.same_weights(trainer.stored(), finished.stored())
@@ -244,7 +246,7 @@ def test_target_and_draft_of_other_architectures(config: DraftConfig, tmp_path: 
         GPT2LMHeadModel(shape).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
         folders.append(str(tmp_path / name))
-    own = replace(config, model=folders[0], init=folders[1], valid=(), steps=4, tv_weight=0.5)
+    own = replace(config, model=folders[0], init=folders[1], valid=(), steps=4, **NO_SHAPE)
     trainer = train(own, tmp_path / "run")
     assert trainer.packed_length == 48
     assert type(trainer.model).__name__ == "GPT2LMHeadModel"
@@ -297,10 +299,15 @@ def test_invalid_options_are_refused(config: DraftConfig, tmp_path: Path) -> Non
     wrong = {
         "--tv-weight": {"tv_weight": 1.5},
         "--heads": {"heads": 3},
+        "--hidden-size is an option of new models, but --init x has": {"init": "x"},
     }
     for word, values in wrong.items():
         with pytest.raises(ConfigError, match=word):
             DraftTrainer(replace(config, **values), tmp_path / "new", device="cpu")
+    for word, valid in ((": these files have no weights", "=3"), ("two files called one", "")):
+        specs = (f"{config.valid[0]}{valid}", config.valid[0])
+        with pytest.raises(DataError, match=word):
+            DraftTrainer(replace(config, valid=specs), tmp_path / "new", device="cpu")
     assert not (tmp_path / "new").exists()
 
 
@@ -308,7 +315,7 @@ def test_a_draft_of_another_vocabulary(
     config: DraftConfig, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     with pytest.raises(VocabularyMismatchError, match=r"vocabulary entries .* leave out --init"):
-        DraftTrainer(replace(config, init=tiny_pair.foreign), tmp_path, device="cpu")
+        DraftTrainer(replace(config, init=tiny_pair.foreign, **NO_SHAPE), tmp_path, device="cpu")
 
 
 def test_no_usable_text(config: DraftConfig, tmp_path: Path) -> None:

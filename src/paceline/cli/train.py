@@ -27,7 +27,7 @@ from paceline.cli.output import WriteOptions, print_json
 from paceline.core.libraries import set_threads
 from paceline.core.stages import info, stage
 from paceline.errors import DataError
-from paceline.files import LongRecord, check_new
+from paceline.files import FileStamp, LongRecord, check_new
 from paceline.settings import EngineSettings, LoadSettings, changed, setting
 from paceline.train import configs
 from paceline.train.configs import AnswerConfig, PromptSelection, TrainConfig
@@ -70,7 +70,9 @@ def sample(
 
     sources = [Source.parse(spec) for spec in data]
     params = SamplingParams(**asdict(answers))
-    key = json.dumps({"model": model, "data": data, **asdict(prompts), **asdict(answers)})
+    files = [str(FileStamp.of(source.path)) for source in sources]
+    asked = {"model": model, "data": data, "files": files}
+    key = json.dumps({**asked, **asdict(prompts), **asdict(answers)})
     with LongRecord(out, "the records", key) as lines:
         if lines.lines:
             info(f"resuming after {lines.lines:,} records in {lines.partial}")
@@ -133,8 +135,8 @@ def train_to_end(trainer: Trainer, running: RunningOptions) -> Path:
             if interrupted():
                 trainer.save_checkpoint()
                 raise KeyboardInterrupt(
-                    f"interrupted at step {trainer.step}; checkpoint saved in {running.out}: "
-                    "run the same command again to resume"
+                    f"interrupted at step {trainer.step}; checkpoint saved in {running.out}: run "
+                    f"the same command again{', without --force,' * running.force} to resume"
                 )
 
         return trainer.run(on_progress, running.eval_every, running.save_seconds)
@@ -163,10 +165,12 @@ def train(config: TrainConfig, running: RunningOptions, program: str = "paceline
 
     module, _, name = config.trainer.partition(":")
     trainer_class = getattr(import_module(module), name)
-    if not (running.out / "checkpoint.pt").exists():
+    if running.force or not (running.out / "checkpoint.pt").exists():
         result = running.out / trainer_class.result
         check_new(result, f"the {trainer_class.noun}", running.force, folder=True)
-    trainer: Trainer = trainer_class(config, running.out, running.device, running.compiled)
+    trainer: Trainer = trainer_class(
+        config, running.out, running.device, running.compiled, running.force
+    )
     folder = train_to_end(trainer, running)
     with stage("writing the model card"):
         card = write_card(trainer, shlex.join([program, *sys.argv[1:]]))

@@ -79,11 +79,14 @@ class Engine:
         self.ready = [commit for commit in self.ready if commit.seq_id != seq_id]
 
     def forget(self, seq_id: int) -> None:
-        """Drop the drafting state of a sequence that has ended or will be prefilled again."""
+        """Drop the drafting state of a sequence that has ended or will be prefilled again. An error
+        is logged, and raised if the engine is strict."""
         for part in (self.drafter, self.controller, self.predictions):
             try:
                 part.forget(seq_id)
             except Exception as error:
+                if self.strict:
+                    raise
                 log.error("forgetting request %d failed: %s", seq_id, Failure.of(error))
 
     @property

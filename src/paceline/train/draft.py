@@ -23,6 +23,8 @@ from paceline.train.losses import distribution_loss, teacher_probs, token_log_pr
 from paceline.train.trainer import Trainer, run_name
 from paceline.train.unrolled import MaskedRows
 
+_SHAPE = ("hidden_size", "layers", "heads", "kv_heads", "ffn_size")
+
 
 class DraftTrainer(Trainer):
     """Trains a draft model; the result is in ``out/model``. Raises VocabularyMismatchError if the
@@ -34,6 +36,12 @@ class DraftTrainer(Trainer):
 
     def check(self) -> None:
         config = self.config
+        given = [name for name in _SHAPE if getattr(config, name) != getattr(DraftConfig, name)]
+        if config.init is not None and given:
+            raise ConfigError(
+                f"--{given[0].replace('_', '-')} is an option of new models, but --init "
+                f"{config.init} has a shape already; leave out one of them"
+            )
         invalid = config.hidden_size % (2 * config.heads) or config.heads % config.kv_heads
         if config.init is None and invalid:
             raise ConfigError(

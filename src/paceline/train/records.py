@@ -67,6 +67,22 @@ class Source:
         return cls(Path(path), value)
 
 
+def held_out_sources(specs: Sequence[str]) -> list[Source]:
+    """The files of ``--valid``. Raises DataError, also for a weight, and for two of one name."""
+    sources: dict[str, Source] = {}
+    for spec in specs:
+        source = Source.parse(spec)
+        if Path(spec) != source.path:
+            raise DataError(f"--valid {spec!r}: these files have no weights; give {source.path}")
+        if source.name in sources:
+            raise DataError(
+                f"--valid has two files called {source.name}, the name by which their acceptance "
+                "is reported; rename one"
+            )
+        sources[source.name] = source
+    return [*sources.values()]
+
+
 class Records:
     """The records of a JSONL(.gz) file, without those whose licence contains an excluded string and
     without unusable lines (``refused_lines``)."""

@@ -28,7 +28,7 @@ from paceline.train.checkpoint import lock_folder, read_state, write_state
 from paceline.train.configs import TrainConfig
 from paceline.train.data import Documents, Windows, load_token_stream
 from paceline.train.optimizer import MasterOptimizer
-from paceline.train.records import Records, Source
+from paceline.train.records import Records, Source, held_out_sources
 
 
 def learning_rate_scale(step: int, steps: int, warmup: int) -> float:
@@ -73,17 +73,23 @@ class Trainer(ABC):
     target: PreTrainedModel  # the target
 
     def __init__(
-        self, config: TrainConfig, out: Path, device: str = "auto", compiled: bool = False
+        self,
+        config: TrainConfig,
+        out: Path,
+        device: str = "auto",
+        compiled: bool = False,
+        anew: bool = False,
     ) -> None:
+        """``anew``: begin at step 0 even if ``out`` has a checkpoint, which is then replaced."""
         self.config, self.out, self.compiled = config, out, compiled
         self.checkpoint = out / "checkpoint.pt"
         self.check()
         self.device = resolve_device(device)
         self.sources = [Source.parse(spec) for spec in config.data]
-        self.valid_sources = [Source.parse(spec) for spec in config.valid]
+        self.valid_sources = held_out_sources(config.valid)
         self.step = 0
         self.history: list[dict[str, Any]] = []
-        saved = self._read_checkpoint()
+        saved = None if anew else self._read_checkpoint()
         self.folder = out / self.result
         self.prepare()
         self.optimizer = MasterOptimizer(self.learner, config, self.adamw_names)
