@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from io import TextIOWrapper
 
 
 def main() -> None:
     """Run the command line. Ctrl-C prints one line, even while the commands are being imported."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        stream: Any = getattr(sys, name)
+        stream = getattr(sys, name)
         if stream is None:  # closed by the shell (2>&-)
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        elif not isinstance(stream, TextIOWrapper):  # the caller's own
+            continue
         elif mode == "w" and stream.errors == "strict":  # no character may raise an error
             stream.reconfigure(errors="backslashreplace")
         elif mode == "r":  # nor a byte; ASCII is a part of UTF-8
