@@ -295,9 +295,15 @@ def test_what_has_no_equivalent_is_refused_by_name(to: str, draft: str, named: s
 
 
 @pytest.mark.parametrize("to", [*DIALECTS])
-def test_a_draft_of_another_vocabulary_is_for_llama_cpp_alone(to: str, tiny_pair: TinyPair) -> None:
+def test_a_draft_of_another_vocabulary(to: str, tiny_pair: TinyPair) -> None:
     if to == "llama.cpp":  # it translates the tokens
         assert exported(to, tiny_pair.draft).config["--spec-type"] == "draft-simple"
+        return
+    if to == "vllm":  # it drafts those that both have
+        made = exported(to, tiny_pair.draft, rule="block")
+        assert made.config["use_heterogeneous_vocab"] is True
+        assert not {"draft_sample_method", "rejection_sample_method"} & made.config.keys()
+        assert [item.instead for item in made.approximations][-1] == "rule 'token'"
         return
     with pytest.raises(ConfigError, match="it differs from the target in"):
         exported(to, tiny_pair.draft)

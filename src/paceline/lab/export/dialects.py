@@ -20,7 +20,15 @@ def _vllm(export: Export) -> None:
     """--speculative-config in JSON; heads in the layout of speculators."""
     config = _vllm_method(export)
     config.setdefault("num_speculative_tokens", export.length)
-    if export.rule == "block" and config["method"] in (*_SAMPLED, "eagle"):
+    if export.other_vocabulary():
+        if config.get("parallel_drafting"):
+            raise export.refuse("export a draft in one pass that has the target's vocabulary")
+        config["use_heterogeneous_vocab"] = True  # which vLLM allows with greedy drafts alone
+        cost = "fewer tokens per step, above all when sampling"
+        export.approximate("a draft of another vocabulary", "only shared tokens, greedily", cost)
+        if export.rule == "block":
+            export.approximate("rule 'block'", "rule 'token'", cost)
+    elif export.rule == "block" and config["method"] in (*_SAMPLED, "eagle"):
         config |= {"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}
     elif config["method"] in _SAMPLED:
         config["draft_sample_method"] = "probabilistic"
@@ -200,7 +208,9 @@ def _openvino_model(export: Export, path: str, name: str) -> str:
 
 
 DIALECTS = {
-    "vllm": Dialect("vllm 0.32.0", _vllm, parallel=True, rules=("token", "block")),
+    "vllm": Dialect(
+        "vllm 0.32.0", _vllm, vocabularies=True, parallel=True, rules=("token", "block")
+    ),
     "sglang": Dialect("sglang 0.5.23", _sglang, trees=True, rules=("token", "block")),
     "tensorrt-llm": Dialect(
         "TensorRT-LLM 1.2 (its documented classes; it cannot be installed without a GPU)",

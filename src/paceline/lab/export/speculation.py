@@ -113,6 +113,12 @@ class Export:
         config = read_config(self.draft.path, resolve(self.draft.path))
         return self.draft.mask_of(config) is not None
 
+    def other_vocabulary(self) -> str:
+        """In what a draft model's vocabulary differs from the target's; "" if in nothing."""
+        if not isinstance(self.draft, DraftModel):
+            return ""
+        return differences(load_tokenizer(self.target), load_tokenizer(self.draft.path))
+
     @property
     def command_line(self) -> str:
         return shlex.join(self.command)
@@ -128,11 +134,9 @@ class Export:
 
     def fill(self) -> None:
         """Raises ConfigError if the engine cannot run the draft."""
-        if isinstance(self.draft, DraftModel) and not self.dialect.vocabularies:
-            differing = differences(load_tokenizer(self.target), load_tokenizer(self.draft.path))
-            if differing:
-                family = "export a draft of the target's family"
-                raise self.refuse(f"it differs from the target in {differing}; {family}")
+        if not self.dialect.vocabularies and (differing := self.other_vocabulary()):
+            family = "export a draft of the target's family"
+            raise self.refuse(f"it differs from the target in {differing}; {family}")
         self.dialect.fill(self)
 
     def refuse(self, instead: str) -> ConfigError:
