@@ -48,11 +48,12 @@ def test_a_run_ends_with_a_draft_that_the_engine_takes(
 
 def test_errors_take_one_line(corpus: str, tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
-    data = ["--model", tiny_pair.target, "--data", corpus, *SIZES, "--steps", "1"]
+    files = ["--model", tiny_pair.target, "--data", corpus]
+    data = [*files, *SIZES, "--steps", "1"]
     assert run(*data, "--out", out).exit_code == 0
     cases = {
         "other options (tv_weight)": [*data, "--out", out, "--tv-weight", "1"],
-        "vocabulary entries": [*data, "--out", out + "2", "--init", tiny_pair.foreign],
+        "vocabulary entries": [*files, "--out", out + "2", "--init", tiny_pair.foreign],
         "does not exist": ["--data", "no.jsonl", "--out", out + "3"],
     }
     for words, arguments in cases.items():
