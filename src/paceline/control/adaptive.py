@@ -206,7 +206,7 @@ class AdaptiveController(Controller):
             prices = {n: cost.verification(batch, nodes[n]) / batch for n in lengths}
         else:
             nodes = cost.nodes(name, batch)
-            prices = cost.prices_for(name, batch, tokens, kind, forced > 0)
+            prices = cost.prices(name, batch)
         options = list[DraftOption]()
         for n in lengths:
             reading = reading_now * tokens[n] / horizon

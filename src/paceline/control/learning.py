@@ -149,7 +149,7 @@ class StepLearner:
             return
         passes = {name: cost.passes_alone(name, levels) for name, levels in lengths.items()}
         nodes = sum(commit.drafted for commit in commits) / batch
-        expected = cost.drafting(batch, passes)
+        expected = cost.drafting(passes)
         if step.decision.alternative:
             # A step that was disturbed costs the budget no more than expected and half a step.
             most = cost.verification(batch, nodes) + expected + 0.5 * plain
