@@ -103,14 +103,11 @@ def _choose_separately(
 
     The score is the product of the step's time and the sum of the times per token. It is bounded by
     its tangent, which is a sum over the sequences, so that each can choose by itself
-    (majorisation-minimisation; Hunter and Lange 2004). Two rounds, as the first changes the step's
-    time. The result depends on the start.
+    (majorisation-minimisation; Hunter and Lange 2004). The result depends on the start.
     """
-    for _ in range(2):
-        seconds = sum(draft.seconds for draft in chosen)
-        per_token = sum(1 / draft.tokens for draft in chosen)
-        chosen = [
-            min(alternatives, key=lambda o: seconds / o.tokens + per_token * o.seconds)
-            for alternatives in options
-        ]
-    return chosen
+    seconds = sum(draft.seconds for draft in chosen)
+    per_token = sum(1 / draft.tokens for draft in chosen)
+    return [
+        min(alternatives, key=lambda o: seconds / o.tokens + per_token * o.seconds)
+        for alternatives in options
+    ]

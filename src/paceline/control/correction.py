@@ -21,14 +21,13 @@ from math import exp, log
 _NOISE = 0.1**2  # variance of one step
 _MAX_STEP = log(1.5)  # by which one step may differ from what was learnt so far
 _MAX_FIRST_STEP = log(4.0)  # the same of the very first step
-_BUSY = log(6.0)  # no price is that wrong: a larger error says that the machine is busy
 _MACHINE_CHANGE = 0.01**2  # variance that the machine's part gains in each step
 _BUCKET_CHANGE = 1e-6  # variance that a bucket gains in each step
 _UNKNOWN = 0.3**2  # variance of a part before anything was seen
 _NEIGHBOUR = 0.2**2  # variance of a new bucket that starts at its nearest neighbour's value
 # Plain steps of one sequence, one after the other, find warm caches; steps with drafts do not. The
-# variance of that difference, and the most that caches explain.
-_PLAIN, _MAX_CACHE_EFFECT = 0.06**2, 0.3
+# variance of that difference.
+_PLAIN = 0.06**2
 COLD = -1  # node bucket of plain steps soon after a drafter's passes
 _COLD = 0.1**2  # variance of their time relative to plain steps in a row
 
@@ -101,10 +100,6 @@ class Correction:
         most = _MAX_STEP if parts[0].seen or parts[1].seen else _MAX_FIRST_STEP
         error = log(max(ratio, 1e-6)) - sum(part.value for part in parts)
         total = _NOISE + sum(part.variance for part in parts)
-        if error > _BUSY:
-            parts, most = parts[:1], _MAX_STEP
-        elif nodes == 0 and abs(error) > _MAX_CACHE_EFFECT:
-            parts.pop().seen += 1
         # Nothing makes a step faster than it is, so a fast step may count in full.
         error = min(max(error, -_MAX_FIRST_STEP), most)
         for part in parts:

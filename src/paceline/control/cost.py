@@ -28,8 +28,6 @@ WARM_UP = 5  # plain steps behind passes or a prompt, after which the target's w
 _MAX_PLAIN_INTERVAL = 256  # steps after which a plain step is measured again
 _MARGINAL = 1.2  # expected speedup below which plain steps are measured several in a row
 _MAX_COLD_PENALTY = 0.1  # of a plain step, by which cold caches may be thought to slow it down
-_SLOW_STEP = 1.3  # times its expected time; from there on a step says that the machine is busy
-_TOO_SLOW = 1.1  # times a step with drafts; a plain step cannot really take as long
 _KNOWN_AFTER = 3  # steps that correct a price
 # How fast the price of a drafter's passes follows its drafts, at least, and by what factor one
 # draft may differ from it.
@@ -190,7 +188,7 @@ class CostModel:
         return seconds / tokens
 
     def longest_made(self, name: Hashable, batch: int) -> int:
-        """Levels of the drafter's longest draft so far, at such a concurrency or a larger one."""
+        """Levels of the drafter's longest draft so far, at such a concurrency."""
         return self._longest.get((name, batch_bucket(batch)), 0)
 
     def wants_plain_step(self, batch: int, speedup: float) -> bool:
@@ -247,8 +245,7 @@ class CostModel:
 
     def record_length(self, name: Hashable, batch: int, length: int) -> None:
         """A draft of ``length`` levels was made."""
-        for bucket in range(1, 1 + batch_bucket(batch)):
-            self._longest[name, bucket] = max(length, self._longest.get((name, bucket), 0))
+        self._longest[name, batch_bucket(batch)] = max(length, self.longest_made(name, batch))
 
     def learn_reading(self, name: Hashable, seconds: float, tokens: int) -> None:
         """A drafter took ``seconds`` to read ``tokens``, besides drafting."""
@@ -277,23 +274,16 @@ class CostModel:
         ``drafting`` for the drafts (None: not measured). ``passes``: by drafter, its
         ``passes_alone``."""
         self._since_plain += 1
-        bucket = batch_bucket(batch)
         if drafting is None:  # it took what verification does not explain
             drafting = max(seconds - self.verification(batch, nodes), 0.0)
         drafted = [name for name, alone in passes.items() if alone]
         verification = seconds - drafting if drafted else seconds
         ratio = verification / self.forward(batch, nodes)
-        self._correction.observe(bucket, node_bucket(nodes), ratio)
-        # More rows never take less, so plain steps are thought too slow.
-        if self.verification(batch) > _TOO_SLOW * verification:
-            self._correction.observe(bucket, 0, verification / self.forward(batch, 0.0))
+        self._correction.observe(batch_bucket(batch), node_bucket(nodes), ratio)
         if len(drafted) == 1:
             name = drafted[0]
-            # If the whole step was slow, its passes were slow for the same reason.
-            ratio = verification / self.verification(batch, nodes)
-            slower = self._correction.machine * (ratio if ratio > _SLOW_STEP else 1.0)
             factor, count = self._passes[name]
-            found = drafting / slower / passes[name]
+            found = drafting / self._correction.machine / passes[name]
             found = min(max(found, factor / _MAX_PASS_ERROR), factor * _MAX_PASS_ERROR)
             factor += (found - factor) * max(_PASS_GAIN, 1 / (1.1 + count))
             self._passes[name] = factor, count + 1

@@ -151,10 +151,8 @@ class StepLearner:
         nodes = sum(commit.drafted for commit in commits) / batch
         expected = cost.drafting(passes)
         if step.decision.alternative:
-            # A step that was disturbed costs the budget no more than expected and half a step.
-            most = cost.verification(batch, nodes) + expected + 0.5 * plain
             tokens = min(len(commit.tokens) for commit in commits)
-            self._budget.spend(min(step.seconds, most) - step.decision.alternative * tokens)
+            self._budget.spend(step.seconds - step.decision.alternative * tokens)
         if unread <= _FEW_UNREAD * batch:
             cost.learn_drafts(batch, nodes, step.seconds, step.drafting, passes)
         elif len(passes) == 1 and step.drafting is not None:
