@@ -200,17 +200,13 @@ class AdaptiveController(Controller):
         reading_now = unread * cost.reading_token(name) if unread > _FEW_UNREAD else 0.0
         reading_now += 0.0 if costs.model_free else self.learner.cold_seconds(batch) / batch
         horizon = min(remaining, _READING_HORIZON)
-        prices: Mapping[int, float] | Sequence[float]
-        if offer:
-            nodes: Sequence[float] = offer.nodes
-            prices = {n: cost.verification(batch, nodes[n]) / batch for n in lengths}
-        else:
-            nodes = cost.nodes(name, batch)
-            prices = cost.prices(name, batch)
+        nodes, _, prices = cost.table(name, batch)
+        nodes = offer.nodes if offer else nodes
         options = list[DraftOption]()
         for n in lengths:
             reading = reading_now * tokens[n] / horizon
-            share = prices[n] + reading, reading, reading_now
+            price = cost.verification(batch, nodes[n]) / batch if offer else prices[n]
+            share = price + reading, reading, reading_now
             options.append(DraftOption(name, n, nodes[n], tokens[n], *share, kind, min(forced, n)))
         return options
 

@@ -3,7 +3,7 @@
 A step is drafting (the passes of a drafter) and verification: the target's forward over its
 sequences and their draft nodes, the host's work, and lookups. Both are predicted from forwards
 that were measured alone, and corrected by every step since (correction.py). The controller asks
-while it decodes; ``tune`` and ``bench`` build a model of what they have measured.
+while it decodes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DraftOption(NamedTuple):
         return self.tokens / self.seconds
 
 
-class _Table(NamedTuple):
+class DraftTable(NamedTuple):
     """By draft length, if all sequences of a batch draft alike: nodes to verify and passes that are
     expected of each, and one sequence's share of the step in seconds."""
 
@@ -92,7 +92,7 @@ class CostModel:
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds, tokens
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and batch
         # Caches, emptied when more is learnt.
-        self._tables: dict[tuple[Hashable, int], _Table] = {}
+        self._tables: dict[tuple[Hashable, int], DraftTable] = {}
         self._pays: dict[tuple[Hashable, int, DraftKind], bool] = {}
         self._since_plain = _MAX_PLAIN_INTERVAL  # steps since one without drafts
         self._plain_steps = 0  # times that a plain step was asked for
@@ -148,7 +148,7 @@ class CostModel:
         for draft in drafts:
             length, costs = draft.length, self.drafters[draft.name]
             if costs.stops_early:  # only as many levels as are expected
-                length = min(length, max(1, round(self._table(draft.name, batch).passes[length])))
+                length = min(length, max(1, round(self.table(draft.name, batch).passes[length])))
             lengths.setdefault(draft.name, []).append(length)
         alone = {name: self.passes_alone(name, levels) for name, levels in lengths.items()}
         nodes = sum(draft.nodes for draft in drafts) / batch
@@ -156,13 +156,10 @@ class CostModel:
 
     def prices(self, name: Hashable, batch: int) -> Sequence[float]:
         """One sequence's share of the step by draft length, if all sequences draft alike."""
-        return self._table(name, batch).seconds
+        return self.table(name, batch).seconds
 
-    def nodes(self, name: Hashable, batch: int) -> Sequence[float]:
-        """Nodes to verify that are expected, by draft length, if all sequences draft alike."""
-        return self._table(name, batch).nodes
-
-    def _table(self, name: Hashable, batch: int) -> _Table:
+    def table(self, name: Hashable, batch: int) -> DraftTable:
+        """What drafts of each length are expected to cost, if all sequences draft alike."""
         table = self._tables.get((name, batch))
         if table is None:
             costs = self.drafters[name].for_batch(batch)
@@ -179,7 +176,7 @@ class CostModel:
                 (self.verification(batch, rows) + level * levels) / batch
                 for rows, levels in zip(nodes, passes, strict=True)
             ]
-            table = self._tables[name, batch] = _Table(nodes, passes, seconds)
+            table = self._tables[name, batch] = DraftTable(nodes, passes, seconds)
         return table
 
     def reading_token(self, name: Hashable) -> float:
@@ -283,9 +280,9 @@ class CostModel:
         if len(drafted) == 1:
             name = drafted[0]
             factor, count = self._passes[name]
-            found = drafting / self._correction.machine / passes[name]
-            found = min(max(found, factor / _MAX_PASS_ERROR), factor * _MAX_PASS_ERROR)
-            factor += (found - factor) * max(_PASS_GAIN, 1 / (1.1 + count))
+            slower = drafting / self._correction.machine / passes[name]
+            slower = min(max(slower, factor / _MAX_PASS_ERROR), factor * _MAX_PASS_ERROR)
+            factor += (slower - factor) * max(_PASS_GAIN, 1 / (1.1 + count))
             self._passes[name] = factor, count + 1
         self._expire()
 

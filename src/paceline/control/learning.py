@@ -25,7 +25,6 @@ class ExplorationBudget:
 
     SHARE = 0.0075  # of the time of all steps
     MOST = 8.0  # plain steps that the budget may hold
-    _MAX_DEBT = 1.0  # seconds of decoding after which any debt is paid back
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -40,8 +39,8 @@ class ExplorationBudget:
         self.seconds = min(self.seconds + self.SHARE * seconds + start, self.MOST * plain)
 
     def spend(self, seconds: float) -> None:
-        """Exploration has lost ``seconds`` by plain steps."""
-        self.seconds = max(self.seconds - max(seconds, 0.0), -self.SHARE * self._MAX_DEBT)
+        """Exploration has lost ``seconds`` by plain steps. A second of decoding pays any debt."""
+        self.seconds = max(self.seconds - max(seconds, 0.0), -self.SHARE)
 
 
 class BatchDecision(NamedTuple):
