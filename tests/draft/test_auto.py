@@ -60,8 +60,13 @@ def test_what_cannot_pay_is_left_out_with_the_reason(changes: dict[str, Any], re
     assert found.line().endswith(f"; not quantized:int4: {reason}")
 
 
-def test_an_eight_bit_target_has_a_form_in_four() -> None:
-    assert members(replace(LARGE, bits=8)) == ["suffix", "ngram", "quantized:int4"]
+def test_an_eight_bit_target_has_a_form_in_four_and_its_head() -> None:
+    target = replace(LARGE, bits=8)
+    assert members(target) == ["suffix", "ngram", "quantized:int4"]
+    head = "eagle3:paceline/smollm2-eagle3"
+    for bits, heads in ((16, []), (8, [head])):
+        target = replace(LARGE, name="paceline/smollm2", bits=bits)
+        assert members(target) == ["suffix", "ngram", *heads, "quantized:int4"]
 
 
 def test_what_is_shipped_for_a_target() -> None:

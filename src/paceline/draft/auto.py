@@ -154,7 +154,7 @@ def compose(target: Circumstances) -> Composition:
         share = _stored_bytes(draft.path) / target.weight_bytes if target.weight_bytes else 0.0
         if share > (_MAX_MODEL_SHARE if isinstance(draft, DraftModel) else _MAX_HEAD_SHARE):
             left_out.append((str(draft), f"it has {share:.0%} of the target's bytes"))
-        elif not problem:
+        elif not problem and target.bits > 8:
             left_out.append((str(draft), "the 4-bit copy is right more often"))
         else:
             taken.append((draft, where))
