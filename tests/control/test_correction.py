@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.control.correction import Correction, node_bucket
+from paceline.control.correction import Correction, PassPrice, node_bucket
 
 PLAIN, DRAFTS = 0, 3
 
@@ -63,3 +63,23 @@ def test_a_new_group_is_thought_like_the_nearest() -> None:
 
 def test_cells() -> None:
     assert [node_bucket(n) for n in (0, 0.2, 1, 2, 3, 4, 7, 8)] == [0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_a_draft_takes_an_overhead_and_so_much_a_pass() -> None:
+    """Told apart once drafts have had several lengths; one hiccup in between moves little."""
+    price = PassPrice()
+    for step in range(60):
+        count = 2 + 3 * (step % 4)
+        price.observe(0.1 * count, 0.1, (0.2 + 0.13 * count) * (20 if step == 30 else 1))
+    assert price.overhead == pytest.approx(2.0, abs=0.6)
+    assert price.factor == pytest.approx(1.3, abs=0.1)
+    assert price.seconds(1.6, 0.1) == pytest.approx(0.2 + 0.13 * 16, rel=0.08)
+
+
+def test_the_first_draft_of_a_process_is_slow() -> None:
+    """Eight levels that took four times as long: after two more its price is about right."""
+    price = PassPrice()
+    for seconds in (3.2, 0.9, 0.9):
+        price.observe(0.8, 0.1, seconds)
+    assert price.seconds(0.8, 0.1) < 1.5 * 0.9
+    assert price.seconds(0.3, 0.1) < 2 * 0.4

@@ -143,6 +143,23 @@ def test_a_draft_that_ends_early_is_priced_by_the_levels_it_has() -> None:
     assert with_all.seconds < STEP + REST + 8 * TOKEN + 0.3 * 6
 
 
+def test_drafts_that_end_early_are_longer_where_they_are_right() -> None:
+    """Two sequences take turns: of the one six levels are drafted and right, of the other two, of
+    which one is."""
+    costs_of = DrafterCosts(LENGTHS, LENGTHS, CostCurve((1,), (0.3,)), stops_early=True)
+    control = AdaptiveController(CostModel(costs(), {"model": costs_of}))
+    requests, levels_of = (seq(0), seq(1)), (6, 2)
+    for step in range(300):
+        number = step % 2
+        (choice,) = control.lengths([requests[number]])
+        levels = min(choice.length, levels_of[number])
+        path = tuple(range(min(levels, 1 if number else 6)))
+        commit = Commit(number, (1,) * (len(path) + 1), path, levels, levels, levels, scheduled=1)
+        control.observe([commit], STEP + REST + 0.3 * levels, 0.3 * levels)
+    long, short = (control.draft_options(request, "model", 1)[-1].seconds for request in requests)
+    assert 0.3 * 2 < long - short < 0.3 * 5  # alike before, with four levels between them
+
+
 def test_a_tree_that_ends_early_and_leaves_out_nodes_is_priced_by_what_it_has() -> None:
     """Four nodes a level at most, of which half are verified, in three levels in the mean."""
     nodes = tuple(4 * length for length in LENGTHS)
@@ -314,7 +331,7 @@ def test_a_draft_that_is_cut_short_counts_as_it_was_made() -> None:
         control.forget(number)
     for length in (2, 4, 8):
         passes = control.cost.passes_alone("model", [length])
-        assert control.cost.drafting({"model": passes}) == pytest.approx(passes, rel=0.04)
+        assert control.cost.drafting(1, {"model": passes}) == pytest.approx(passes, rel=0.04)
     assert control.cost.fill["model"] > 0.97
 
 

@@ -35,6 +35,7 @@ class Truth:
     row: float = 0.03  # a further row of a sequence
     ragged: float = 1.08  # where sequences differ in their rows
     level: float = 0.15  # a pass of the drafter; 0: it looks something up
+    first: float = 0.0  # what the first pass of a draft takes more
     level_row: float = 0.01  # a pass, for each further sequence
     reads: bool = False  # whether the drafter reads prompts by itself: a row for each token
     handling: float = 0.005  # of a lookup, each sequence
@@ -55,7 +56,8 @@ class Truth:
             return self.handling * sum(length > 0 for length in lengths)
         levels = 1 if self.one_pass else max(lengths, default=0)
         passes = [sum(n > level for n in lengths) for level in range(levels) if any(lengths)]
-        return sum(self.level + self.level_row * (count - 1) for count in passes)
+        more = self.first if any(lengths) else 0.0
+        return more + sum(self.level + self.level_row * (count - 1) for count in passes)
 
 
 def believed(truth: Truth, batch: int, target: float = 1.0, rows: float = 1.0) -> TargetCosts:

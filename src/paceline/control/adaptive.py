@@ -200,8 +200,8 @@ class AdaptiveController(Controller):
         reading_now = unread * cost.reading_token(name) if unread > _FEW_UNREAD else 0.0
         reading_now += 0.0 if costs.model_free else self.learner.cold_seconds(batch) / batch
         horizon = min(remaining, _READING_HORIZON)
-        nodes, _, prices = cost.table(name, batch)
-        nodes = offer.nodes if offer else nodes
+        nodes = offer.nodes if offer else cost.table(name, batch).nodes
+        prices = cost.prices_for(name, batch, tokens, kind, forced > 0)
         options = list[DraftOption]()
         for n in lengths:
             reading = reading_now * tokens[n] / horizon

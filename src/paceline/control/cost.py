@@ -21,17 +21,15 @@ from paceline.control.acceptance import (
     DraftKind,
     expected_tokens,
 )
-from paceline.control.correction import COLD, Correction, batch_bucket, node_bucket
+from paceline.control.correction import COLD, Correction, PassPrice, batch_bucket, node_bucket
 from paceline.core.costs import DrafterCosts, TargetCosts
 
 WARM_UP = 5  # plain steps behind passes or a prompt, after which the target's weights are cached
 _MAX_PLAIN_INTERVAL = 256  # steps after which a plain step is measured again
 _MARGINAL = 1.2  # expected speedup below which plain steps are measured several in a row
 _MAX_COLD_PENALTY = 0.1  # of a plain step, by which cold caches may be thought to slow it down
+_SLOW_STEP = 1.3  # times its expected time; from there on a step says that the machine is busy
 _KNOWN_AFTER = 3  # steps that correct a price
-# How fast the price of a drafter's passes follows its drafts, at least, and by what factor one
-# draft may differ from it.
-_PASS_GAIN, _MAX_PASS_ERROR = 0.03, 2.0
 _READING_WINDOW = 4096  # tokens read, over which the time of reading one is averaged
 
 
@@ -87,8 +85,7 @@ class CostModel:
         self.fill: dict[Hashable, float] = {}
         self._forward = lru_cache(4096)(lambda batch, nodes: target(batch, 1 + nodes))
         self._correction = Correction()
-        # By drafter: by what factor passes take longer than measured alone, and drafts seen.
-        self._passes: dict[Hashable, tuple[float, int]] = {}
+        self._passes: dict[Hashable, PassPrice] = {}
         self._reading: dict[Hashable, tuple[float, float]] = {}  # seconds, tokens
         self._longest: dict[tuple[Hashable, int], int] = {}  # draft made, by drafter and batch
         # Caches, emptied when more is learnt.
@@ -105,7 +102,7 @@ class CostModel:
         self.drafters[name] = costs
         self.acceptance.priors[name] = costs.prior
         self.acceptance.depth = max(self.acceptance.depth, costs.max_length)
-        self.fill[name], self._passes[name] = 1.0, (1.0, 0)
+        self.fill[name], self._passes[name] = 1.0, PassPrice()
         # Until more is known, reading a token costs what a further row adds to a pass.
         row = max(0.0, costs.seconds(1024) - costs.seconds(1)) / 1023
         self._reading[name] = (64 * row, 64.0)
@@ -136,10 +133,13 @@ class CostModel:
         counts = (sum(most > number for most in passes) for number in range(max(passes)))
         return sum(map(costs.seconds, counts))
 
-    def drafting(self, passes: Mapping[Hashable, float]) -> float:
+    def drafting(self, batch: int, passes: Mapping[Hashable, float]) -> float:
         """The drafting of a step. ``passes``: by drafter, its ``passes_alone``."""
-        alone = sum(self._passes[name][0] * seconds for name, seconds in passes.items() if seconds)
-        return self._correction.machine * alone
+        return self._correction.machine * sum(
+            self._passes[name].seconds(alone, self.drafters[name].seconds(batch))
+            for name, alone in passes.items()
+            if alone
+        )
 
     def step(self, batch: int, drafts: Iterable[DraftOption]) -> float:
         """A step of ``batch`` sequences with these drafts among them."""
@@ -152,11 +152,29 @@ class CostModel:
             lengths.setdefault(draft.name, []).append(length)
         alone = {name: self.passes_alone(name, levels) for name, levels in lengths.items()}
         nodes = sum(draft.nodes for draft in drafts) / batch
-        return self.verification(batch, nodes) + self.drafting(alone)
+        return self.verification(batch, nodes) + self.drafting(batch, alone)
 
     def prices(self, name: Hashable, batch: int) -> Sequence[float]:
         """One sequence's share of the step by draft length, if all sequences draft alike."""
         return self.table(name, batch).seconds
+
+    def prices_for(
+        self, name: Hashable, batch: int, tokens: Sequence[float], kind: DraftKind, forced: bool
+    ) -> Sequence[float]:
+        """``prices`` for a sequence whose drafts are expected to gain ``tokens``, by draft length.
+
+        A drafter that ends drafts early goes on where it is right: a sequence that gains a token
+        more than all sequences do is drafted a level more. Not so if the first levels are
+        ``forced``.
+        """
+        prices, costs = self.prices(name, batch), self.drafters[name]
+        if forced or not costs.stops_early:
+            return prices
+        level = (costs.passes[-1] - costs.passes[1]) / max(1, costs.max_length - 1)
+        level *= self._correction.machine * self._passes[name].factor * costs.seconds(batch) / batch
+        usual = expected_tokens(self.acceptance.of_all(name, kind).rates())
+        adjusted = [s + level * (t - u) for s, t, u in zip(prices, tokens, usual, strict=False)]
+        return [prices[0], *(max(seconds, prices[1]) for seconds in adjusted[1:])]
 
     def table(self, name: Hashable, batch: int) -> DraftTable:
         """What drafts of each length are expected to cost, if all sequences draft alike."""
@@ -171,9 +189,9 @@ class CostModel:
             (full, passes), fill, one_pass = shape, self.fill[name], costs.seconds(batch)
             # A lookup rarely finds a full tree; mostly a level has one node.
             nodes = range(len(full)) if costs.model_free else [fill * count for count in full]
-            level = self.drafting({name: one_pass})
             seconds = [
-                (self.verification(batch, rows) + level * levels) / batch
+                (self.verification(batch, rows) + self.drafting(batch, {name: one_pass * levels}))
+                / batch
                 for rows, levels in zip(nodes, passes, strict=True)
             ]
             table = self._tables[name, batch] = DraftTable(nodes, passes, seconds)
@@ -279,11 +297,11 @@ class CostModel:
         self._correction.observe(batch_bucket(batch), node_bucket(nodes), ratio)
         if len(drafted) == 1:
             name = drafted[0]
-            factor, count = self._passes[name]
-            slower = drafting / self._correction.machine / passes[name]
-            slower = min(max(slower, factor / _MAX_PASS_ERROR), factor * _MAX_PASS_ERROR)
-            factor += (slower - factor) * max(_PASS_GAIN, 1 / (1.1 + count))
-            self._passes[name] = factor, count + 1
+            # If the whole step was slow, its passes were slow for the same reason.
+            ratio = verification / self.verification(batch, nodes)
+            slower = self._correction.machine * (ratio if ratio > _SLOW_STEP else 1.0)
+            one_pass = self.drafters[name].seconds(batch)
+            self._passes[name].observe(passes[name], one_pass, drafting / slower)
         self._expire()
 
     def _expire(self) -> None:

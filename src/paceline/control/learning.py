@@ -148,7 +148,7 @@ class StepLearner:
             return
         passes = {name: cost.passes_alone(name, levels) for name, levels in lengths.items()}
         nodes = sum(commit.drafted for commit in commits) / batch
-        expected = cost.drafting(passes)
+        expected = cost.drafting(batch, passes)
         if step.decision.alternative:
             tokens = min(len(commit.tokens) for commit in commits)
             self._budget.spend(step.seconds - step.decision.alternative * tokens)
