@@ -201,7 +201,7 @@ class AdaptiveController(Controller):
         reading_now += 0.0 if costs.model_free else self.learner.cold_seconds(batch) / batch
         horizon = min(remaining, _READING_HORIZON)
         nodes = offer.nodes if offer else cost.table(name, batch).nodes
-        prices = cost.prices_for(name, batch, tokens, kind, forced > 0)
+        prices = () if offer else cost.prices_for(name, batch, tokens, kind, forced > 0)
         options = list[DraftOption]()
         for n in lengths:
             reading = reading_now * tokens[n] / horizon

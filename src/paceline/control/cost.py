@@ -186,14 +186,14 @@ class CostModel:
                 tokens = expected_tokens(self.acceptance.of_all(name, CONTINUES).rates())
                 levels = [count - 1 for count in tokens[: len(costs.nodes)]]
                 shape = [interp(levels, range(len(full)), full).tolist() for full in shape]
-            (full, passes), fill, one_pass = shape, self.fill[name], costs.seconds(batch)
+            (full, passes), fill, price = shape, self.fill[name], self._passes[name]
+            machine, one_pass = self._correction.machine, costs.seconds(batch)
             # A lookup rarely finds a full tree; mostly a level has one node.
             nodes = range(len(full)) if costs.model_free else [fill * count for count in full]
-            seconds = [
-                (self.verification(batch, rows) + self.drafting(batch, {name: one_pass * levels}))
-                / batch
-                for rows, levels in zip(nodes, passes, strict=True)
-            ]
+            seconds = [self.verification(batch, count) / batch for count in nodes]
+            for n, count in enumerate(passes):
+                if count:
+                    seconds[n] += machine * price.seconds(one_pass * count, one_pass) / batch
             table = self._tables[name, batch] = DraftTable(nodes, passes, seconds)
         return table
 
