@@ -76,6 +76,15 @@ def test_a_draft_takes_an_overhead_and_so_much_a_pass() -> None:
     assert price.seconds(1.6, 0.1) == pytest.approx(0.2 + 0.13 * 16, rel=0.08)
 
 
+def test_a_further_pass_never_looks_free() -> None:
+    """Short drafts met busy moments: longer ones were cheaper. Once, their line sank below zero."""
+    price = PassPrice()
+    for step in range(300):
+        count, seconds = (1, 4.0) if step % 2 else (8, 1.5)
+        price.observe(count, 1.0, seconds)
+    assert price.seconds(12, 1.0) >= price.seconds(8, 1.0) + 0.8 > 2.0
+
+
 def test_the_first_draft_of_a_process_is_slow() -> None:
     """Eight levels that took four times as long: after two more its price is about right."""
     price = PassPrice()

@@ -36,8 +36,8 @@ from paceline.draft.base import LookupDraft, LookupDrafter
 _KEEP_DRAFTS, _KEEP_PLAIN, _KEEP_PLAIN_LONG = 4, 8, 32
 _EARLY_STEPS = 64  # steps in which decisions are not kept, and each step is learnt from at once
 _FIRST_WAIT, _LONGEST_WAIT = 8, 512  # steps until a drafter is explored beside the best again
-_FEW_UNREAD = 8  # unread tokens that cost next to nothing
 _READING_HORIZON = 256  # tokens at most over which the cost of reading a text is spread
+_FEW_UNREAD = 8  # unread tokens that cost next to nothing
 # Draft lengths that are compared for several sequences and for lookups (else: every length).
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 

@@ -122,6 +122,7 @@ class PassPrice:
     _KEEP = 0.985  # weight of a draft relative to the next one
     _PRIOR = (0.0025, 0.1)  # weights of no overhead and of a factor of one; a draft has about one
     _MAX_ERROR = 2.0  # factor by which one draft may differ from the prediction
+    _LEAST_FACTOR = 0.2
 
     def __init__(self) -> None:
         self.overhead, self.factor = 0.0, 1.0
@@ -141,6 +142,8 @@ class PassPrice:
         ]
         n, x, xx, y, xy = self._sums
         n, xx, xy = n + self._PRIOR[0], xx + self._PRIOR[1], xy + self._PRIOR[1]
-        # An overhead below zero means that the passes themselves take less.
-        self.overhead = max(0.0, (xx * y - x * xy) / (n * xx - x * x))
-        self.factor = (xy - self.overhead * x) / xx
+        # An overhead below zero means that the passes themselves take less. Busy moments may make
+        # the longer drafts look cheaper, but no further pass is for nothing.
+        overhead = max(0.0, (xx * y - x * xy) / (n * xx - x * x))
+        self.factor = max((xy - overhead * x) / xx, self._LEAST_FACTOR)
+        self.overhead = max(0.0, (y - self.factor * x) / n)
