@@ -54,7 +54,7 @@ ON_A_DRAFT_DEVICE = ["model", "tree", "tree, dynamic"]
 # - Drafts that are judged by different rules are told apart: two lists of rows.
 # - Dynamic growth decides on the host which node to expand, and fetches their scores once.
 COPIES = {
-    **{"none": (1, 1), "medusa": (2, 1), "ngram": (3, 1), "suffix": (3, 1), "lookahead": (4, 1)},
+    **{"none": (1, 1), "medusa": (3, 1), "ngram": (3, 1), "suffix": (3, 1), "lookahead": (4, 1)},
     **{"recycling": (5, 1), "hybrid": (6, 1), "model": (6, 1), "layer_skip": (6, 1)},
     **{"early_exit": (7, 1), "tree": (8, 1), "eagle": (7, 1), "tree, dynamic": (8, 2)},
     **{"layer_skip, dynamic": (7, 2), "eagle2": (8, 2), "eagle3": (8, 2)},
@@ -64,7 +64,7 @@ COPIES = {
 }
 # Tables that stay on the device, sent once for each shape of tree in the process.
 KEPT = {"grow.levels_of", "rules.layout_of", "rules.chain_grid"}
-KEPT |= {"rules.<genexpr>"}
+KEPT |= {"rules.<genexpr>", "medusa._picks"}
 # A grammar's automaton is the host's: it must know each level that the device drafted before the
 # next, and what was drafted before the target's rows are forbidden.
 LEVELS = {"sampling.on_host": 2, "policy.extend": 2}

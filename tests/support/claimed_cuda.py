@@ -173,6 +173,8 @@ class Devices(TorchFunctionMode):
             return args[0]
         if function is torch._has_compatible_shallow_copy_type:
             return False
+        if function is torch._C._nn._parse_to:  # what Module.to() asks
+            return function(*args, **kwargs)
         kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         if function in _MOVES and tensors:
             return self._move(function, args, kwargs)
